@@ -112,6 +112,13 @@ pub(crate) enum Command {
     },
     /// Put load on a bulkhead, and print throughput and latency
     Bench(Bench),
+    /// Run durable jobs on several hosts: runs bulkhead-fleet with these arguments
+    #[command(disable_help_flag = true)]
+    Fleet {
+        /// Arguments of bulkhead-fleet; --help lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+        arguments: Vec<std::ffi::OsString>,
+    },
     /// Print shell completions
     Completions {
         /// Shell to generate completions for

@@ -6,6 +6,7 @@ mod advise;
 mod args;
 mod bench;
 mod crashes;
+mod fleet;
 mod load;
 mod output;
 mod pages;
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
     let result = match &args.command {
         Command::Completions { shell } => pages::completions(*shell),
         Command::Man { folder } => pages::man(&args, folder),
+        Command::Fleet { arguments } => Err(fleet::run(&args, arguments)),
         _ => run_with_runtime(&args),
     };
     match result {
@@ -81,6 +83,6 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Advise { name } => advise::run(args, name.as_deref()).await,
         Command::Crashes(crashes) => crashes::run(args, crashes).await,
         Command::Replay { id, job } => crashes::replay(args, id, *job).await,
-        Command::Completions { .. } | Command::Man { .. } => Ok(exit::OK),
+        Command::Completions { .. } | Command::Man { .. } | Command::Fleet { .. } => Ok(exit::OK),
     }
 }

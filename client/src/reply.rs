@@ -144,8 +144,9 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Converts an outcome to a reply or an error.
-    pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
+    /// Converts an outcome to a result. `payload` is the result, or the payload of a failure. For programs that
+    /// receive outcomes by other means than a [`Client`](crate::Client).
+    pub fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
             Verdict::Ok => Ok(Reply { payload, success: outcome.into(), mapped: None }),
             Verdict::Failed(_) => Err(Self::Failed(Box::new(Failure { outcome: *outcome, payload }))),

@@ -157,6 +157,8 @@ codes! {
         Stopped = 7 "stopped",
         /// Another job caused the death of the worker.
         Collateral = 8 "collateral",
+        /// The host was lost before the job ended. Only a fleet reports this reason, never a supervisor.
+        HostLost = 9 "host_lost",
     }
 }
 

@@ -4,6 +4,7 @@
 pub mod attempts;
 pub mod browser;
 pub mod confined;
+pub mod fleet;
 pub mod http;
 pub mod ledger;
 pub mod machine;

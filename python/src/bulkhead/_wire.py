@@ -79,7 +79,7 @@ REJECTED = (
 REASONS: dict[str, Sequence[str]] = {
     "rejected": REJECTED,
     "deadline_exceeded": ("queued", "running"),
-    "crashed": ("exit", "signal", "oom", "violation", "protocol", "hung", "stopped", "collateral"),
+    "crashed": ("exit", "signal", "oom", "violation", "protocol", "hung", "stopped", "collateral", "host_lost"),
 }
 
 HEADER = struct.Struct("<IBBHQ")

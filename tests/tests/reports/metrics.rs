@@ -736,12 +736,15 @@ fn alerts_and_dashboard_use_existing_metrics() {
 #[test]
 fn promtool_accepts_alert_rules_and_metrics() {
     let promtool = |arguments: &[&str]| Command::new("promtool").args(arguments).current_dir(root()).output();
-    let Ok(checked) = promtool(&["check", "rules", "deploy/prometheus/alerts.yml"]) else {
+    let Ok(checked) =
+        promtool(&["check", "rules", "deploy/prometheus/alerts.yml", "deploy/prometheus/fleet-alerts.yml"])
+    else {
         not_run!("promtool, which tests alert rules, is not installed: install Debian's package prometheus");
         return;
     };
     assert!(checked.status.success(), "{checked:?}");
-    let tested = promtool(&["test", "rules", "deploy/prometheus/alerts_test.yml"]).unwrap();
+    let tests = ["deploy/prometheus/alerts_test.yml", "deploy/prometheus/fleet-alerts_test.yml"];
+    let tested = promtool(&["test", "rules", tests[0], tests[1]]).unwrap();
     assert!(
         tested.status.success(),
         "{}{}",

@@ -1,0 +1,32 @@
+//! `bulkhead fleet`: replaces this process by `bulkhead-fleet`.
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::args::Args;
+use crate::output::{Failure, exit};
+
+const PROGRAM: &str = "bulkhead-fleet";
+
+/// Runs the program. Returns only if the program cannot be run.
+pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
+    let program = program();
+    let mut command = Command::new(&program);
+    if args.json {
+        command.arg("--json");
+    }
+    let error = command.args(arguments).exec();
+    let message = format!(
+        "failed to run {}: {error}; install {PROGRAM} in the folder of bulkhead or in PATH",
+        program.display()
+    );
+    Failure::new(exit::FAILED, message)
+}
+
+/// Returns the path in the folder of this program if the file exists. Otherwise returns the name, for a search in PATH.
+fn program() -> PathBuf {
+    let own = std::env::current_exe().ok();
+    own.map(|own| own.with_file_name(PROGRAM)).filter(|path| path.exists()).unwrap_or_else(|| PROGRAM.into())
+}

@@ -1,0 +1,182 @@
+//! The agent of one host: takes jobs of the fleet for the bulkheads of a supervisor, and records the outcomes. The
+//! module [`decide`](crate::decide) makes all decisions about jobs.
+
+mod clock;
+mod gate;
+mod held;
+mod http;
+mod metrics;
+mod permits;
+mod presence;
+mod pulls;
+mod runner;
+mod supervisor;
+mod watch;
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::task::JoinSet;
+
+use crate::decide::{Faults, Rules};
+use crate::job::HEADER_BYTES_RESERVED;
+use crate::names::JOBS;
+use crate::random;
+use crate::server::connection;
+use crate::server::messages::api;
+use crate::settings::{Bulkhead, Settings};
+use clock::Clock;
+use gate::Gate;
+use held::Held;
+use metrics::Metrics;
+use permits::Permits;
+use supervisor::Supervisor;
+
+/// Pause between checks whether the streams exist.
+const START_RETRY: Duration = Duration::from_secs(1);
+
+/// A bulkhead that the agent serves.
+struct Served {
+    name: String,
+    settings: Bulkhead,
+    rules: Rules,
+    permits: Permits,
+    gate: Gate,
+}
+
+/// State that all tasks of an agent share.
+struct Shared {
+    host: String,
+    /// Distinguishes this process from earlier ones of the same host.
+    instance: String,
+    client: async_nats::Client,
+    supervisor: Supervisor,
+    bulkheads: BTreeMap<String, Arc<Served>>,
+    settings: Settings,
+    held: Held,
+    clock: Clock,
+    metrics: Metrics,
+}
+
+/// Error that ends an agent.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// No connection to the servers.
+    #[error(transparent)]
+    Connect(#[from] connection::ConnectError),
+    /// The fleet is not prepared.
+    #[error("{0}")]
+    NotPrepared(String),
+    /// The address for metrics cannot be used.
+    #[error("failed to listen on {0}: {1}")]
+    Listen(std::net::SocketAddr, std::io::Error),
+    /// An essential task ended early.
+    #[error("an essential task ended: {0}; the log has the reason")]
+    TaskEnded(String),
+}
+
+/// Runs an agent until `stop` is ready, then drains: takes no more jobs, and waits for held ones for at most
+/// `drain_timeout`. `faults` are for tests.
+pub async fn run(
+    settings: Settings,
+    faults: Faults,
+    stop: impl Future<Output = ()>,
+) -> Result<(), AgentError> {
+    let client =
+        connection::connect(&settings.nats, &format!("bulkhead-fleet {}", settings.host()), true).await?;
+    let mut stop = std::pin::pin!(stop);
+    tokio::select! {
+        ready = wait_until_prepared(&client) => ready?,
+        () = &mut stop => return Ok(()),
+    }
+    let shared = Arc::new(Shared::new(client, settings, faults));
+    let mut tasks = JoinSet::new();
+    if let Some(address) = shared.settings.agent.http {
+        let listener = tokio::net::TcpListener::bind(address).await;
+        let listener = listener.map_err(|error| AgentError::Listen(address, error))?;
+        tasks.spawn(http::serve(listener, shared.clone()));
+    }
+    tasks.spawn(supervisor::poll(shared.clone()));
+    tasks.spawn(presence::announce(shared.clone()));
+    tasks.spawn(watch::run(shared.clone()));
+    tasks.spawn(held::keep(shared.clone()));
+    for served in shared.bulkheads.values() {
+        for lane in 0..served.settings.lanes {
+            tasks.spawn(pulls::run(shared.clone(), served.clone(), lane));
+        }
+    }
+    tracing::info!(host = shared.host, bulkheads = shared.bulkheads.len(), "agent started");
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    tokio::select! {
+        () = stop => {}
+        ended = tasks.join_next() => return Err(AgentError::TaskEnded(format!("{ended:?}"))),
+    }
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    drain(&shared).await;
+    tasks.shutdown().await;
+    Ok(())
+}
+
+/// Waits until the servers answer. Fails if the fleet has no streams.
+async fn wait_until_prepared(client: &async_nats::Client) -> Result<(), AgentError> {
+    const STREAM_NOT_FOUND: u64 = 10059;
+    loop {
+        match api::<Value>(client, &format!("STREAM.INFO.{JOBS}"), Value::Null).await {
+            Ok(_) => return Ok(()),
+            Err(error) if error.err_code == STREAM_NOT_FOUND => {
+                let message = format!("the fleet has no stream {JOBS}; run: bulkhead fleet init");
+                return Err(AgentError::NotPrepared(message));
+            }
+            Err(error) => tracing::warn!("the servers are not ready: {}; trying again", error.description),
+        }
+        tokio::time::sleep(START_RETRY).await;
+    }
+}
+
+async fn drain(shared: &Shared) {
+    shared.bulkheads.values().for_each(|served| served.gate.drain());
+    let timeout = shared.settings.agent.drain_timeout;
+    tracing::info!(held = shared.held.len(), "draining for at most {timeout:?}");
+    if tokio::time::timeout(timeout, shared.held.until_empty()).await.is_err() {
+        tracing::warn!(
+            held = shared.held.len(),
+            "jobs are still held at the end of drain_timeout: they run again if idempotent, and end as host_lost \
+             otherwise"
+        );
+    }
+    let _ = tokio::time::timeout(Duration::from_secs(1), shared.client.flush()).await;
+}
+
+impl Shared {
+    fn new(client: async_nats::Client, settings: Settings, faults: Faults) -> Self {
+        let payload_max = client.max_payload();
+        let bulkheads = settings.bulkhead.iter().map(|(name, of)| {
+            let rules = Rules {
+                ack_wait: settings.streams.ack_wait(),
+                host_lost_after: settings.streams.host_lost_after,
+                attempts_max: of.attempts,
+                result_bytes_max: payload_max.saturating_sub(HEADER_BYTES_RESERVED),
+                faults,
+            };
+            let (permits, gate) = (Permits::new(), Gate::new());
+            (
+                name.clone(),
+                Arc::new(Served { name: name.clone(), settings: of.clone(), rules, permits, gate }),
+            )
+        });
+        Self {
+            host: settings.host(),
+            instance: random::text(),
+            supervisor: Supervisor::new(&settings),
+            bulkheads: bulkheads.collect(),
+            held: Held::default(),
+            clock: Clock::default(),
+            metrics: Metrics::new(settings.bulkhead.keys()),
+            client,
+            settings,
+        }
+    }
+}

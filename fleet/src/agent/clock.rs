@@ -1,0 +1,67 @@
+//! The time of the server. Deadlines count from the time at which the server stored a job, so that the clock of this
+//! host is corrected by the measured offset.
+
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::decide::Timestamp;
+
+/// The clock of this host, with its offset from the server's clock.
+#[derive(Debug, Default)]
+pub(crate) struct Clock {
+    /// Time to add to the own clock, in microseconds.
+    offset_micros: AtomicI64,
+    is_measured: AtomicBool,
+}
+
+impl Clock {
+    /// Returns the time by the server's clock.
+    pub(crate) fn now(&self) -> Timestamp {
+        let offset = self.offset_micros.load(Ordering::Relaxed);
+        let own = own_time();
+        match offset >= 0 {
+            true => own + Duration::from_micros(offset.unsigned_abs()),
+            false => own.saturating_sub(Duration::from_micros(offset.unsigned_abs())),
+        }
+    }
+
+    /// Stores the offset of a message that the server stored at `stored`, between two readings of the own clock.
+    pub(crate) fn measure(&self, before: Timestamp, stored: Timestamp, after: Timestamp) {
+        let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
+        let own = micros(before) / 2 + micros(after) / 2;
+        self.offset_micros.store(micros(stored) - own, Ordering::Relaxed);
+        self.is_measured.store(true, Ordering::Release);
+    }
+
+    /// Returns true once the offset is known.
+    pub(crate) fn is_measured(&self) -> bool {
+        self.is_measured.load(Ordering::Acquire)
+    }
+
+    /// Returns the offset in seconds.
+    pub(crate) fn offset_seconds(&self) -> f64 {
+        self.offset_micros.load(Ordering::Relaxed) as f64 / 1e6
+    }
+}
+
+/// Returns the time by the clock of this host.
+pub(crate) fn own_time() -> Timestamp {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn measured_offset_corrects_the_clock() {
+        let clock = Clock::default();
+        let own = own_time();
+        for ahead in [5, -5] {
+            let stored = Duration::from_secs(own.as_secs().saturating_add_signed(ahead));
+            clock.measure(own, stored, own);
+            let difference = clock.now().as_secs_f64() - own_time().as_secs_f64();
+            assert!((difference - ahead as f64).abs() < 1.5, "{difference}");
+        }
+    }
+}

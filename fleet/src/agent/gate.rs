@@ -1,0 +1,105 @@
+//! The conditions under which an agent takes jobs for one bulkhead.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// Conditions that must all hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Conditions {
+    /// The supervisor is reachable and the bulkhead accepts jobs.
+    is_ready: bool,
+    /// The ledger has space for outcomes.
+    has_space: bool,
+    /// The agent stops.
+    is_draining: bool,
+}
+
+/// Permission to take jobs for one bulkhead.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    conditions: watch::Sender<Conditions>,
+    /// End of a pause that the supervisor asked for.
+    paused_until: Mutex<Instant>,
+}
+
+impl Gate {
+    /// Creates a closed gate.
+    pub(crate) fn new() -> Self {
+        let conditions = Conditions { has_space: true, ..Conditions::default() };
+        Self { conditions: watch::Sender::new(conditions), paused_until: Mutex::new(Instant::now()) }
+    }
+
+    fn update(&self, change: impl FnOnce(&mut Conditions)) {
+        self.conditions.send_if_modified(|conditions| {
+            let before = *conditions;
+            change(conditions);
+            before != *conditions
+        });
+    }
+
+    /// Reports whether the supervisor accepts jobs.
+    pub(crate) fn set_ready(&self, is_ready: bool) {
+        self.update(|conditions| conditions.is_ready = is_ready);
+    }
+
+    /// Reports whether the ledger has space.
+    pub(crate) fn set_space(&self, has_space: bool) {
+        self.update(|conditions| conditions.has_space = has_space);
+    }
+
+    /// Closes the gate for good.
+    pub(crate) fn drain(&self) {
+        self.update(|conditions| conditions.is_draining = true);
+    }
+
+    /// Closes the gate for some time.
+    pub(crate) fn pause(&self, time: Duration) {
+        let mut until = self.paused_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *until = (*until).max(Instant::now() + time);
+    }
+
+    /// Returns true if jobs can be taken, apart from pauses.
+    pub(crate) fn is_open(&self) -> bool {
+        is_open(&self.conditions.borrow())
+    }
+
+    /// Waits until jobs can be taken. Never ends during a drain.
+    pub(crate) async fn until_open(&self) {
+        let mut changes = self.conditions.subscribe();
+        // The sender is in `self`.
+        let _ = changes.wait_for(is_open).await;
+        let until = *self.paused_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        tokio::time::sleep_until(until).await;
+    }
+
+    /// Waits until jobs can no longer be taken.
+    pub(crate) async fn until_closed(&self) {
+        let _ = self.conditions.subscribe().wait_for(|conditions| !is_open(conditions)).await;
+    }
+}
+
+fn is_open(conditions: &Conditions) -> bool {
+    conditions.is_ready && conditions.has_space && !conditions.is_draining
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn gate_needs_all_conditions() {
+        let gate = Gate::new();
+        assert!(!gate.is_open());
+        gate.set_ready(true);
+        gate.until_open().await;
+        gate.set_space(false);
+        gate.until_closed().await;
+        gate.set_space(true);
+        assert!(gate.is_open());
+        gate.drain();
+        gate.until_closed().await;
+    }
+}

@@ -1,0 +1,102 @@
+//! The messages that this agent holds, and the heartbeats that keep them from being delivered to another agent.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_nats::connection::State;
+use async_nats::subject::Subject;
+use bytes::Bytes;
+use tokio::sync::Notify;
+
+use super::Shared;
+
+/// Answer to a message that is still in work.
+const IN_PROGRESS: &[u8] = b"+WPI";
+
+/// Reply subjects of held messages, by stream sequence.
+#[derive(Debug, Default)]
+pub(crate) struct Held {
+    messages: Mutex<HashMap<u64, Subject>>,
+    changed: Notify,
+}
+
+impl Held {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Subject>> {
+        self.messages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds a message. Returns false if the message was already held; its latest reply subject counts from now on.
+    pub(crate) fn hold(&self, sequence: u64, reply: Subject) -> bool {
+        self.lock().insert(sequence, reply).is_none()
+    }
+
+    /// Returns the latest reply subject of a held message.
+    pub(crate) fn reply(&self, sequence: u64) -> Option<Subject> {
+        self.lock().get(&sequence).cloned()
+    }
+
+    /// Returns a guard that stops holding a message when dropped, also by a panic.
+    pub(crate) fn guard(&self, sequence: u64) -> HeldGuard<'_> {
+        HeldGuard { held: self, sequence }
+    }
+
+    /// Stops holding a message.
+    pub(crate) fn release(&self, sequence: u64) {
+        self.lock().remove(&sequence);
+        self.changed.notify_waiters();
+    }
+
+    /// Returns the number of held messages.
+    pub(crate) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Waits until no message is held.
+    pub(crate) async fn until_empty(&self) {
+        loop {
+            let changed = self.changed.notified();
+            if self.len() == 0 {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    fn replies(&self) -> Vec<Subject> {
+        self.lock().values().cloned().collect()
+    }
+}
+
+/// Releases a held message when dropped.
+pub(crate) struct HeldGuard<'a> {
+    held: &'a Held,
+    sequence: u64,
+}
+
+impl Drop for HeldGuard<'_> {
+    fn drop(&mut self) {
+        self.held.release(self.sequence);
+    }
+}
+
+/// Sends heartbeats for all held messages, three times within `ack_wait`.
+pub(crate) async fn keep(shared: Arc<Shared>) {
+    let mut interval = tokio::time::interval(shared.settings.streams.ack_wait() / 3);
+    interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        interval.tick().await;
+        // While disconnected, heartbeats would only fill the send buffer.
+        if shared.client.connection_state() != State::Connected {
+            continue;
+        }
+        for reply in shared.held.replies() {
+            in_progress(&shared, reply).await;
+        }
+    }
+}
+
+/// Sends one heartbeat.
+pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
+    // A lost heartbeat is repeated by the next one.
+    let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
+}

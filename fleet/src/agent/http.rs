@@ -1,0 +1,37 @@
+//! Metrics and health over HTTP.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use tokio::net::TcpListener;
+
+use super::Shared;
+
+/// Serves metrics and health until the agent ends.
+pub(crate) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
+    let routes = Router::new()
+        .route("/metrics", get(metrics))
+        .route("/healthz", get(async || StatusCode::OK))
+        .route("/readyz", get(ready))
+        .with_state(shared);
+    if let Err(error) = axum::serve(listener, routes).await {
+        tracing::error!("metrics are no longer served: {error}");
+    }
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], shared.metrics.text(shared.clock.offset_seconds()))
+}
+
+/// Answers 200 if the agent takes jobs of at least one bulkhead.
+async fn ready(State(shared): State<Arc<Shared>>) -> StatusCode {
+    match shared.bulkheads.values().any(|served| served.gate.is_open()) {
+        true => StatusCode::OK,
+        false => StatusCode::SERVICE_UNAVAILABLE,
+    }
+}

@@ -1,0 +1,89 @@
+//! Counters of an agent, and their text format.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Counters of one bulkhead.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// Jobs that this agent decided.
+    pub(crate) decided: AtomicU64,
+    /// Attempts after which the job was returned.
+    pub(crate) returned: AtomicU64,
+    /// Outcomes that were dropped because another agent had taken over the job.
+    pub(crate) fenced: AtomicU64,
+    /// Messages that were delivered more than once.
+    pub(crate) redelivered: AtomicU64,
+    /// Jobs without an outcome in the whole fleet.
+    pub(crate) pending: AtomicU64,
+}
+
+/// Metrics of an agent.
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    bulkheads: BTreeMap<String, Counters>,
+    /// Used share of each stream.
+    stored: Mutex<BTreeMap<&'static str, f64>>,
+}
+
+/// Adds one.
+pub(crate) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &AtomicU64);
+
+/// Families with the label `bulkhead`: name, type, description, number.
+const FAMILIES: [Family; 5] = [
+    ("decided", "counter", "Jobs that this agent decided.", |of| &of.decided),
+    ("returned", "counter", "Attempts after which the job was returned.", |of| &of.returned),
+    ("fenced", "counter", "Outcomes dropped because another agent had taken over the job.", |of| &of.fenced),
+    ("redelivered", "counter", "Messages that were delivered more than once.", |of| &of.redelivered),
+    ("pending", "gauge", "Jobs without an outcome in the whole fleet.", |of| &of.pending),
+];
+
+impl Metrics {
+    /// Creates counters for each bulkhead.
+    pub(crate) fn new<'a>(bulkheads: impl Iterator<Item = &'a String>) -> Self {
+        let bulkheads = bulkheads.map(|name| (name.clone(), Counters::default())).collect();
+        Self { bulkheads, stored: Mutex::default() }
+    }
+
+    /// Returns the counters of a bulkhead.
+    pub(crate) fn of(&self, bulkhead: &str) -> Option<&Counters> {
+        self.bulkheads.get(bulkhead)
+    }
+
+    /// Stores the used share of a stream.
+    pub(crate) fn set_stored(&self, stream: &'static str, ratio: f64) {
+        self.stored.lock().unwrap_or_else(PoisonError::into_inner).insert(stream, ratio);
+    }
+
+    /// Writes all metrics in the text format of OpenMetrics. Names of bulkheads need no escaping.
+    pub(crate) fn text(&self, clock_offset_seconds: f64) -> String {
+        let mut text = String::new();
+        for (name, kind, help, number) in FAMILIES {
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            let _ =
+                writeln!(text, "# TYPE bulkhead_fleet_{name} {kind}\n# HELP bulkhead_fleet_{name} {help}");
+            for (bulkhead, counters) in &self.bulkheads {
+                let value = number(counters).load(Ordering::Relaxed);
+                let _ = writeln!(text, "bulkhead_fleet_{name}{suffix}{{bulkhead=\"{bulkhead}\"}} {value}");
+            }
+        }
+        text.push_str(
+            "# TYPE bulkhead_fleet_stored_ratio gauge\n# HELP bulkhead_fleet_stored_ratio Used share of a stream.\n",
+        );
+        for (stream, ratio) in &*self.stored.lock().unwrap_or_else(PoisonError::into_inner) {
+            let _ = writeln!(text, "bulkhead_fleet_stored_ratio{{stream=\"{stream}\"}} {ratio}");
+        }
+        let _ = write!(
+            text,
+            "# TYPE bulkhead_fleet_clock_offset_seconds gauge\n# HELP bulkhead_fleet_clock_offset_seconds Clock of the \
+             server minus clock of this host.\nbulkhead_fleet_clock_offset_seconds {clock_offset_seconds}\n# EOF\n"
+        );
+        text
+    }
+}

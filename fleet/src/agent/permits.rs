@@ -1,0 +1,126 @@
+//! Permits for jobs of one bulkhead. Lanes wait for permits in turn. The number of permits follows the supervisor.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+
+/// A resizable set of permits.
+#[derive(Debug)]
+pub(crate) struct Permits {
+    semaphore: Arc<Semaphore>,
+    state: Arc<Mutex<State>>,
+    in_use: Arc<AtomicUsize>,
+    freed: Arc<Notify>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    limit: usize,
+    /// Permits to remove as soon as they are returned.
+    surplus: usize,
+}
+
+/// A permit for one job.
+#[derive(Debug)]
+pub(crate) struct Permit {
+    permit: Option<OwnedSemaphorePermit>,
+    state: Arc<Mutex<State>>,
+    in_use: Arc<AtomicUsize>,
+    freed: Arc<Notify>,
+}
+
+impl Permits {
+    /// Creates a set without permits.
+    pub(crate) fn new() -> Self {
+        let semaphore = Arc::new(Semaphore::new(0));
+        Self { semaphore, state: Arc::default(), in_use: Arc::default(), freed: Arc::default() }
+    }
+
+    /// Changes the number of permits. Permits in use above the new number are removed when they are returned.
+    pub(crate) fn resize(&self, limit: usize) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if limit > state.limit {
+            let added = limit - state.limit;
+            let kept = added.min(state.surplus);
+            state.surplus -= kept;
+            self.semaphore.add_permits(added - kept);
+        } else {
+            let removed = state.limit - limit;
+            state.surplus += removed - self.semaphore.forget_permits(removed);
+        }
+        state.limit = limit;
+    }
+
+    /// Returns the number of free permits.
+    pub(crate) fn free(&self) -> usize {
+        self.semaphore.available_permits()
+    }
+
+    /// Returns the number of all permits, and the number of permits in use.
+    pub(crate) fn numbers(&self) -> (usize, usize) {
+        let limit = self.state.lock().unwrap_or_else(PoisonError::into_inner).limit;
+        (limit, self.in_use.load(Ordering::Relaxed))
+    }
+
+    /// Waits for a permit. Waiters are served in the order of their calls.
+    pub(crate) async fn acquire(&self) -> Permit {
+        // The semaphore is never closed.
+        let permit = self.semaphore.clone().acquire_owned().await.ok();
+        self.in_use.fetch_add(1, Ordering::Relaxed);
+        self.freed.notify_waiters();
+        Permit { permit, state: self.state.clone(), in_use: self.in_use.clone(), freed: self.freed.clone() }
+    }
+
+    /// Waits until a permit was returned, or a waiting job got one.
+    pub(crate) async fn until_moved(&self) {
+        self.freed.notified().await;
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.in_use.fetch_sub(1, Ordering::Relaxed);
+        // The semaphore gets the permit at the end of this function; a waiter runs later, or asks again after a pause.
+        self.freed.notify_waiters();
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.surplus > 0 {
+            state.surplus -= 1;
+            if let Some(permit) = self.permit.take() {
+                permit.forget();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn permits_in_use_are_removed_on_return() {
+        let permits = Permits::new();
+        permits.resize(3);
+        let (a, b) = (permits.acquire().await, permits.acquire().await);
+        permits.resize(1);
+        assert_eq!((permits.free(), permits.numbers()), (0, (1, 2)));
+        drop(a);
+        assert_eq!(permits.free(), 0);
+        permits.resize(2);
+        assert_eq!(permits.free(), 1);
+        drop(b);
+        assert_eq!((permits.free(), permits.numbers()), (2, (2, 0)));
+    }
+
+    #[tokio::test]
+    async fn growing_set_keeps_surplus_permits() {
+        let permits = Permits::new();
+        permits.resize(2);
+        let held = [permits.acquire().await, permits.acquire().await];
+        permits.resize(0);
+        permits.resize(3);
+        assert_eq!(permits.free(), 1);
+        drop(held);
+        assert_eq!(permits.free(), 3);
+    }
+}

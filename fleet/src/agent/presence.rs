@@ -1,0 +1,76 @@
+//! Presence of this agent in the key-value bucket, which expires without renewal. The same writes measure the offset of
+//! the clock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::HeaderMap;
+use serde_json::{Map, Value, json};
+
+use super::Shared;
+use super::clock::own_time;
+use crate::decide::Timestamp;
+use crate::names::{AGENTS, escape};
+use crate::server::messages::{Published, publish, read_last};
+
+/// Interval between writes, a third of the time for which presence is believed.
+const INTERVAL: Duration = Duration::from_secs(5);
+/// Clock offset that is reported, in seconds.
+const OFFSET_SECONDS_MAX: f64 = 1.0;
+
+/// Renews the presence of this agent.
+pub(crate) async fn announce(shared: Arc<Shared>) {
+    let mut was_off = false;
+    loop {
+        let key = format!("$KV.{AGENTS}.{}", escape(&shared.host));
+        if let Some((before, stored, after)) = write(&shared, &key).await {
+            shared.clock.measure(before, stored, after);
+        }
+        let offset = shared.clock.offset_seconds();
+        let is_off = offset.abs() > OFFSET_SECONDS_MAX;
+        if is_off && !was_off {
+            tracing::warn!(
+                "the clock of this host differs by {offset:.1} s from the clock of the server; synchronise the clock"
+            );
+        }
+        was_off = is_off;
+        tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+/// Writes the presence. Returns the time of the server between two readings of the own clock.
+async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Timestamp)> {
+    let before = own_time();
+    let body = document(shared).to_string().into();
+    let published = publish(&shared.client, key.to_owned(), HeaderMap::new(), body, None).await;
+    let after = own_time();
+    let Published::Stored(sequence) = published else {
+        tracing::warn!("the presence of this agent was not stored: {published:?}");
+        return None;
+    };
+    let message = read_last(&shared.client, &format!("KV_{AGENTS}"), key).await.ok()??;
+    if message.sequence != sequence {
+        return None;
+    }
+    let stored = async_nats::datetime::parse_rfc3339(&message.stored_at).ok()?;
+    let nanos = u64::try_from(stored.unix_timestamp_nanos()).ok()?;
+    Some((before, Duration::from_nanos(nanos), after))
+}
+
+fn document(shared: &Shared) -> Value {
+    let bulkheads: Map<String, Value> = shared
+        .bulkheads
+        .iter()
+        .map(|(name, served)| {
+            let (limit, in_use) = served.permits.numbers();
+            (name.clone(), json!({"takes_jobs": served.gate.is_open(), "limit": limit, "in_flight": in_use}))
+        })
+        .collect();
+    json!({
+        "host": shared.host,
+        "instance": shared.instance,
+        "version": env!("CARGO_PKG_VERSION"),
+        "clock_offset_seconds": shared.clock.offset_seconds(),
+        "bulkheads": bulkheads,
+    })
+}

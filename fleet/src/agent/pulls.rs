@@ -1,0 +1,182 @@
+//! Pulls of one lane. Each pull asks for as many messages as there are free permits, and one more, ends after five
+//! seconds, and is given up without heartbeats. Endless pulls can stall after a change of the leader.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_nats::jetstream;
+use async_nats::{Message, Subscriber};
+use futures_util::StreamExt;
+use serde_json::json;
+use tokio::sync::mpsc;
+
+use super::held::in_progress;
+use super::metrics::count;
+use super::runner::{self, Delivered};
+use super::{Served, Shared};
+use crate::decide;
+use crate::names::{JOBS, consumer, parse_job_subject};
+
+/// Duration of one pull.
+const PULL_TIME: Duration = Duration::from_secs(5);
+/// Interval of heartbeats during a pull without messages.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+/// Silence after which a pull is given up.
+const SILENCE_MAX: Duration = Duration::from_millis(2500);
+/// Pause after a failed pull.
+const PAUSE: Duration = Duration::from_millis(250);
+/// Longest pause between checks for free permits.
+const FULL_PAUSE: Duration = Duration::from_millis(25);
+/// Maximum number of messages of one pull.
+const BATCH_MAX: usize = 256;
+/// Status of a pull that ended without more messages.
+const TIMED_OUT: u16 = 408;
+/// Status of a heartbeat.
+const IDLE: u16 = 100;
+
+/// A lane of a bulkhead.
+struct Lane {
+    shared: Arc<Shared>,
+    served: Arc<Served>,
+    consumer: String,
+    /// Number of messages that wait for a permit.
+    waiting: Arc<AtomicUsize>,
+    dispatch: mpsc::Sender<Delivered>,
+}
+
+/// Takes jobs of one lane until the agent ends.
+pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
+    let waiting = Arc::new(AtomicUsize::new(0));
+    let (dispatch, received) = mpsc::channel(2 * BATCH_MAX);
+    let dispatcher = dispatch_all(shared.clone(), served.clone(), waiting.clone(), received);
+    let consumer = consumer(&served.name, index);
+    let lane = Lane { shared, served, consumer, waiting, dispatch };
+    tokio::join!(lane.pull_all(), dispatcher);
+}
+
+impl Lane {
+    async fn pull_all(self) {
+        loop {
+            let inbox = self.shared.client.new_inbox();
+            match self.shared.client.subscribe(inbox.clone()).await {
+                Ok(mut subscriber) => self.pull_into(&inbox, &mut subscriber).await,
+                Err(error) => tracing::warn!("failed to subscribe: {error}; trying again"),
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Pulls until the subscription ends.
+    async fn pull_into(&self, inbox: &str, subscriber: &mut Subscriber) {
+        loop {
+            self.served.gate.until_open().await;
+            let batch = self.batch();
+            if batch == 0 {
+                let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
+                continue;
+            }
+            let request = json!({
+                "batch": batch,
+                "expires": PULL_TIME.as_nanos() as u64,
+                "idle_heartbeat": HEARTBEAT.as_nanos() as u64,
+            });
+            let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{JOBS}.{}", self.consumer);
+            let sent =
+                self.shared.client.publish_with_reply(subject, inbox.to_owned(), request.to_string().into());
+            if sent.await.is_err() || !self.receive(subscriber, batch).await {
+                return;
+            }
+        }
+    }
+
+    /// Returns the number of messages to ask for: this lane's part of the free permits, and one more.
+    fn batch(&self) -> usize {
+        let part = self.served.permits.free() / usize::from(self.served.settings.lanes);
+        (part + 1).saturating_sub(self.waiting.load(Ordering::Relaxed)).min(BATCH_MAX)
+    }
+
+    /// Receives the messages of one pull. Returns false if the subscription must be renewed.
+    async fn receive(&self, subscriber: &mut Subscriber, batch: usize) -> bool {
+        let mut left = batch;
+        while left > 0 {
+            let next = tokio::select! {
+                next = tokio::time::timeout(SILENCE_MAX, subscriber.next()) => next,
+                // The server still has the pull. Without a subscription, the server drops the pull.
+                () = self.served.gate.until_closed() => return false,
+            };
+            // Without heartbeats the leader has changed, or the connection is broken.
+            let Ok(Some(message)) = next else { return false };
+            match message.status.map(|status| status.as_u16()) {
+                None => {
+                    left -= 1;
+                    self.received(message).await;
+                }
+                Some(IDLE) => {}
+                Some(TIMED_OUT) => return true,
+                Some(status) => {
+                    tracing::debug!(status, "a pull of {} ended: {:?}", self.consumer, message.description);
+                    tokio::time::sleep(PAUSE).await;
+                    return true;
+                }
+            }
+        }
+        true
+    }
+
+    async fn received(&self, message: Message) {
+        let Some(delivered) = self.read(message) else { return };
+        if delivered.message.delivery > 1
+            && let Some(counters) = self.shared.metrics.of(&self.served.name)
+        {
+            count(&counters.redelivered);
+        }
+        let (sequence, reply) = (delivered.message.stream_sequence, delivered.reply.clone());
+        if !self.shared.held.hold(sequence, reply.clone()) {
+            return in_progress(&self.shared, reply).await;
+        }
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        if self.dispatch.send(delivered).await.is_err() {
+            self.shared.held.release(sequence);
+        }
+    }
+
+    /// Reads the properties of a delivered message. Returns `None` for a subject that no tenant's name can produce. The
+    /// server then delivers the message again until an operator removes the message.
+    fn read(&self, message: Message) -> Option<Delivered> {
+        let reply = message.reply.clone()?;
+        let names = parse_job_subject(&message.subject)?;
+        let context = jetstream::new(self.shared.client.clone());
+        let message = jetstream::Message { message, context };
+        let info = message.info().ok()?;
+        let published = u64::try_from(info.published.unix_timestamp_nanos()).ok()?;
+        let properties = decide::Message {
+            stream_sequence: info.stream_sequence,
+            delivery: u64::try_from(info.delivered).ok()?,
+            published: Duration::from_nanos(published),
+        };
+        Some(Delivered { message: properties, names, reply, content: message.message })
+    }
+}
+
+/// Runs each received job as soon as there is a permit. Lanes wait in turn.
+async fn dispatch_all(
+    shared: Arc<Shared>,
+    served: Arc<Served>,
+    waiting: Arc<AtomicUsize>,
+    mut received: mpsc::Receiver<Delivered>,
+) {
+    while let Some(delivered) = received.recv().await {
+        let permit = tokio::select! {
+            permit = served.permits.acquire() => Some(permit),
+            () = served.gate.until_closed() => None,
+        };
+        waiting.fetch_sub(1, Ordering::Relaxed);
+        match permit {
+            Some(permit) => {
+                tokio::spawn(runner::run(shared.clone(), served.clone(), delivered, permit));
+            }
+            None => runner::give_back(&shared, &delivered, PAUSE).await,
+        }
+    }
+}

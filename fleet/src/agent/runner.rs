@@ -1,0 +1,233 @@
+//! Performs the actions of one [`Handling`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::Message;
+use async_nats::subject::Subject;
+use bulkhead_client::{JobError, Reply};
+use bulkhead_shared::{Executed, RejectReason, Verdict};
+use bytes::Bytes;
+use serde_json::json;
+
+use super::metrics::count;
+use super::permits::Permit;
+use super::{Served, Shared};
+use crate::decide::delivery::outcome as local_outcome;
+use crate::decide::outcome::AttemptEnd;
+use crate::decide::{self, Action, Conclusion, Event, Handling, Step, Terms};
+use crate::format;
+use crate::job::JobOptions;
+use crate::names::{dead_subject, ledger_subject, told_subject};
+use crate::random;
+use crate::record::Ending;
+use crate::server::ledger;
+use crate::server::messages::{Published, publish};
+
+/// A delivered message with its properties.
+pub(crate) struct Delivered {
+    pub(crate) message: decide::Message,
+    /// Bulkhead and tenant, by the subject.
+    pub(crate) names: (String, String),
+    pub(crate) reply: Subject,
+    pub(crate) content: Message,
+}
+
+/// A job in work.
+struct Run {
+    shared: Arc<Shared>,
+    served: Arc<Served>,
+    options: JobOptions,
+    /// The reason if the message is not a valid job.
+    invalid: Option<String>,
+    sequence: u64,
+    ledger: String,
+    content: Message,
+}
+
+/// Handles a message to its end.
+pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
+    let Delivered { message, names, content, .. } = delivered;
+    let sequence = message.stream_sequence;
+    let held = shared.clone();
+    let _guard = held.held.guard(sequence);
+    let (options, invalid) = JobOptions::parse(names, content.headers.as_ref(), sequence);
+    let terms = terms(&served, &options);
+    let nonce = format!("{}.{}", shared.instance, random::text());
+    let jitter = random::number() as f64 / u64::MAX as f64;
+    let (handling, step) =
+        Handling::begin(message, terms, served.rules.clone(), shared.host.clone(), nonce, jitter);
+    let ledger = ledger_subject(&options.tenant, &options.id);
+    let run = Run { shared, served, options, invalid, sequence, ledger, content };
+    let conclusion = run.perform_all(handling, step).await;
+    run.conclude(conclusion).await;
+    drop(permit);
+}
+
+fn terms(served: &Served, options: &JobOptions) -> Terms {
+    let max = served.settings.deadline_max;
+    let deadline = options.deadline.map_or(max, |deadline| deadline.min(max));
+    Terms { bulkhead: served.name.clone(), deadline, is_idempotent: options.is_idempotent }
+}
+
+/// Asks the server to deliver a message again, to any agent.
+pub(crate) async fn give_back(shared: &Shared, delivered: &Delivered, delay: Duration) {
+    let sequence = delivered.message.stream_sequence;
+    negative(shared, sequence, delay).await;
+    shared.held.release(sequence);
+}
+
+async fn negative(shared: &Shared, sequence: u64, delay: Duration) {
+    let Some(reply) = shared.held.reply(sequence) else { return };
+    let nanos = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
+    let body = format!("-NAK {}", json!({"delay": nanos}));
+    // Without it the server delivers the message again after `ack_wait`.
+    let _ = shared.client.publish(reply, body.into()).await;
+}
+
+impl Run {
+    async fn perform_all(&self, mut handling: Handling, mut step: Step) -> Conclusion {
+        loop {
+            let (action, delay) = match step {
+                Step::Do(action, delay) => (action, delay),
+                Step::Done(conclusion) => return conclusion,
+            };
+            if !delay.is_zero() {
+                tokio::time::sleep(delay).await;
+            }
+            let event = self.perform(action).await;
+            step = handling.apply(event, self.shared.clock.now());
+        }
+    }
+
+    async fn perform(&self, action: Action) -> Event {
+        let client = &self.shared.client;
+        match action {
+            Action::Read => Event::Read(ledger::read(client, &self.ledger).await.map_err(|error| {
+                tracing::warn!("the record {} cannot be read: {error}; trying again", self.ledger);
+            })),
+            Action::Write(write) => Event::Written(ledger::write(client, &self.ledger, &write).await),
+            Action::Submit(left) => Event::Ended(self.submit(left).await),
+            Action::Announce { ending, is_dead } => Event::Announced(self.announce(&ending, is_dead).await),
+            Action::Acknowledge => {
+                self.acknowledge().await;
+                Event::Acknowledged
+            }
+        }
+    }
+
+    /// Submits the job to the supervisor, and waits for the outcome.
+    async fn submit(&self, left: Duration) -> AttemptEnd {
+        if let Some(error) = &self.invalid {
+            let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message: error.clone() };
+            let outcome = local_outcome(&terms(&self.served, &self.options), verdict, 0);
+            return AttemptEnd::Reported(Ending { outcome, payload: Bytes::new() });
+        }
+        let Some(client) = self.shared.supervisor.client() else { return AttemptEnd::NOT_SENT };
+        let options = &self.options;
+        let mut job = client
+            .job(&options.bulkhead, self.content.payload.to_vec())
+            .operation(&options.operation)
+            .tenant(&options.tenant)
+            .priority(options.priority)
+            .cost(options.cost)
+            .idempotent(options.is_idempotent)
+            .deadline(left);
+        if let Some(limit) = options.run_limit {
+            job = job.run_limit(limit);
+        }
+        if let Some(traceparent) = &options.traceparent {
+            job = job.traceparent(traceparent);
+        }
+        attempt_end(job.send().await)
+    }
+
+    /// Publishes the notice, and stores the dead letter if the job needs one. Returns false if the dead letter may not
+    /// be stored.
+    async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
+        let JobOptions { tenant, id, bulkhead, .. } = &self.options;
+        if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {
+            return false;
+        }
+        // A lost notice only delays the submitter until its next read.
+        let _ = self.shared.client.publish(told_subject(tenant, id), Bytes::new()).await;
+        true
+    }
+
+    async fn bury(&self, subject: String, ending: &Ending) -> bool {
+        let mut headers = self.options.to_headers();
+        headers.insert(format::OUTCOME, format::outcome_text(&ending.outcome));
+        let mut payload = self.content.payload.clone();
+        loop {
+            // An existing letter is of the same job.
+            let published =
+                publish(&self.shared.client, subject.clone(), headers.clone(), payload.clone(), Some(0))
+                    .await;
+            match published {
+                Published::Stored(_) | Published::Conflict(_) => return true,
+                // Only the payload can be too large: the record above is more important.
+                Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
+                other => {
+                    tracing::warn!("a dead letter was not stored: {other:?}; trying again");
+                    return false;
+                }
+            }
+        }
+    }
+
+    async fn acknowledge(&self) {
+        let Some(reply) = self.shared.held.reply(self.sequence) else { return };
+        if let Err(error) = self.shared.client.request(reply, Bytes::from_static(b"+ACK")).await {
+            tracing::debug!("an acknowledgement is not confirmed: {error}; the message may come again");
+        }
+    }
+
+    async fn conclude(&self, conclusion: Conclusion) {
+        let counters = self.shared.metrics.of(&self.served.name);
+        let add = |counter: fn(&super::metrics::Counters) -> &std::sync::atomic::AtomicU64| {
+            if let Some(counters) = counters {
+                count(counter(counters));
+            }
+        };
+        match conclusion {
+            Conclusion::Decided => add(|of| &of.decided),
+            Conclusion::Repeated => {}
+            Conclusion::Returned { delay, pauses_pulls } => {
+                add(|of| &of.returned);
+                if pauses_pulls {
+                    self.served.gate.pause(delay);
+                }
+                negative(&self.shared, self.sequence, delay).await;
+            }
+            Conclusion::Left(Some(delay)) => negative(&self.shared, self.sequence, delay).await,
+            Conclusion::Left(None) => {}
+            Conclusion::Fenced => {
+                add(|of| &of.fenced);
+                tracing::warn!("an outcome is dropped, because another agent has taken over {}", self.ledger);
+            }
+        }
+    }
+}
+
+fn attempt_end(result: Result<Reply, JobError>) -> AttemptEnd {
+    match result {
+        Ok(reply) => {
+            let outcome = reply.outcome().clone();
+            AttemptEnd::Reported(Ending { outcome, payload: reply.into_payload().into() })
+        }
+        Err(error) => match error.outcome() {
+            Some(outcome) => {
+                let payload = Bytes::copy_from_slice(error.payload());
+                AttemptEnd::Reported(Ending { outcome: outcome.clone(), payload })
+            }
+            None => AttemptEnd::Disconnected { executed: disconnected(&error) },
+        },
+    }
+}
+
+fn disconnected(error: &JobError) -> Executed {
+    match error {
+        JobError::Disconnected { executed, .. } => *executed,
+        _ => Executed::Unknown,
+    }
+}

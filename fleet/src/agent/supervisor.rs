@@ -1,0 +1,112 @@
+//! The supervisor of this host: its jobs socket, and its state by the admin API.
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bulkhead_api::{BulkheadState, Bulkheads, Snapshot};
+use bulkhead_client::Client;
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::Request;
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+
+use super::Shared;
+
+/// Interval between polls of the admin API.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between polls while the supervisor does not answer.
+const POLL_INTERVAL_DOWN: Duration = Duration::from_millis(250);
+/// Maximum time for an answer of the admin API.
+const POLL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum size of an answer, in bytes.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// The supervisor of this host.
+pub(crate) struct Supervisor {
+    socket: PathBuf,
+    admin: PathBuf,
+    client: OnceLock<Client>,
+}
+
+impl Supervisor {
+    pub(crate) fn new(settings: &crate::settings::Settings) -> Self {
+        let (socket, admin) = settings.supervisor();
+        Self { socket, admin, client: OnceLock::new() }
+    }
+
+    /// Returns the client of the jobs socket, once it has connected for the first time. Later the client connects
+    /// again by itself.
+    pub(crate) fn client(&self) -> Option<&Client> {
+        self.client.get()
+    }
+
+    async fn connect(&self) {
+        if self.client.get().is_none()
+            && let Ok(client) = Client::connect(&self.socket).await
+        {
+            let _ = self.client.set(client);
+        }
+    }
+
+    async fn bulkheads(&self) -> Result<Vec<Snapshot>, String> {
+        let socket = UnixStream::connect(&self.admin).await.map_err(|error| error.to_string())?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
+            .await
+            .map_err(|error| error.to_string())?;
+        tokio::spawn(connection);
+        let request =
+            Request::get("/v1/bulkheads").header("Host", "bulkhead").body(Empty::<bytes::Bytes>::new());
+        let request = request.map_err(|error| error.to_string())?;
+        let answer = sender.send_request(request).await.map_err(|error| error.to_string())?;
+        if !answer.status().is_success() {
+            return Err(format!("status {}", answer.status()));
+        }
+        let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let body = body.map_err(|error| error.to_string())?.to_bytes();
+        let bulkheads: Bulkheads = serde_json::from_slice(&body).map_err(|error| error.to_string())?;
+        Ok(bulkheads.bulkheads)
+    }
+}
+
+/// Follows the state of the supervisor: opens the gates of bulkheads that accept jobs, and resizes their permits.
+pub(crate) async fn poll(shared: Arc<Shared>) {
+    let supervisor = &shared.supervisor;
+    let mut was_reachable = true;
+    loop {
+        let answer = tokio::time::timeout(POLL_TIMEOUT, supervisor.bulkheads()).await;
+        let answer = answer.unwrap_or_else(|_| Err(format!("no answer within {POLL_TIMEOUT:?}")));
+        if answer.is_ok() {
+            supervisor.connect().await;
+        }
+        if let Err(error) = answer.as_ref()
+            && was_reachable
+        {
+            let admin = supervisor.admin.display();
+            tracing::warn!(
+                "the supervisor at {admin} cannot be reached: {error}; the agent takes no jobs until the supervisor answers"
+            );
+        }
+        was_reachable = answer.is_ok();
+        apply(&shared, answer.as_deref().unwrap_or_default());
+        let is_steady = was_reachable && shared.clock.is_measured();
+        tokio::time::sleep(if is_steady { POLL_INTERVAL } else { POLL_INTERVAL_DOWN }).await;
+    }
+}
+
+fn apply(shared: &Shared, snapshots: &[Snapshot]) {
+    // Without the offset of the clock, the first jobs could miss deadlines that have not passed.
+    let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
+    for served in shared.bulkheads.values() {
+        let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);
+        let accepts = |snapshot: &Snapshot| {
+            snapshot.state == BulkheadState::Ready || snapshot.state == BulkheadState::Degraded
+        };
+        let limit = snapshot.filter(|snapshot| accepts(snapshot)).map_or(0, |snapshot| snapshot.limit);
+        if limit > 0 {
+            let share = (limit as f64 * served.settings.share).floor() as usize;
+            served.permits.resize(share.max(1));
+        }
+        served.gate.set_ready(can_take && limit > 0);
+    }
+}

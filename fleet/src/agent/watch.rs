@@ -1,0 +1,60 @@
+//! Watches the streams: stops pulls before the ledger is full, because a full ledger would refuse outcomes too.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::{Served, Shared};
+use crate::names::{DEAD, JOBS, LEDGER, bulkhead_filter};
+use crate::server::messages::api;
+
+const INTERVAL: Duration = Duration::from_secs(2);
+/// Used share of the ledger from which no jobs are taken.
+const LEDGER_RATIO_MAX: f64 = 0.9;
+
+/// Watches the streams until the agent ends.
+pub(crate) async fn run(shared: Arc<Shared>) {
+    loop {
+        for stream in [JOBS, LEDGER, DEAD] {
+            if let Some(ratio) = stored_ratio(&shared, stream).await {
+                shared.metrics.set_stored(stream, ratio);
+                if stream == LEDGER {
+                    apply_ratio(&shared, ratio);
+                }
+            }
+        }
+        for served in shared.bulkheads.values() {
+            update_pending(&shared, served).await;
+        }
+        tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+async fn stored_ratio(shared: &Shared, stream: &str) -> Option<f64> {
+    let info: Value = api(&shared.client, &format!("STREAM.INFO.{stream}"), Value::Null).await.ok()?;
+    Some(info["state"]["bytes"].as_f64()? / info["config"]["max_bytes"].as_f64()?)
+}
+
+fn apply_ratio(shared: &Shared, ratio: f64) {
+    let has_space = ratio < LEDGER_RATIO_MAX;
+    if !has_space {
+        tracing::error!(
+            "the ledger is {:.0} % full: no jobs are taken, so that running jobs can be recorded; raise max_bytes of \
+             the stream {LEDGER}, or wait until records expire",
+            ratio * 100.0
+        );
+    }
+    shared.bulkheads.values().for_each(|served| served.gate.set_space(has_space));
+}
+
+async fn update_pending(shared: &Shared, served: &Served) {
+    let body = json!({"subjects_filter": bulkhead_filter(&served.name)});
+    let info: Result<Value, _> = api(&shared.client, &format!("STREAM.INFO.{JOBS}"), body).await;
+    if let (Ok(info), Some(counters)) = (info, shared.metrics.of(&served.name)) {
+        let subjects = info["state"]["subjects"].as_object();
+        let pending = subjects.into_iter().flatten().filter_map(|(_, count)| count.as_u64()).sum();
+        counters.pending.store(pending, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,132 @@
+//! The decision at the delivery of a message, by the record of the job.
+
+use std::time::Duration;
+
+use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
+use bytes::Bytes;
+
+use super::{Message, Rules, Terms, Timestamp};
+use crate::record::{Ending, Phase, Stored};
+
+/// The next step for a delivered message.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Next {
+    /// Claims the job, then submits the job to the supervisor.
+    Claim {
+        /// Expected sequence of the current record, 0 if there must be none.
+        expects: u64,
+        /// Number of attempts, the new one included.
+        attempts: u32,
+        /// Outcome of the previous attempt.
+        previous: Option<Outcome>,
+    },
+    /// Records an outcome without running the job.
+    Decide {
+        /// Expected sequence of the current record, 0 if there must be none.
+        expects: u64,
+        /// Number of counted attempts.
+        attempts: u32,
+        /// The end of the job.
+        ending: Ending,
+    },
+    /// Leaves the job to its holder, and asks the server for another delivery after the delay.
+    Leave(Duration),
+    /// Repeats what follows a decision: notice, dead letter, acknowledgement.
+    Finish(Ending),
+}
+
+/// Decides about a delivered message.
+pub fn decide(
+    message: &Message,
+    terms: &Terms,
+    rules: &Rules,
+    stored: Option<&Stored>,
+    now: Timestamp,
+) -> Next {
+    let Some(Stored { sequence, record }) = stored else {
+        return first_run(message, terms, now, 0, 0, None);
+    };
+    match &record.phase {
+        Phase::Decided(ending) => Next::Finish(ending.clone()),
+        Phase::Returned { previous } => {
+            first_run(message, terms, now, *sequence, record.attempts, Some(previous))
+        }
+        Phase::Claimed { stream_sequence, .. } if *stream_sequence != message.stream_sequence => {
+            Next::Leave(rules.host_lost_after)
+        }
+        Phase::Claimed { delivery, .. } if !is_lost(*delivery, message.delivery, rules) => {
+            Next::Leave(rules.ack_wait)
+        }
+        Phase::Claimed { .. } => {
+            let is_repeatable = terms.is_idempotent && record.attempts < rules.attempts_max;
+            if is_repeatable && !terms.time_left(message, now).is_zero() {
+                let previous = Some(host_lost(terms, record.attempts));
+                Next::Claim { expects: *sequence, attempts: record.attempts + 1, previous }
+            } else {
+                let outcome = host_lost(terms, record.attempts);
+                decided(*sequence, record.attempts, outcome)
+            }
+        }
+    }
+}
+
+/// Returns true if the holder of a claim is lost. The first later delivery is left to the holder, because after an
+/// outage of the servers every message is delivered again although all holders live.
+fn is_lost(claimed: u64, delivered: u64, rules: &Rules) -> bool {
+    let later = if rules.faults.takes_over_at_first_redelivery { 1 } else { 2 };
+    delivered >= claimed + later
+}
+
+fn first_run(
+    message: &Message,
+    terms: &Terms,
+    now: Timestamp,
+    expects: u64,
+    attempts: u32,
+    previous: Option<&Outcome>,
+) -> Next {
+    if terms.time_left(message, now).is_zero() {
+        let outcome = previous.cloned().unwrap_or_else(|| too_late(terms));
+        return decided(expects, attempts, outcome);
+    }
+    Next::Claim { expects, attempts: attempts + 1, previous: previous.cloned() }
+}
+
+fn decided(expects: u64, attempts: u32, outcome: Outcome) -> Next {
+    Next::Decide { expects, attempts, ending: Ending { outcome, payload: Bytes::new() } }
+}
+
+/// Returns the outcome of a job whose deadline passed before it ran.
+pub fn too_late(terms: &Terms) -> Outcome {
+    outcome(terms, Verdict::DeadlineQueued, 0)
+}
+
+/// Returns the outcome of a job whose host was lost.
+pub fn host_lost(terms: &Terms, attempts: u32) -> Outcome {
+    let message = "the host was lost before the job ended".to_owned();
+    outcome(terms, Verdict::Crashed { reason: CrashReason::HostLost, status: None, message }, attempts)
+}
+
+/// Creates an outcome that no supervisor reported.
+pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome {
+    Outcome {
+        retryable: verdict.is_retryable(terms.is_idempotent),
+        verdict,
+        job: None,
+        bulkhead: terms.bulkhead.clone(),
+        attempts,
+        queued: Duration::ZERO,
+        ran: Duration::ZERO,
+        worker_pid: None,
+        retry_after: None,
+        deadline: terms.deadline,
+        run_limit: None,
+        status: None,
+        report: None,
+    }
+}
+
+/// Returns true if an attempt may have begun, according to its outcome.
+pub(crate) fn may_have_begun(outcome: &Outcome) -> bool {
+    outcome.verdict.executed() != Executed::No
+}

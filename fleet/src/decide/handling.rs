@@ -1,0 +1,379 @@
+//! The handling of one delivered message, from the first read of the ledger to the acknowledgement.
+
+use std::time::Duration;
+
+use bulkhead_shared::{Executed, Verdict};
+
+use super::delivery::{self, Next};
+use super::outcome::{self, AttemptEnd, Claim, Consequence};
+use super::{Message, Rules, Terms, Timestamp};
+use crate::record::{Ending, Phase, Record, Stored};
+
+/// Delay before a failed request to the server is repeated, the first time.
+const REPEAT_DELAY_MIN: Duration = Duration::from_millis(100);
+/// Longest delay before a failed request to the server is repeated.
+const REPEAT_DELAY_MAX: Duration = Duration::from_secs(2);
+
+/// A write to the ledger.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Write {
+    /// Expected sequence of the current record, 0 if there must be none. `None` only for a planted fault.
+    pub expects: Option<u64>,
+    /// The record to write.
+    pub record: Record,
+}
+
+/// A request of the handling to the agent.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Reads the record of the job. Answered by [`Event::Read`].
+    Read,
+    /// Writes a record. Answered by [`Event::Written`].
+    Write(Write),
+    /// Submits the job to the supervisor with the remaining time. Answered by [`Event::Ended`].
+    Submit(Duration),
+    /// Publishes the notice that the job is decided, and writes the dead letter if `is_dead`. Answered by
+    /// [`Event::Announced`].
+    Announce {
+        /// The end of the job.
+        ending: Ending,
+        /// True if the job needs a dead letter.
+        is_dead: bool,
+    },
+    /// Acknowledges the message and waits for the confirmation. Answered by [`Event::Acknowledged`].
+    Acknowledge,
+}
+
+/// The next step of the agent.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "a job has about seven steps, each moved once")]
+pub enum Step {
+    /// Performs the action, after the delay.
+    Do(Action, Duration),
+    /// Ends the handling.
+    Done(Conclusion),
+}
+
+/// The end of a handling.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Conclusion {
+    /// The job is decided and the message acknowledged.
+    Decided,
+    /// The job was decided earlier.
+    Repeated,
+    /// The job was returned. The server delivers the message again after the delay.
+    Returned {
+        /// Delay before the next delivery.
+        delay: Duration,
+        /// True if the agent must not take further jobs of the bulkhead during the delay.
+        pauses_pulls: bool,
+    },
+    /// Another agent holds the job. With a delay, the server is asked to deliver the message again.
+    Left(Option<Duration>),
+    /// Another agent took over the job during the attempt. The outcome is dropped.
+    Fenced,
+}
+
+/// The result of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteResult {
+    /// The record was stored with this sequence.
+    Stored(u64),
+    /// The current record has this sequence, which is not the expected one (error 10071).
+    Conflict(u64),
+    /// Another write to the same record is in process (error 10164).
+    Pending,
+    /// There was no answer, or another error. The record may have been stored.
+    Unknown,
+}
+
+/// The result of a requested action.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// The record, which may be out of date. `Err` if the server did not answer.
+    Read(Result<Option<Stored>, ()>),
+    /// The result of a write.
+    Written(WriteResult),
+    /// The end of the attempt.
+    Ended(AttemptEnd),
+    /// The result of the notice and the dead letter. `false` if the dead letter may not be stored.
+    Announced(bool),
+    /// The result of the acknowledgement.
+    Acknowledged,
+}
+
+/// The step after a successful write.
+#[derive(Clone, Debug, PartialEq)]
+enum Purpose {
+    Claim(Claim),
+    Decide(Ending),
+    Return { delay: Duration, pauses_pulls: bool },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum State {
+    Reading,
+    /// Writes until the record has the nonce of this write, or the write is refused.
+    Writing {
+        write: Write,
+        purpose: Purpose,
+        is_own: bool,
+    },
+    /// Reads until the record has the sequence of the conflict or a later one.
+    Confirming {
+        write: Write,
+        purpose: Purpose,
+        is_own: bool,
+        conflict: u64,
+    },
+    Running {
+        claim: Claim,
+        sequence: u64,
+    },
+    Announcing {
+        ending: Ending,
+        conclusion: Conclusion,
+    },
+    Acknowledging(Conclusion),
+    /// Only with the planted fault `acknowledges_before_record`.
+    AcknowledgingEarly {
+        ending: Ending,
+        attempts: u32,
+        sequence: u64,
+    },
+    Over,
+}
+
+/// The handling of one delivered message. Performs one action at a time.
+#[derive(Clone, Debug)]
+pub struct Handling {
+    message: Message,
+    terms: Terms,
+    rules: Rules,
+    agent: String,
+    nonce: String,
+    /// Number of writes, which makes the nonce of each write unique.
+    writes: u32,
+    /// Number of consecutive failures of the current request.
+    failures: u32,
+    jitter: f64,
+    state: State,
+}
+
+impl Handling {
+    /// Begins to handle a message. `nonce` is unique among all handlings of all agents, and `jitter` a random number
+    /// from 0 to 1. Returns the first step too.
+    pub fn begin(
+        message: Message,
+        terms: Terms,
+        rules: Rules,
+        agent: String,
+        nonce: String,
+        jitter: f64,
+    ) -> (Self, Step) {
+        let state = State::Reading;
+        let own = Self { message, terms, rules, agent, nonce, writes: 0, failures: 0, jitter, state };
+        (own, Step::Do(Action::Read, Duration::ZERO))
+    }
+
+    /// Returns true while the job is submitted, or about to be.
+    pub fn is_running(&self) -> bool {
+        matches!(self.state, State::Running { .. })
+    }
+
+    /// Applies the result of the current action, and returns the next step.
+    pub fn apply(&mut self, event: Event, now: Timestamp) -> Step {
+        match (std::mem::replace(&mut self.state, State::Over), event) {
+            (State::Reading, Event::Read(Ok(stored))) => self.delivered(stored.as_ref(), now),
+            (State::Reading, Event::Read(Err(()))) => {
+                self.state = State::Reading;
+                Step::Do(Action::Read, self.repeat_delay())
+            }
+            (State::Writing { write, purpose, is_own }, Event::Written(result)) => {
+                self.written(write, purpose, is_own, result, now)
+            }
+            (State::Confirming { write, purpose, is_own, conflict }, Event::Read(read)) => {
+                self.confirmed(write, purpose, is_own, conflict, read, now)
+            }
+            (State::Running { claim, sequence }, Event::Ended(end)) => self.ended(claim, sequence, end, now),
+            (State::Announcing { ending, conclusion }, Event::Announced(is_stored)) => {
+                self.announced(ending, conclusion, is_stored)
+            }
+            (State::Acknowledging(conclusion), Event::Acknowledged) => Step::Done(conclusion),
+            (State::AcknowledgingEarly { ending, attempts, sequence }, Event::Acknowledged) => {
+                self.record_ending(ending, attempts, sequence)
+            }
+            (state, event) => unreachable!("{event:?} in {state:?}"),
+        }
+    }
+
+    fn delivered(&mut self, stored: Option<&Stored>, now: Timestamp) -> Step {
+        self.failures = 0;
+        match delivery::decide(&self.message, &self.terms, &self.rules, stored, now) {
+            Next::Claim { expects, attempts, previous } => {
+                let phase = Phase::Claimed {
+                    stream_sequence: self.message.stream_sequence,
+                    delivery: self.message.delivery,
+                    previous: previous.clone(),
+                };
+                let expects = (!self.rules.faults.claims_without_expectation).then_some(expects);
+                self.write(expects, attempts, phase, Purpose::Claim(Claim { attempts, previous }), false)
+            }
+            Next::Decide { expects, attempts, ending } => {
+                let phase = Phase::Decided(ending.clone());
+                self.write(Some(expects), attempts, phase, Purpose::Decide(ending), false)
+            }
+            Next::Leave(delay) => Step::Done(Conclusion::Left(Some(delay))),
+            Next::Finish(ending) => self.announce(ending, Conclusion::Repeated),
+        }
+    }
+
+    fn write(
+        &mut self,
+        expects: Option<u64>,
+        attempts: u32,
+        phase: Phase,
+        purpose: Purpose,
+        is_own: bool,
+    ) -> Step {
+        self.writes += 1;
+        self.failures = 0;
+        let nonce = format!("{}.{}", self.nonce, self.writes);
+        let write = Write { expects, record: Record { nonce, agent: self.agent.clone(), attempts, phase } };
+        self.state = State::Writing { write: write.clone(), purpose, is_own };
+        Step::Do(Action::Write(write), Duration::ZERO)
+    }
+
+    fn written(
+        &mut self,
+        write: Write,
+        purpose: Purpose,
+        is_own: bool,
+        result: WriteResult,
+        now: Timestamp,
+    ) -> Step {
+        match result {
+            WriteResult::Stored(sequence) => self.stored(purpose, sequence, now),
+            WriteResult::Conflict(conflict) => {
+                self.state = State::Confirming { write, purpose, is_own, conflict };
+                Step::Do(Action::Read, Duration::ZERO)
+            }
+            WriteResult::Pending if self.rules.faults.mistakes_pending_write_for_refusal => {
+                Step::Done(refused(is_own))
+            }
+            WriteResult::Pending | WriteResult::Unknown => {
+                let step = Step::Do(Action::Write(write.clone()), self.repeat_delay());
+                self.state = State::Writing { write, purpose, is_own };
+                step
+            }
+        }
+    }
+
+    /// Finds out who wrote the record that was in the way. Direct reads can be out of date, so that only a record with
+    /// the sequence of the conflict or a later one counts.
+    fn confirmed(
+        &mut self,
+        write: Write,
+        purpose: Purpose,
+        is_own: bool,
+        conflict: u64,
+        read: Result<Option<Stored>, ()>,
+        now: Timestamp,
+    ) -> Step {
+        match read {
+            Ok(Some(stored)) if stored.sequence >= conflict => {
+                if stored.record.nonce == write.record.nonce {
+                    return self.stored(purpose, stored.sequence, now);
+                }
+                Step::Done(refused(is_own))
+            }
+            // The record has expired.
+            Ok(None) if conflict == 0 => Step::Done(refused(is_own)),
+            _ => {
+                let delay = self.repeat_delay();
+                self.state = State::Confirming { write, purpose, is_own, conflict };
+                Step::Do(Action::Read, delay)
+            }
+        }
+    }
+
+    fn stored(&mut self, purpose: Purpose, sequence: u64, now: Timestamp) -> Step {
+        self.failures = 0;
+        match purpose {
+            Purpose::Claim(claim) => {
+                let left = self.terms.time_left(&self.message, now);
+                if left.is_zero() {
+                    let outcome = delivery::too_late(&self.terms);
+                    let ending = Ending { outcome, payload: bytes::Bytes::new() };
+                    return self.ended(claim, sequence, AttemptEnd::Reported(ending), now);
+                }
+                self.state = State::Running { claim, sequence };
+                Step::Do(Action::Submit(left), Duration::ZERO)
+            }
+            Purpose::Decide(ending) => self.announce(ending, Conclusion::Decided),
+            Purpose::Return { delay, pauses_pulls } => {
+                Step::Done(Conclusion::Returned { delay, pauses_pulls })
+            }
+        }
+    }
+
+    fn ended(&mut self, claim: Claim, sequence: u64, end: AttemptEnd, now: Timestamp) -> Step {
+        let consequence =
+            outcome::decide(&self.message, &self.terms, &self.rules, &claim, end, now, self.jitter);
+        match consequence {
+            Consequence::Decide(ending) if self.rules.faults.acknowledges_before_record => {
+                self.state = State::AcknowledgingEarly { ending, attempts: claim.attempts, sequence };
+                Step::Do(Action::Acknowledge, Duration::ZERO)
+            }
+            Consequence::Decide(ending) => self.record_ending(ending, claim.attempts, sequence),
+            Consequence::Return { attempts, previous, delay, pauses_pulls } => {
+                let phase = Phase::Returned { previous };
+                self.write(Some(sequence), attempts, phase, Purpose::Return { delay, pauses_pulls }, true)
+            }
+        }
+    }
+
+    /// Writes the outcome of an own attempt over the own claim.
+    fn record_ending(&mut self, ending: Ending, attempts: u32, sequence: u64) -> Step {
+        let phase = Phase::Decided(ending.clone());
+        self.write(Some(sequence), attempts, phase, Purpose::Decide(ending), true)
+    }
+
+    fn announce(&mut self, ending: Ending, conclusion: Conclusion) -> Step {
+        let action = Action::Announce { is_dead: is_dead(&ending), ending: ending.clone() };
+        self.state = State::Announcing { ending, conclusion };
+        Step::Do(action, Duration::ZERO)
+    }
+
+    fn announced(&mut self, ending: Ending, conclusion: Conclusion, is_stored: bool) -> Step {
+        if is_stored {
+            self.state = State::Acknowledging(conclusion);
+            return Step::Do(Action::Acknowledge, Duration::ZERO);
+        }
+        let delay = self.repeat_delay();
+        let action = Action::Announce { is_dead: is_dead(&ending), ending: ending.clone() };
+        self.state = State::Announcing { ending, conclusion };
+        Step::Do(action, delay)
+    }
+
+    fn repeat_delay(&mut self) -> Duration {
+        let delay = REPEAT_DELAY_MIN * 2u32.pow(self.failures.min(5));
+        self.failures = self.failures.saturating_add(1);
+        delay.min(REPEAT_DELAY_MAX)
+    }
+}
+
+/// Returns the conclusion of a refused write. `is_own` is true for the outcome of an own attempt.
+fn refused(is_own: bool) -> Conclusion {
+    if is_own { Conclusion::Fenced } else { Conclusion::Left(None) }
+}
+
+/// Returns true if the end of a job needs a dead letter.
+fn is_dead(ending: &Ending) -> bool {
+    !matches!(ending.outcome.verdict, Verdict::Ok | Verdict::Cancelled { .. })
+}
+
+impl AttemptEnd {
+    /// The end of an attempt that was not sent to the supervisor.
+    pub const NOT_SENT: Self = Self::Disconnected { executed: Executed::No };
+}

@@ -1,0 +1,158 @@
+//! The decision at the end of an attempt, by the outcome that the supervisor reported.
+
+use std::time::Duration;
+
+use bulkhead_shared::outcome::RESULT_TOO_LARGE;
+use bulkhead_shared::{Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
+use bytes::Bytes;
+
+use super::delivery::{host_lost, may_have_begun, outcome};
+use super::{Message, RETURN_DELAY_MAX, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
+use crate::record::Ending;
+
+/// The end of an attempt, as the agent saw it.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
+pub enum AttemptEnd {
+    /// The supervisor reported an outcome.
+    Reported(Ending),
+    /// The connection to the supervisor failed.
+    Disconnected {
+        /// Certainty about whether the job began.
+        executed: Executed,
+    },
+}
+
+/// The claim under which an attempt ran.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Claim {
+    /// Number of counted attempts, the ended one included.
+    pub attempts: u32,
+    /// Outcome of the previous attempt.
+    pub previous: Option<Outcome>,
+}
+
+/// The consequence of an outcome.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Consequence {
+    /// The job has ended.
+    Decide(Ending),
+    /// The job waits for another attempt.
+    Return {
+        /// Number of counted attempts.
+        attempts: u32,
+        /// Outcome to report if there is no further attempt.
+        previous: Outcome,
+        /// Delay before the next delivery.
+        delay: Duration,
+        /// True if the agent must not take further jobs of the bulkhead during the delay.
+        pauses_pulls: bool,
+    },
+}
+
+/// Decides about an ended attempt. `jitter` is a random number from 0 to 1.
+pub fn decide(
+    message: &Message,
+    terms: &Terms,
+    rules: &Rules,
+    claim: &Claim,
+    end: AttemptEnd,
+    now: Timestamp,
+    jitter: f64,
+) -> Consequence {
+    let ending = match end {
+        AttemptEnd::Reported(ending) => ending,
+        AttemptEnd::Disconnected { executed: Executed::No } => {
+            return not_begun(terms, claim, not_sent(terms), jitter);
+        }
+        AttemptEnd::Disconnected { .. } => {
+            Ending { outcome: host_lost(terms, claim.attempts), payload: Bytes::new() }
+        }
+    };
+    let ending = within_size(terms, rules, ending);
+    let has_time = !terms.time_left(message, now).is_zero();
+    match &ending.outcome.verdict {
+        Verdict::Rejected { reason, .. } if is_returned(*reason) => {
+            not_begun(terms, claim, ending.outcome, jitter)
+        }
+        Verdict::DeadlineQueued if has_time => not_begun(terms, claim, ending.outcome, jitter),
+        _ if is_repeated(&ending.outcome) && terms.is_idempotent && has_time => {
+            if claim.attempts >= rules.attempts_max {
+                return Consequence::Decide(with_history(claim, ending));
+            }
+            let delay = backoff(claim.attempts, jitter);
+            let previous = with_history(claim, ending).outcome;
+            Consequence::Return { attempts: claim.attempts, previous, delay, pauses_pulls: false }
+        }
+        _ => Consequence::Decide(with_history(claim, ending)),
+    }
+}
+
+/// Returns true if a rejection says nothing about the job, so that another host or a later time may accept the job.
+fn is_returned(reason: RejectReason) -> bool {
+    reason.is_retryable() || reason == RejectReason::NotFound
+}
+
+/// Returns true if another attempt of an idempotent job may end differently.
+fn is_repeated(outcome: &Outcome) -> bool {
+    match &outcome.verdict {
+        Verdict::Failed(failure) => failure.retryable,
+        Verdict::Crashed { .. } | Verdict::DeadlineRunning => true,
+        _ => false,
+    }
+}
+
+/// Returns a job that did not begin. The attempt does not count.
+fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
+    let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
+    let ending = Ending { outcome: reported, payload: Bytes::new() };
+    let mut previous = with_history(claim, ending).outcome;
+    previous.deadline = terms.deadline;
+    let attempts = claim.attempts.saturating_sub(1);
+    Consequence::Return { attempts, previous, delay: with_jitter(asked, jitter), pauses_pulls: true }
+}
+
+fn not_sent(terms: &Terms) -> Outcome {
+    let message = "no supervisor could be reached".to_owned();
+    outcome(terms, Verdict::Rejected { reason: RejectReason::Unavailable, message }, 0)
+}
+
+/// Replaces a result that the server would reject.
+fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
+    let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
+    if bytes <= max {
+        return ending;
+    }
+    let message = format!("the result has {bytes} bytes; the server of the fleet accepts {max}");
+    let failure = HandlerFailure {
+        code: RESULT_TOO_LARGE.to_owned(),
+        message,
+        retryable: false,
+        fault: Fault::Dependency,
+    };
+    let verdict = Verdict::Failed(failure);
+    let retryable = verdict.is_retryable(terms.is_idempotent);
+    Ending { outcome: Outcome { verdict, retryable, ..ending.outcome }, payload: Bytes::new() }
+}
+
+/// Adds the history of earlier attempts. If the last attempt did not begin, the outcome of an earlier attempt that may
+/// have begun counts. The outcome must not deny that the job may have run.
+fn with_history(claim: &Claim, ending: Ending) -> Ending {
+    let Some(previous) = &claim.previous else { return ending };
+    if !may_have_begun(&ending.outcome) && may_have_begun(previous) {
+        return Ending { outcome: previous.clone(), payload: Bytes::new() };
+    }
+    let attempts = ending.outcome.attempts.saturating_add(previous.attempts);
+    Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
+}
+
+/// Returns the delay before the attempt after `attempts`: one second, doubled with each attempt.
+fn backoff(attempts: u32, jitter: f64) -> Duration {
+    let doublings = attempts.saturating_sub(1).min(6);
+    with_jitter((Duration::from_secs(1) * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
+}
+
+/// Adds up to a fifth, so that returned jobs do not come back all at once.
+fn with_jitter(delay: Duration, jitter: f64) -> Duration {
+    delay.mul_f64(1.0 + 0.2 * jitter.clamp(0.0, 1.0))
+}

@@ -1,0 +1,356 @@
+//! Each row of the tables of decisions.
+
+use std::time::Duration;
+
+use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
+use bytes::Bytes;
+
+use super::delivery::{self, Next, host_lost, too_late};
+use super::outcome::{self, AttemptEnd, Claim, Consequence};
+use super::*;
+use crate::record::{Ending, Phase, Record, Stored};
+
+const ACK_WAIT: Duration = Duration::from_secs(10);
+const HOST_LOST_AFTER: Duration = Duration::from_secs(20);
+const PUBLISHED: Duration = Duration::from_secs(1_000_000);
+/// A moment before the deadline.
+const IN_TIME: Duration = Duration::from_secs(1_000_010);
+/// A moment after the deadline.
+const LATE: Duration = Duration::from_secs(1_000_060);
+
+fn rules() -> Rules {
+    let (ack_wait, host_lost_after) = (ACK_WAIT, HOST_LOST_AFTER);
+    Rules { ack_wait, host_lost_after, attempts_max: 3, result_bytes_max: 100, faults: Faults::default() }
+}
+
+fn terms(is_idempotent: bool) -> Terms {
+    Terms { bulkhead: "b".into(), deadline: Duration::from_secs(60), is_idempotent }
+}
+
+fn message(delivery: u64) -> Message {
+    Message { stream_sequence: 7, delivery, published: PUBLISHED }
+}
+
+fn verdict(verdict: Verdict) -> Outcome {
+    delivery::outcome(&terms(false), verdict, 1)
+}
+
+fn crashed() -> Outcome {
+    verdict(Verdict::Crashed { reason: CrashReason::Signal, status: Some(9), message: String::new() })
+}
+
+fn rejected(reason: RejectReason) -> Outcome {
+    verdict(Verdict::rejected(reason))
+}
+
+fn failed(retryable: bool) -> Outcome {
+    let (code, message) = ("c".to_owned(), "m".to_owned());
+    verdict(Verdict::Failed(HandlerFailure { code, message, retryable, fault: Fault::Dependency }))
+}
+
+fn ending(outcome: Outcome) -> Ending {
+    Ending { outcome, payload: Bytes::new() }
+}
+
+fn stored(phase: Phase) -> Stored {
+    let record = Record { nonce: "n".into(), agent: "other".into(), attempts: 1, phase };
+    Stored { sequence: 42, record }
+}
+
+fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
+    stored(Phase::Claimed { stream_sequence, delivery, previous: None })
+}
+
+/// Returns the decision about a delivery.
+fn on(delivered: u64, is_idempotent: bool, stored: Option<&Stored>, now: Duration) -> Next {
+    delivery::decide(&message(delivered), &terms(is_idempotent), &rules(), stored, now)
+}
+
+#[test]
+fn new_job_is_claimed() {
+    let next = on(1, false, None, IN_TIME);
+    assert_eq!(next, Next::Claim { expects: 0, attempts: 1, previous: None });
+}
+
+#[test]
+fn returned_job_is_claimed_with_its_history() {
+    let record = stored(Phase::Returned { previous: crashed() });
+    let next = on(3, false, Some(&record), IN_TIME);
+    assert_eq!(next, Next::Claim { expects: 42, attempts: 2, previous: Some(crashed()) });
+}
+
+#[test]
+fn late_job_ends_by_its_deadline() {
+    let decided = ending(too_late(&terms(false)));
+    assert_eq!(on(1, false, None, LATE), Next::Decide { expects: 0, attempts: 0, ending: decided });
+}
+
+#[test]
+fn late_returned_job_keeps_its_last_outcome() {
+    let record = stored(Phase::Returned { previous: crashed() });
+    let next = on(2, true, Some(&record), LATE);
+    assert_eq!(next, Next::Decide { expects: 42, attempts: 1, ending: ending(crashed()) });
+}
+
+#[test]
+fn foreign_claim_survives_first_later_delivery() {
+    for is_idempotent in [false, true] {
+        assert_eq!(on(5, is_idempotent, Some(&claimed(7, 4)), IN_TIME), Next::Leave(ACK_WAIT));
+        assert_eq!(on(5, is_idempotent, Some(&claimed(7, 4)), LATE), Next::Leave(ACK_WAIT));
+    }
+}
+
+#[test]
+fn lost_claim_of_idempotent_job_is_taken_over() {
+    let next = on(6, true, Some(&claimed(7, 4)), IN_TIME);
+    let previous = Some(host_lost(&terms(true), 1));
+    assert_eq!(next, Next::Claim { expects: 42, attempts: 2, previous });
+}
+
+#[test]
+fn lost_claim_otherwise_ends_as_host_lost() {
+    let lost = |is_idempotent| ending(host_lost(&terms(is_idempotent), 1));
+    let decide = |ending| Next::Decide { expects: 42, attempts: 1, ending };
+    assert_eq!(on(6, false, Some(&claimed(7, 4)), IN_TIME), decide(lost(false)));
+    assert_eq!(on(6, true, Some(&claimed(7, 4)), LATE), decide(lost(true)));
+    let mut spent = claimed(7, 4);
+    spent.record.attempts = 3;
+    let next = on(6, true, Some(&spent), IN_TIME);
+    assert!(matches!(next, Next::Decide { attempts: 3, .. }), "{next:?}");
+    assert_eq!(lost(false).outcome.verdict.executed(), Executed::Unknown);
+}
+
+#[test]
+fn second_copy_waits_for_the_first() {
+    assert_eq!(on(9, true, Some(&claimed(6, 1)), IN_TIME), Next::Leave(HOST_LOST_AFTER));
+}
+
+#[test]
+fn decided_job_is_only_announced_again() {
+    let record = stored(Phase::Decided(ending(crashed())));
+    for now in [IN_TIME, LATE] {
+        assert_eq!(on(2, true, Some(&record), now), Next::Finish(ending(crashed())));
+    }
+}
+
+/// Returns the consequence of an outcome, for the first attempt.
+fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
+    let claim = Claim { attempts, previous: None };
+    let end = AttemptEnd::Reported(ending(outcome));
+    outcome::decide(&message(1), &terms(is_idempotent), &rules(), &claim, end, now, 0.0)
+}
+
+#[test]
+fn ok_and_cancelled_are_final() {
+    for end in [Verdict::Ok, Verdict::Cancelled { executed: Executed::Yes }] {
+        let outcome = verdict(end);
+        assert_eq!(after(true, 1, outcome.clone(), IN_TIME), Consequence::Decide(ending(outcome)));
+    }
+}
+
+#[test]
+fn result_above_the_limit_of_the_server_fails() {
+    let claim = Claim { attempts: 1, previous: None };
+    let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 101].into() };
+    let end = AttemptEnd::Reported(end);
+    let consequence = outcome::decide(&message(1), &terms(true), &rules(), &claim, end, IN_TIME, 0.0);
+    let Consequence::Decide(ending) = consequence else { panic!("{consequence:?}") };
+    assert_eq!(ending.outcome.verdict.reason(), Some("result_too_large"));
+    assert!(ending.payload.is_empty() && !ending.outcome.retryable);
+}
+
+#[test]
+fn load_rejection_is_returned_without_an_attempt() {
+    for reason in RejectReason::ALL {
+        let consequence = after(false, 1, rejected(reason), IN_TIME);
+        let is_returned = reason.is_retryable() || reason == RejectReason::NotFound;
+        match consequence {
+            Consequence::Return { attempts: 0, delay, pauses_pulls: true, .. } if is_returned => {
+                assert_eq!(delay, RETURN_DELAY_MIN);
+            }
+            Consequence::Decide(_) if !is_returned => {}
+            other => panic!("{reason}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn return_delay_follows_retry_after() {
+    let outcome = Outcome { retry_after: Some(Duration::from_secs(3)), ..rejected(RejectReason::QueueFull) };
+    let claim = Claim { attempts: 1, previous: None };
+    let end = AttemptEnd::Reported(ending(outcome));
+    let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 1.0);
+    let Consequence::Return { delay, .. } = consequence else { panic!("{consequence:?}") };
+    assert_eq!(delay, Duration::from_millis(3600));
+}
+
+#[test]
+fn queued_deadline_of_the_supervisor_returns_the_job() {
+    let outcome = verdict(Verdict::DeadlineQueued);
+    let returned = after(false, 1, outcome.clone(), IN_TIME);
+    assert!(matches!(returned, Consequence::Return { attempts: 0, .. }), "{returned:?}");
+    assert_eq!(after(false, 1, outcome.clone(), LATE), Consequence::Decide(ending(outcome)));
+}
+
+#[test]
+fn only_idempotent_jobs_run_again() {
+    for outcome in [failed(true), crashed(), verdict(Verdict::DeadlineRunning)] {
+        let again = after(true, 1, outcome.clone(), IN_TIME);
+        let Consequence::Return { attempts: 1, previous, delay, pauses_pulls: false } = again else {
+            panic!("{again:?}");
+        };
+        assert_eq!((previous, delay), (outcome.clone(), Duration::from_secs(1)));
+        let is_final = Consequence::Decide(ending(outcome.clone()));
+        assert_eq!(after(false, 1, outcome.clone(), IN_TIME), is_final);
+        assert_eq!(after(true, 3, outcome.clone(), IN_TIME), is_final, "no attempts left");
+        assert_eq!(after(true, 1, outcome, LATE), is_final, "no time left");
+    }
+    assert_eq!(after(true, 1, failed(false), IN_TIME), Consequence::Decide(ending(failed(false))));
+}
+
+#[test]
+fn disconnection_before_sending_is_no_attempt() {
+    let claim = Claim { attempts: 1, previous: None };
+    let end = AttemptEnd::NOT_SENT;
+    let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
+    assert!(matches!(consequence, Consequence::Return { attempts: 0, pauses_pulls: true, .. }));
+}
+
+#[test]
+fn disconnection_after_sending_is_host_lost_unless_idempotent() {
+    for (is_idempotent, executed) in
+        [(false, Executed::Unknown), (false, Executed::Yes), (true, Executed::Unknown)]
+    {
+        let claim = Claim { attempts: 1, previous: None };
+        let end = AttemptEnd::Disconnected { executed };
+        let terms = terms(is_idempotent);
+        let consequence = outcome::decide(&message(1), &terms, &rules(), &claim, end, IN_TIME, 0.0);
+        match consequence {
+            Consequence::Decide(ending) if !is_idempotent => assert_eq!(ending.outcome, host_lost(&terms, 1)),
+            Consequence::Return { attempts: 1, .. } if is_idempotent => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn later_rejection_does_not_deny_an_earlier_run() {
+    let claim = Claim { attempts: 2, previous: Some(crashed()) };
+    let decide = |outcome| {
+        let end = AttemptEnd::Reported(ending(outcome));
+        outcome::decide(&message(1), &terms(true), &rules(), &claim, end, IN_TIME, 0.0)
+    };
+    assert_eq!(decide(rejected(RejectReason::Quarantined)), Consequence::Decide(ending(crashed())));
+    let returned = decide(rejected(RejectReason::QueueFull));
+    assert!(matches!(&returned, Consequence::Return { attempts: 1, previous, .. } if *previous == crashed()));
+}
+
+/// Begins a handling, and applies events up to the submission under the claim with sequence 1.
+fn submitted() -> Handling {
+    let (mut handling, step) =
+        Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
+    assert_eq!(step, Step::Do(Action::Read, Duration::ZERO));
+    let step = handling.apply(Event::Read(Ok(None)), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Write(Write { expects: Some(0), .. }), _)), "{step:?}");
+    let step = handling.apply(Event::Written(WriteResult::Stored(1)), IN_TIME);
+    assert_eq!(step, Step::Do(Action::Submit(Duration::from_secs(50)), Duration::ZERO));
+    handling
+}
+
+/// Ends the attempt of a submitted job, and returns the write of the outcome.
+fn outcome_write(handling: &mut Handling) -> Write {
+    let end = AttemptEnd::Reported(ending(verdict(Verdict::Ok)));
+    let step = handling.apply(Event::Ended(end), IN_TIME);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    write
+}
+
+#[test]
+fn outcome_is_recorded_before_the_acknowledgement() {
+    let mut handling = submitted();
+    let write = outcome_write(&mut handling);
+    assert_eq!(write.expects, Some(1));
+    let step = handling.apply(Event::Written(WriteResult::Stored(2)), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: false, .. }, _)), "{step:?}");
+    let step = handling.apply(Event::Announced(true), IN_TIME);
+    assert_eq!(step, Step::Do(Action::Acknowledge, Duration::ZERO));
+    assert_eq!(handling.apply(Event::Acknowledged, IN_TIME), Step::Done(Conclusion::Decided));
+}
+
+#[test]
+fn unclear_write_is_repeated_unchanged() {
+    let mut handling = submitted();
+    let write = outcome_write(&mut handling);
+    for result in [WriteResult::Unknown, WriteResult::Pending, WriteResult::Unknown] {
+        let step = handling.apply(Event::Written(result), IN_TIME);
+        assert!(matches!(&step, Step::Do(Action::Write(again), _) if *again == write), "{step:?}");
+    }
+}
+
+#[test]
+fn conflict_with_an_own_record_is_success() {
+    let mut handling = submitted();
+    let write = outcome_write(&mut handling);
+    let step = handling.apply(Event::Written(WriteResult::Conflict(5)), IN_TIME);
+    assert_eq!(step, Step::Do(Action::Read, Duration::ZERO));
+    let own = Stored { sequence: 5, record: write.record };
+    let step = handling.apply(Event::Read(Ok(Some(own))), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { .. }, _)), "{step:?}");
+}
+
+#[test]
+fn conflict_with_a_foreign_record_fences() {
+    let mut handling = submitted();
+    outcome_write(&mut handling);
+    handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
+    let step = handling.apply(Event::Read(Ok(Some(claimed(7, 4)))), IN_TIME);
+    assert_eq!(step, Step::Done(Conclusion::Fenced));
+}
+
+#[test]
+fn stale_read_does_not_explain_a_conflict() {
+    let mut handling = submitted();
+    outcome_write(&mut handling);
+    handling.apply(Event::Written(WriteResult::Conflict(43)), IN_TIME);
+    for stale in [Ok(None), Ok(Some(claimed(7, 4))), Err(())] {
+        let step = handling.apply(Event::Read(stale), IN_TIME);
+        assert!(matches!(step, Step::Do(Action::Read, _)), "{step:?}");
+    }
+}
+
+#[test]
+fn refused_claim_leaves_the_job_to_its_holder() {
+    let (mut handling, _) =
+        Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
+    handling.apply(Event::Read(Ok(None)), IN_TIME);
+    handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
+    let step = handling.apply(Event::Read(Ok(Some(claimed(7, 1)))), IN_TIME);
+    assert_eq!(step, Step::Done(Conclusion::Left(None)));
+}
+
+#[test]
+fn dead_letter_is_stored_before_the_acknowledgement() {
+    let mut handling = submitted();
+    let end = AttemptEnd::Reported(ending(crashed()));
+    handling.apply(Event::Ended(end), IN_TIME);
+    let step = handling.apply(Event::Written(WriteResult::Stored(2)), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+    let step = handling.apply(Event::Announced(false), IN_TIME);
+    assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
+    assert_eq!(
+        handling.apply(Event::Announced(true), IN_TIME),
+        Step::Do(Action::Acknowledge, Duration::ZERO)
+    );
+}
+
+#[test]
+fn job_whose_deadline_passes_during_the_claim_does_not_run() {
+    let (mut handling, _) =
+        Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
+    handling.apply(Event::Read(Ok(None)), IN_TIME);
+    let step = handling.apply(Event::Written(WriteResult::Stored(1)), LATE);
+    let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
+    assert!(
+        matches!(write.record.phase, Phase::Decided(end) if end.outcome.verdict == Verdict::DeadlineQueued)
+    );
+}

@@ -1,0 +1,390 @@
+//! The client library: submits jobs to a fleet, and waits for their outcomes.
+
+use std::fmt;
+use std::time::Duration;
+
+use async_nats::{Client, Subscriber};
+use bulkhead_client::{Executed, JobError, Priority, RejectReason, Reply};
+use bulkhead_shared::Verdict;
+use bytes::Bytes;
+use futures_util::StreamExt;
+use tokio::time::Instant;
+
+use crate::decide::Terms;
+use crate::decide::delivery::outcome;
+use crate::job::{DEADLINE_DEFAULT, HEADER_BYTES_RESERVED, JobOptions};
+use crate::names::{LEDGER, job_subject, ledger_subject, told_subject};
+use crate::record::Phase;
+use crate::server::connection::{ConnectError, connect_with_refusals};
+use crate::server::ledger;
+use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
+use crate::server::refusals::Refusals;
+use crate::settings::{Nats, Streams};
+
+/// Maximum time for which a submission is repeated without an acknowledgement. Elections take up to ten seconds.
+const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
+/// Longest pause between reads of the ledger.
+const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
+/// Pauses between reads after the notice, in ms. The replica that answers may not have the record yet.
+const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
+
+/// A connection to a fleet. Clones share the connection.
+#[derive(Clone, Debug)]
+pub struct Fleet {
+    client: Client,
+    refusals: Refusals,
+    tenant: String,
+    host_lost_after: Duration,
+}
+
+/// The error of a job without a result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FleetError {
+    /// The outcome of the job, or the reason why the fleet rejected the submission.
+    Job(JobError),
+    /// No outcome was recorded in time. The job may still run; the same id finds its outcome later.
+    Overdue {
+        /// Id of the job.
+        id: String,
+        /// Time waited.
+        waited: Duration,
+    },
+    /// The servers did not acknowledge the submission, or did not answer. The job may run. Submitting again with the
+    /// same id is safe.
+    Unreachable {
+        /// Id of the job.
+        id: String,
+        /// Description for people.
+        message: String,
+    },
+}
+
+impl FleetError {
+    /// Returns whether the handler began.
+    pub fn executed(&self) -> Executed {
+        match self {
+            Self::Job(error) => error.executed(),
+            Self::Overdue { .. } | Self::Unreachable { .. } => Executed::Unknown,
+        }
+    }
+
+    /// Returns true if the same job may succeed when sent again.
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::Job(error) if error.is_retryable()) || matches!(self, Self::Unreachable { .. })
+    }
+
+    /// Returns the exit code that `bulkhead fleet` uses for this error.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Job(error) => error.exit_code(),
+            Self::Overdue { .. } => 124,
+            Self::Unreachable { .. } => 69,
+        }
+    }
+}
+
+impl fmt::Display for FleetError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Job(error) => error.fmt(f),
+            Self::Overdue { id, waited } => write!(
+                f,
+                "no outcome within {} s; whether the job ran is unknown; ask again with: bulkhead fleet result {id}",
+                waited.as_secs()
+            ),
+            Self::Unreachable { id, message } => write!(
+                f,
+                "the servers of the fleet do not answer: {message}; whether the job was accepted is unknown; submit \
+                 again with the same id ({id}), and the job runs once"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for FleetError {}
+
+impl From<JobError> for FleetError {
+    fn from(error: JobError) -> Self {
+        Self::Job(error)
+    }
+}
+
+impl Fleet {
+    /// Connects to the servers of a fleet, such as `nats://127.0.0.1:4222`. Several addresses are separated by commas.
+    pub async fn connect(servers: &str) -> Result<Self, ConnectError> {
+        let servers = servers.split(',').map(|server| server.trim().to_owned()).collect();
+        Self::connect_with(&Nats::new(servers), &Streams::default()).await
+    }
+
+    /// Connects with the tables `[nats]` and `[streams]` of a configuration.
+    pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
+        let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
+        let tenant = nats.tenant.clone().unwrap_or_default();
+        Ok(Self { client, refusals, tenant, host_lost_after: streams.host_lost_after })
+    }
+
+    /// Creates a job for `bulkhead`, with a random id.
+    pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> FleetJob {
+        let id = format!("{:016x}{:016x}", crate::random::number(), crate::random::number());
+        let mut options = JobOptions::new(bulkhead.into(), id);
+        options.tenant = self.tenant.clone();
+        FleetJob { fleet: self.clone(), options, payload: Bytes::from(payload.into()) }
+    }
+
+    /// Waits for the outcome of a job that was submitted earlier, maybe by another process. Gives up after `wait`.
+    pub async fn result(&self, tenant: &str, id: &str, wait: Duration) -> Result<Reply, FleetError> {
+        let subject = told_subject(tenant, id);
+        let notices = self
+            .client
+            .subscribe(subject)
+            .await
+            .map_err(|error| FleetError::Unreachable { id: id.to_owned(), message: error.to_string() })?;
+        let (id, ledger) = (id.to_owned(), ledger_subject(tenant, id));
+        Submitted { fleet: self.clone(), id, ledger, notices, began: Instant::now(), wait }.result().await
+    }
+
+    /// Reads the ledger once.
+    async fn ending(&self, ledger: &str) -> Result<Option<Result<Reply, JobError>>, String> {
+        let Some(stored) = ledger::read(&self.client, ledger).await? else { return Ok(None) };
+        let Phase::Decided(ending) = stored.record.phase else { return Ok(None) };
+        Ok(Some(JobError::from_outcome(Box::new(ending.outcome), ending.payload.to_vec())))
+    }
+}
+
+/// Builder for a job of a fleet. Nothing is sent before [`FleetJob::submit`].
+#[must_use = "a job does nothing until the job is submitted"]
+#[derive(Clone, Debug)]
+pub struct FleetJob {
+    fleet: Fleet,
+    options: JobOptions,
+    payload: Bytes,
+}
+
+impl FleetJob {
+    /// Sets the id, 1 to 128 bytes. Jobs of a tenant with the same id run once, and have the same outcome.
+    pub fn id(mut self, id: impl Into<String>) -> Self {
+        self.options.id = id.into();
+        self
+    }
+
+    /// Sets the operation, at most 256 bytes.
+    pub fn operation(mut self, name: impl Into<String>) -> Self {
+        self.options.operation = name.into();
+        self
+    }
+
+    /// Sets the tenant, at most 256 bytes.
+    pub fn tenant(mut self, name: impl Into<String>) -> Self {
+        self.options.tenant = name.into();
+        self
+    }
+
+    /// Sets the time limit from the submission to the outcome, waiting and all attempts included. The default is one
+    /// hour. The `deadline_max` of the fleet is the maximum.
+    pub fn deadline(mut self, limit: Duration) -> Self {
+        self.options.deadline = Some(limit);
+        self
+    }
+
+    /// Sets the maximum run time of each attempt.
+    pub fn run_limit(mut self, limit: Duration) -> Self {
+        self.options.run_limit = Some(limit);
+        self
+    }
+
+    /// Sets the priority within a supervisor.
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.options.priority = priority;
+        self
+    }
+
+    /// Sets the cost against a rate limit.
+    pub fn cost(mut self, cost: u32) -> Self {
+        self.options.cost = cost;
+        self
+    }
+
+    /// Declares whether the job can safely run twice.
+    pub fn idempotent(mut self, is_idempotent: bool) -> Self {
+        self.options.is_idempotent = is_idempotent;
+        self
+    }
+
+    /// Sets a W3C `traceparent`, which is passed to the handler.
+    pub fn traceparent(mut self, text: impl Into<String>) -> Self {
+        self.options.traceparent = Some(text.into());
+        self
+    }
+
+    /// Returns the options of the job.
+    pub fn options(&self) -> &JobOptions {
+        &self.options
+    }
+
+    /// Submits the job. Once this returns, the job is stored, and survives the loss of any host.
+    ///
+    /// Repeats the submission without an acknowledgement, for up to 15 s. The ledger removes copies.
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+    /// let fleet = bulkhead_fleet::Fleet::connect("nats://127.0.0.1:4222").await?;
+    /// let job = fleet.job("thumbnail", b"...".to_vec()).id("picture-17").idempotent(true);
+    /// let submitted = job.submit().await?;
+    /// println!("{} bytes", submitted.result().await?.payload().len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn submit(self) -> Result<Submitted, FleetError> {
+        let (fleet, options) = (&self.fleet, &self.options);
+        options.check().map_err(|message| self.rejected(RejectReason::Invalid, message))?;
+        let max = fleet.client.max_payload().saturating_sub(HEADER_BYTES_RESERVED);
+        if self.payload.len() > max {
+            let message = format!("the payload has {} bytes; the fleet accepts {max}", self.payload.len());
+            return Err(self.rejected(RejectReason::TooLarge, message).into());
+        }
+        // Before the job, so that no notice is missed.
+        let notices = fleet.client.subscribe(told_subject(&options.tenant, &options.id)).await;
+        let notices = notices.map_err(|error| self.unreachable(error.to_string()))?;
+        let began = Instant::now();
+        self.publish(began).await?;
+        let wait = options.deadline.unwrap_or(DEADLINE_DEFAULT) + fleet.host_lost_after;
+        let (id, ledger) = (options.id.clone(), ledger_subject(&options.tenant, &options.id));
+        Ok(Submitted { fleet: fleet.clone(), id, ledger, notices, began, wait })
+    }
+
+    /// Publishes the job until the stream stores or refuses it.
+    async fn publish(&self, began: Instant) -> Result<(), FleetError> {
+        let subject = job_subject(&self.options.bulkhead, &self.options.tenant);
+        let mut may_be_stored = false;
+        loop {
+            let (headers, payload) = (self.options.to_headers(), self.payload.clone());
+            let published = tokio::select! {
+                published = publish(&self.fleet.client, subject.clone(), headers, payload, None) => published,
+                message = self.fleet.refusals.of(&subject) => Published::Refused(message),
+            };
+            let has_time = began.elapsed() < SUBMIT_TIMEOUT;
+            let (reason, message) = match published {
+                Published::Stored(_) => return Ok(()),
+                Published::SubjectFull => {
+                    (RejectReason::TenantQuota, "the tenant has too many waiting jobs".into())
+                }
+                Published::StreamFull => (RejectReason::QueueFull, "the stream of jobs is full".into()),
+                Published::TooLarge => (RejectReason::TooLarge, "the server refuses the size".into()),
+                Published::Refused(message) => (RejectReason::Forbidden, message),
+                Published::Unavailable(message) => (RejectReason::Unavailable, message),
+                Published::NoStream => match self.is_missing(has_time).await {
+                    true => (RejectReason::NotFound, "the fleet has no such bulkhead".into()),
+                    false if has_time => {
+                        tokio::time::sleep(REPEAT_DELAY).await;
+                        continue;
+                    }
+                    false => (RejectReason::Unavailable, "the stream of jobs has no leader".into()),
+                },
+                Published::Unknown(_) | Published::Conflict(_) | Published::Pending if has_time => {
+                    may_be_stored = true;
+                    tokio::time::sleep(REPEAT_DELAY).await;
+                    continue;
+                }
+                other => return Err(self.unreachable(format!("{other:?}"))),
+            };
+            return Err(match may_be_stored {
+                true => self.unreachable(message),
+                false => self.rejected(reason, message).into(),
+            });
+        }
+    }
+
+    /// Returns true if a publication without a responder means that the bulkhead does not exist. In a cluster, the
+    /// stream can also be without a leader, so that the answer is false before `SUBMIT_TIMEOUT`. A readable ledger shows
+    /// that JetStream works, because tenants have no permission to ask for the stream.
+    async fn is_missing(&self, has_time: bool) -> bool {
+        let client = &self.fleet.client;
+        if has_time && client.server_info().cluster.is_some() {
+            return false;
+        }
+        let ledger = ledger_subject(&self.options.tenant, &self.options.id);
+        ledger::read(client, &ledger).await.is_ok()
+    }
+
+    fn rejected(&self, reason: RejectReason, message: String) -> JobError {
+        let options = &self.options;
+        let deadline = options.deadline.unwrap_or(DEADLINE_DEFAULT);
+        let terms =
+            Terms { bulkhead: options.bulkhead.clone(), deadline, is_idempotent: options.is_idempotent };
+        JobError::Rejected(Box::new(outcome(&terms, Verdict::Rejected { reason, message }, 0)))
+    }
+
+    fn unreachable(&self, message: String) -> FleetError {
+        FleetError::Unreachable { id: self.options.id.clone(), message }
+    }
+}
+
+/// A submitted job. Dropping this value does not cancel the job.
+#[derive(Debug)]
+pub struct Submitted {
+    fleet: Fleet,
+    id: String,
+    ledger: String,
+    notices: Subscriber,
+    began: Instant,
+    wait: Duration,
+}
+
+impl Submitted {
+    /// Returns the id of the job.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Waits for the outcome, until `host_lost_after` after the deadline.
+    pub async fn result(mut self) -> Result<Reply, FleetError> {
+        let mut pause = Duration::from_secs(1);
+        let request = read_subject(LEDGER, &self.ledger);
+        loop {
+            let read = tokio::select! {
+                read = self.fleet.ending(&self.ledger) => read,
+                message = self.fleet.refusals.of(&request) => return Err(self.forbidden(message)),
+            };
+            let last_error = match read {
+                Ok(Some(result)) => return result.map_err(FleetError::Job),
+                Ok(None) => None,
+                Err(error) => Some(error),
+            };
+            let left = self.wait.saturating_sub(self.began.elapsed());
+            if left.is_zero() {
+                return Err(self.overdue(last_error));
+            }
+            let notice = tokio::time::timeout(pause.min(left), self.notices.next()).await;
+            if notice.is_ok()
+                && let Some(result) = self.read_after_notice().await
+            {
+                return result.map_err(FleetError::Job);
+            }
+            pause = (pause * 2).min(READ_PAUSE_MAX);
+        }
+    }
+
+    async fn read_after_notice(&self) -> Option<Result<Reply, JobError>> {
+        for pause in READ_PAUSES_AFTER_NOTICE {
+            tokio::time::sleep(Duration::from_millis(pause)).await;
+            if let Ok(Some(result)) = self.fleet.ending(&self.ledger).await {
+                return Some(result);
+            }
+        }
+        None
+    }
+
+    fn forbidden(&self, message: String) -> FleetError {
+        let terms = Terms { bulkhead: String::new(), deadline: self.wait, is_idempotent: false };
+        let verdict = Verdict::Rejected { reason: RejectReason::Forbidden, message };
+        FleetError::Job(JobError::Rejected(Box::new(outcome(&terms, verdict, 0))))
+    }
+
+    fn overdue(self, error: Option<String>) -> FleetError {
+        let id = self.id;
+        match error {
+            Some(message) => FleetError::Unreachable { id, message },
+            None => FleetError::Overdue { id, waited: self.began.elapsed() },
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! The format of ledger records: fields in headers, the result as body.
+
+use async_nats::HeaderMap;
+use bulkhead_api::JobOutcome;
+use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, truncate};
+use bulkhead_shared::{
+    CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, RejectReason, Verdict, Vocabulary,
+};
+use bytes::Bytes;
+use std::time::Duration;
+
+use crate::record::{Ending, Phase, Record};
+
+const PHASE: &str = "Bulkhead-Phase";
+const AGENT: &str = "Bulkhead-Agent";
+const NONCE: &str = "Bulkhead-Nonce";
+const ATTEMPTS: &str = "Bulkhead-Attempts";
+const STREAM_SEQUENCE: &str = "Bulkhead-Stream-Sequence";
+const DELIVERY: &str = "Bulkhead-Delivery";
+/// The outcome as a JSON object, with the fields of `bulkhead submit --json`.
+pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
+
+/// Writes a record as headers and body.
+pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
+    let mut headers = HeaderMap::new();
+    headers.insert(AGENT, record.agent.as_str());
+    headers.insert(NONCE, record.nonce.as_str());
+    headers.insert(ATTEMPTS, record.attempts.to_string());
+    let (phase, outcome, body) = match &record.phase {
+        Phase::Claimed { stream_sequence, delivery, previous } => {
+            headers.insert(STREAM_SEQUENCE, stream_sequence.to_string());
+            headers.insert(DELIVERY, delivery.to_string());
+            ("claimed", previous.as_ref(), Bytes::new())
+        }
+        Phase::Returned { previous } => ("returned", Some(previous), Bytes::new()),
+        Phase::Decided(ending) => ("decided", Some(&ending.outcome), ending.payload.clone()),
+    };
+    headers.insert(PHASE, phase);
+    if let Some(outcome) = outcome {
+        headers.insert(OUTCOME, outcome_text(outcome));
+    }
+    (headers, body)
+}
+
+/// Reads a record. Returns why the message is not a record otherwise.
+pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String> {
+    let text = |name: &str| headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("no {name}"));
+    let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is no number"));
+    let outcome = || parse_outcome(text(OUTCOME)?);
+    let phase = match text(PHASE)? {
+        "claimed" => Phase::Claimed {
+            stream_sequence: number(STREAM_SEQUENCE)?,
+            delivery: number(DELIVERY)?,
+            previous: if headers.get(OUTCOME).is_some() { Some(outcome()?) } else { None },
+        },
+        "returned" => Phase::Returned { previous: outcome()? },
+        "decided" => Phase::Decided(Ending { outcome: outcome()?, payload: body }),
+        other => return Err(format!("the phase {other} is unknown: update this program")),
+    };
+    let attempts = u32::try_from(number(ATTEMPTS)?).map_err(|_| format!("{ATTEMPTS} is too large"))?;
+    Ok(Record { nonce: text(NONCE)?.to_owned(), agent: text(AGENT)?.to_owned(), attempts, phase })
+}
+
+/// Formats an outcome as one line of JSON.
+pub(crate) fn outcome_text(outcome: &Outcome) -> String {
+    let mut document = JobOutcome::new(outcome);
+    document.message = outcome.verdict.message().map(|text| truncate(text, MESSAGE_BYTES_MAX).to_owned());
+    if let Verdict::Crashed { status, .. } = &outcome.verdict {
+        document.status = *status;
+    }
+    serde_json::to_string(&document).unwrap_or_default()
+}
+
+/// Reads an outcome that [`outcome_text`] wrote.
+pub(crate) fn parse_outcome(text: &str) -> Result<Outcome, String> {
+    let document: JobOutcome = serde_json::from_str(text).map_err(|error| format!("{OUTCOME}: {error}"))?;
+    let verdict = verdict(&document).ok_or_else(|| format!("{OUTCOME} is unknown: {text}"))?;
+    let status = match &verdict {
+        Verdict::Crashed { .. } => None,
+        _ => document.status,
+    };
+    Ok(Outcome {
+        verdict,
+        job: document.job.as_deref().and_then(|job| u64::from_str_radix(job, 16).ok()).map(JobId),
+        bulkhead: document.bulkhead,
+        attempts: document.attempts,
+        queued: duration(document.queued_ms),
+        ran: duration(document.ran_ms),
+        worker_pid: document.worker_pid,
+        retryable: document.retryable,
+        retry_after: document.retry_after_ms.map(duration),
+        deadline: document.deadline_ms.map(duration).unwrap_or_default(),
+        run_limit: document.run_limit_ms.map(duration),
+        status,
+        report: document.report,
+    })
+}
+
+fn verdict(document: &JobOutcome) -> Option<Verdict> {
+    let message = document.message.clone().unwrap_or_default();
+    let reason = document.reason.as_deref().unwrap_or_default();
+    let executed = Executed::from_word(document.executed.as_str()).unwrap_or(Executed::Unknown);
+    Some(match &*document.outcome {
+        "ok" => Verdict::Ok,
+        "failed" => Verdict::Failed(HandlerFailure {
+            code: document.code.clone().unwrap_or_else(|| reason.to_owned()),
+            message,
+            retryable: document.retryable,
+            fault: document
+                .fault
+                .as_ref()
+                .and_then(|fault| Fault::from_word(fault.as_str()))
+                .unwrap_or_default(),
+        }),
+        "rejected" => Verdict::Rejected { reason: RejectReason::from_word(reason)?, message },
+        "deadline_exceeded" if reason == "running" => Verdict::DeadlineRunning,
+        "deadline_exceeded" => Verdict::DeadlineQueued,
+        "crashed" => {
+            let status = document.exit_code.or(document.status);
+            Verdict::Crashed { reason: CrashReason::from_word(reason)?, status, message }
+        }
+        "cancelled" => Verdict::Cancelled { executed },
+        _ => return None,
+    })
+}
+
+/// Converts milliseconds of a document, which can come from anywhere.
+fn duration(millis: f64) -> Duration {
+    Duration::try_from_secs_f64((millis / 1e3).max(0.0)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide::Terms;
+    use crate::decide::delivery::host_lost;
+
+    fn outcome(verdict: Verdict) -> Outcome {
+        let terms = Terms { bulkhead: "b".into(), deadline: Duration::from_secs(60), is_idempotent: false };
+        let times = (Duration::from_micros(1250), Duration::from_millis(7));
+        Outcome { verdict, queued: times.0, ran: times.1, worker_pid: Some(12), ..host_lost(&terms, 2) }
+    }
+
+    fn verdicts() -> Vec<Verdict> {
+        let failure = HandlerFailure {
+            code: "no_disk".into(),
+            message: "line one\nline \"two\" größer".into(),
+            retryable: true,
+            fault: Fault::Caller,
+        };
+        let mut all = vec![
+            Verdict::Ok,
+            Verdict::Failed(failure),
+            Verdict::DeadlineQueued,
+            Verdict::DeadlineRunning,
+            Verdict::Cancelled { executed: Executed::Yes },
+        ];
+        all.extend(RejectReason::ALL.map(|reason| Verdict::Rejected { reason, message: "m".into() }));
+        all.extend(CrashReason::ALL.map(|reason| Verdict::Crashed {
+            reason,
+            status: Some(11),
+            message: "killed by SIGSEGV".into(),
+        }));
+        all
+    }
+
+    #[test]
+    fn every_outcome_survives_the_ledger() {
+        for verdict in verdicts() {
+            let mut outcome = outcome(verdict);
+            outcome.retryable = matches!(outcome.verdict, Verdict::Failed(_));
+            let phase = Phase::Decided(Ending { outcome, payload: Bytes::from_static(b"result\0") });
+            let record = Record { nonce: "n".into(), agent: "host-a".into(), attempts: 2, phase };
+            let (headers, body) = encode(&record);
+            assert_eq!(decode(&headers, body), Ok(record));
+        }
+    }
+
+    #[test]
+    fn claims_survive_the_ledger() {
+        for previous in [None, Some(outcome(Verdict::DeadlineRunning))] {
+            let phase = Phase::Claimed { stream_sequence: 7, delivery: 2, previous };
+            let record = Record { nonce: "n".into(), agent: "a".into(), attempts: 1, phase };
+            let (headers, body) = encode(&record);
+            assert_eq!(decode(&headers, body), Ok(record));
+        }
+    }
+
+    #[test]
+    fn other_messages_are_no_records() {
+        let mut headers = HeaderMap::new();
+        assert!(decode(&headers, Bytes::new()).is_err());
+        for (name, value) in [(PHASE, "cancelled"), (NONCE, "n"), (AGENT, "a"), (ATTEMPTS, "1")] {
+            headers.insert(name, value);
+        }
+        assert!(decode(&headers, Bytes::new()).unwrap_err().contains("update this program"));
+        headers.insert(PHASE, "decided");
+        assert!(decode(&headers, Bytes::new()).unwrap_err().contains(OUTCOME));
+        headers.insert(OUTCOME, "{\"outcome\": \"vanished\"}");
+        assert!(decode(&headers, Bytes::new()).unwrap_err().contains("unknown"));
+    }
+}

@@ -1,0 +1,215 @@
+//! A job as a message: the headers that carry its options. The tenant is that of the subject, not of a header, because
+//! the server checks only subjects.
+
+use std::time::Duration;
+
+use async_nats::HeaderMap;
+use bulkhead_client::Priority;
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+
+/// Longest id of a job, in bytes.
+pub const ID_BYTES_MAX: usize = 128;
+
+/// Deadline of a job that asks for none.
+pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
+
+/// Bytes of a message that are reserved for headers. Payloads and results may fill the rest.
+pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
+
+const ID: &str = "Bulkhead-Id";
+const OPERATION: &str = "Bulkhead-Operation";
+const DEADLINE: &str = "Bulkhead-Deadline-Ms";
+const RUN_LIMIT: &str = "Bulkhead-Run-Limit-Ms";
+const PRIORITY: &str = "Bulkhead-Priority";
+const COST: &str = "Bulkhead-Cost";
+const IDEMPOTENT: &str = "Bulkhead-Idempotent";
+const TRACEPARENT: &str = "traceparent";
+
+/// Options of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobOptions {
+    /// Identifies the job within its tenant. The same id runs once.
+    pub id: String,
+    /// Name of the bulkhead.
+    pub bulkhead: String,
+    /// Operation for the handler; can be empty.
+    pub operation: String,
+    /// Tenant; can be empty.
+    pub tenant: String,
+    /// Time limit from the submission to the outcome.
+    pub deadline: Option<Duration>,
+    /// Maximum run time of each attempt.
+    pub run_limit: Option<Duration>,
+    /// Priority within the supervisor.
+    pub priority: Priority,
+    /// Cost against a rate limit.
+    pub cost: u32,
+    /// True if the job can safely run twice.
+    pub is_idempotent: bool,
+    /// W3C trace context for the handler.
+    pub traceparent: Option<String>,
+}
+
+impl JobOptions {
+    /// Creates options with defaults.
+    pub fn new(bulkhead: String, id: String) -> Self {
+        Self {
+            id,
+            bulkhead,
+            operation: String::new(),
+            tenant: String::new(),
+            deadline: None,
+            run_limit: None,
+            priority: Priority::default(),
+            cost: 1,
+            is_idempotent: false,
+            traceparent: None,
+        }
+    }
+
+    /// Returns why the options are invalid, if they are.
+    pub fn check(&self) -> Result<(), String> {
+        let lengths = [
+            ("the id", &self.id, 1, ID_BYTES_MAX),
+            ("the name of the bulkhead", &self.bulkhead, 1, BULKHEAD_NAME_BYTES_MAX),
+            ("the operation", &self.operation, 0, OPERATION_BYTES_MAX),
+            ("the tenant", &self.tenant, 0, TENANT_BYTES_MAX),
+        ];
+        for (name, text, min, max) in lengths {
+            if !(min..=max).contains(&text.len()) {
+                return Err(format!("{name} has {} bytes; use {min} to {max}", text.len()));
+            }
+            if text.chars().any(char::is_control) {
+                return Err(format!("{name} contains a control character; remove the character"));
+            }
+        }
+        if self.traceparent.as_ref().is_some_and(|text| text.chars().any(char::is_control)) {
+            return Err("the traceparent contains a control character; remove the character".into());
+        }
+        if self.deadline.is_some_and(|deadline| deadline < Duration::from_millis(1)) {
+            return Err("the deadline is below 1 ms; allow more time".into());
+        }
+        Ok(())
+    }
+
+    /// Writes the options as headers.
+    pub fn to_headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        headers.insert(ID, self.id.as_str());
+        let millis = |limit: Duration| limit.as_millis().to_string();
+        let optional = [
+            (OPERATION, Some(self.operation.clone()).filter(|name| !name.is_empty())),
+            (DEADLINE, self.deadline.map(millis)),
+            (RUN_LIMIT, self.run_limit.map(millis)),
+            (PRIORITY, (self.priority != Priority::default()).then(|| self.priority.name().to_owned())),
+            (COST, (self.cost != 1).then(|| self.cost.to_string())),
+            (IDEMPOTENT, self.is_idempotent.then(|| "true".to_owned())),
+            (TRACEPARENT, self.traceparent.clone()),
+        ];
+        for (name, value) in optional {
+            if let Some(value) = value {
+                headers.insert(name, value);
+            }
+        }
+        headers
+    }
+
+    /// Reads the options of a message. The second value is the error of an invalid message. If the id is missing or
+    /// invalid, the message gets a new id, so that every message can have a record.
+    pub fn parse(
+        (bulkhead, tenant): (String, String),
+        headers: Option<&HeaderMap>,
+        sequence: u64,
+    ) -> (Self, Option<String>) {
+        let mut options = Self::new(bulkhead, String::new());
+        options.tenant = tenant;
+        let read = headers.map_or(Ok(()), |headers| options.read(headers));
+        let error = read.and_then(|()| options.check()).err();
+        if error.is_some() {
+            // Nothing but the names is kept, so that the job is decided as invalid and not by another option.
+            let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
+            let has_id = valid.check().is_ok();
+            let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };
+            options = Self { id, ..valid };
+        }
+        (options, error)
+    }
+
+    fn read(&mut self, headers: &HeaderMap) -> Result<(), String> {
+        let text = |name: &str| headers.get_last(name).map(|value| value.as_str().to_owned());
+        self.id = text(ID).unwrap_or_default();
+        self.operation = text(OPERATION).unwrap_or_default();
+        self.traceparent = text(TRACEPARENT);
+        self.is_idempotent = match text(IDEMPOTENT).as_deref() {
+            None | Some("false" | "0") => false,
+            Some("true" | "1") => true,
+            Some(_) => return Err(format!("{IDEMPOTENT} is neither true nor false")),
+        };
+        let number = |name: &str| -> Result<Option<u64>, String> {
+            let parse = |value: String| value.parse().map_err(|_| format!("{name} is not a whole number"));
+            text(name).map(parse).transpose()
+        };
+        self.deadline = number(DEADLINE)?.map(Duration::from_millis);
+        self.run_limit = number(RUN_LIMIT)?.map(Duration::from_millis);
+        if let Some(cost) = number(COST)? {
+            self.cost = u32::try_from(cost).map_err(|_| format!("{COST} is too large"))?;
+        }
+        if let Some(priority) = text(PRIORITY) {
+            self.priority = priority.parse().map_err(|_| format!("{PRIORITY} is not a priority"))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(headers: &[(&str, &str)]) -> (JobOptions, Option<String>) {
+        let mut map = HeaderMap::new();
+        headers.iter().for_each(|&(name, value)| map.insert(name, value));
+        JobOptions::parse(("b".into(), "t".into()), Some(&map), 7)
+    }
+
+    #[test]
+    fn options_survive_the_round_trip() {
+        let options = JobOptions {
+            operation: "decode".into(),
+            tenant: "t".into(),
+            deadline: Some(Duration::from_millis(1500)),
+            run_limit: Some(Duration::from_millis(20)),
+            priority: Priority::Critical,
+            cost: 3,
+            is_idempotent: true,
+            traceparent: Some("00-1-2-01".into()),
+            ..JobOptions::new("b".into(), "id".into())
+        };
+        let (read, error) = JobOptions::parse(("b".into(), "t".into()), Some(&options.to_headers()), 1);
+        assert_eq!((read, error), (options, None));
+    }
+
+    #[test]
+    fn message_without_id_gets_one() {
+        for headers in [&[][..], &[("Bulkhead-Id", "")], &[("Bulkhead-Id", "a\u{1}b")]] {
+            let (options, error) = parsed(headers);
+            assert_eq!(options.id, "message-7");
+            assert!(error.is_some());
+        }
+    }
+
+    #[test]
+    fn invalid_header_is_reported_under_the_own_id() {
+        for (name, value) in [
+            ("Bulkhead-Deadline-Ms", "soon"),
+            ("Bulkhead-Deadline-Ms", "0"),
+            ("Bulkhead-Deadline-Ms", "-1"),
+            ("Bulkhead-Cost", "4294967296"),
+            ("Bulkhead-Priority", "urgent"),
+            ("Bulkhead-Idempotent", "yes"),
+        ] {
+            let (options, error) = parsed(&[("Bulkhead-Id", "mine"), (name, value)]);
+            assert_eq!(options.id, "mine", "{name}: {value}");
+            assert!(error.is_some(), "{name}: {value}");
+        }
+    }
+}

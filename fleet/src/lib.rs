@@ -1,0 +1,23 @@
+//! Durable jobs on several hosts, over NATS JetStream.
+//!
+//! A submitter publishes a job to a stream of the servers. On each host an [`agent`] takes jobs for the bulkheads of its
+//! supervisor, and records each outcome in a ledger. The ledger decides, not acknowledgements. Each write names the
+//! record that the write replaces, so that only one writer succeeds. A job that is not idempotent never begins twice.
+
+pub mod agent;
+pub mod decide;
+mod fleet;
+mod format;
+mod job;
+pub mod names;
+pub mod operate;
+mod random;
+pub mod record;
+mod server;
+pub mod settings;
+
+pub use decide::Faults;
+pub use fleet::{Fleet, FleetError, FleetJob, Submitted};
+pub use job::{DEADLINE_DEFAULT, ID_BYTES_MAX, JobOptions};
+pub use server::connection::ConnectError;
+pub use server::streams::{Finding, InitError};

@@ -1,0 +1,164 @@
+//! Names of subjects, streams and consumers. This module owns the escaping of names and the lane of a tenant.
+
+use sha2::{Digest, Sha256};
+
+/// Stream of jobs that have no outcome yet.
+pub const JOBS: &str = "BH_JOBS";
+/// Stream of records: one for each job.
+pub const LEDGER: &str = "BH_LEDGER";
+/// Stream of jobs that did not end `ok`.
+pub const DEAD: &str = "BH_DEAD";
+/// Key-value bucket with the presence of each agent.
+pub const AGENTS: &str = "bh_agents";
+
+/// Number of lanes of each bulkhead.
+pub const LANES: u8 = 16;
+/// Subject token of the only priority class so far.
+const CLASS: &str = "n";
+
+/// Escapes a name for use as one token of a subject. All bytes except `A-Za-z0-9_-` become `=XX`; the empty name
+/// becomes `=`.
+pub fn escape(name: &str) -> String {
+    if name.is_empty() {
+        return "=".to_owned();
+    }
+    let mut out = String::with_capacity(name.len());
+    for byte in name.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'_' | b'-' => out.push(char::from(byte)),
+            _ => out.push_str(&format!("={byte:02X}")),
+        }
+    }
+    out
+}
+
+/// Reverses [`escape`]. Returns `None` for text that `escape` cannot have written.
+pub fn unescape(token: &str) -> Option<String> {
+    if token == "=" {
+        return Some(String::new());
+    }
+    let mut bytes = Vec::with_capacity(token.len());
+    let mut rest = token.as_bytes();
+    while let Some((&first, after)) = rest.split_first() {
+        if first != b'=' {
+            bytes.push(first);
+            rest = after;
+            continue;
+        }
+        let digits = std::str::from_utf8(after.get(..2)?).ok()?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        rest = &after[2..];
+    }
+    String::from_utf8(bytes).ok().filter(|name| !name.is_empty() && escape(name) == token)
+}
+
+/// Returns the lane of a tenant, below [`LANES`]. All jobs of a tenant share one lane.
+pub fn lane(tenant: &str) -> u8 {
+    Sha256::digest(tenant.as_bytes())[0] % LANES
+}
+
+/// Returns the subject of a tenant's jobs for a bulkhead.
+pub fn job_subject(bulkhead: &str, tenant: &str) -> String {
+    format!("bh.job.{}.{CLASS}.{}.{}", escape(bulkhead), lane(tenant), escape(tenant))
+}
+
+/// Returns the subject filter for all jobs of a bulkhead.
+pub fn bulkhead_filter(bulkhead: &str) -> String {
+    format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
+}
+
+/// Returns the subject filters of one of `lanes` consumers of a bulkhead.
+pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
+    if lanes == 1 {
+        return vec![bulkhead_filter(bulkhead)];
+    }
+    let width = LANES / lanes;
+    let lanes = index * width..(index + 1) * width;
+    lanes.map(|lane| format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))).collect()
+}
+
+/// Returns the name of one of the consumers of a bulkhead.
+pub fn consumer(bulkhead: &str, index: u8) -> String {
+    format!("{}_{CLASS}_{index}", escape(bulkhead))
+}
+
+/// Returns the bulkhead and tenant of a job's subject.
+pub fn parse_job_subject(subject: &str) -> Option<(String, String)> {
+    let tokens: Vec<_> = subject.split('.').collect();
+    match tokens[..] {
+        ["bh", "job", bulkhead, _class, _lane, tenant] => Some((unescape(bulkhead)?, unescape(tenant)?)),
+        _ => None,
+    }
+}
+
+/// Returns the ledger subject of a job.
+pub fn ledger_subject(tenant: &str, id: &str) -> String {
+    format!("bh.ledger.{}.{}", escape(tenant), escape(id))
+}
+
+/// Returns the subject of notices about a job's outcome.
+pub fn told_subject(tenant: &str, id: &str) -> String {
+    format!("bh.told.{}.{}", escape(tenant), escape(id))
+}
+
+/// Returns the subject of a job's dead letter.
+pub fn dead_subject(bulkhead: &str, tenant: &str, id: &str) -> String {
+    format!("bh.dead.{}.{}.{}", escape(bulkhead), escape(tenant), escape(id))
+}
+
+/// Returns bulkhead, tenant and id of a dead letter's subject.
+pub fn parse_dead_subject(subject: &str) -> Option<(String, String, String)> {
+    let tokens: Vec<_> = subject.split('.').collect();
+    match tokens[..] {
+        ["bh", "dead", bulkhead, tenant, id] => Some((unescape(bulkhead)?, unescape(tenant)?, unescape(id)?)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_survive_escaping() {
+        for name in ["", "acme", "a.b", "=", "*", ">", "größe", "a b\n", "A-Z_9"] {
+            let token = escape(name);
+            assert!(token.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-=".contains(&b)), "{token}");
+            assert_eq!(unescape(&token).as_deref(), Some(name));
+        }
+    }
+
+    #[test]
+    fn foreign_tokens_are_no_names() {
+        for token in ["", "=4", "=41", "=zz", "a.b", "=FF", "=2e"] {
+            assert_eq!(unescape(token), None, "{token}");
+        }
+    }
+
+    #[test]
+    fn lanes_of_consumers_cover_each_lane_once() {
+        for lanes in [2, 4, 8, 16] {
+            let mut filters: Vec<_> =
+                (0..lanes).flat_map(|index| consumer_filters("b", lanes, index)).collect();
+            filters.sort();
+            filters.dedup();
+            assert_eq!(filters.len(), usize::from(LANES));
+        }
+        assert_eq!(consumer_filters("b", 1, 0), ["bh.job.b.n.*.*"]);
+    }
+
+    #[test]
+    fn subjects_name_bulkhead_and_tenant() {
+        let subject = job_subject("a.b", "");
+        assert_eq!(parse_job_subject(&subject), Some(("a.b".into(), String::new())));
+        assert_eq!(parse_job_subject("bh.job.a.n.1"), None);
+        let dead = dead_subject("a", "t", "7");
+        assert_eq!(parse_dead_subject(&dead), Some(("a".into(), "t".into(), "7".into())));
+    }
+
+    #[test]
+    fn lane_of_a_tenant_never_changes() {
+        // A change would break running fleets, because consumers filter by lane.
+        assert_eq!([lane(""), lane("acme"), lane("quiet")], [3, 2, 0]);
+    }
+}

@@ -1,0 +1,283 @@
+//! Operation of a fleet: preparing its streams, its status, and dead letters.
+
+use std::fmt;
+
+use async_nats::Client;
+use bulkhead_shared::Outcome;
+use bulkhead_shared::limits::truncate;
+use futures_util::StreamExt;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::format;
+use crate::job::{ID_BYTES_MAX, JobOptions};
+use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, escape, job_subject, parse_dead_subject};
+use crate::server::connection::{ConnectError, connect};
+use crate::server::messages::{ApiError, Published, StoredMessage, api, publish, read_last};
+use crate::server::streams::{self, Finding, InitError};
+use crate::settings::Settings;
+
+/// Maximum number of dead letters in one list.
+const LETTERS_MAX: usize = 10_000;
+/// Number of simultaneous reads.
+const READS: usize = 32;
+
+/// An operator's connection to a fleet.
+#[derive(Clone, Debug)]
+pub struct Operator {
+    client: Client,
+    settings: Settings,
+}
+
+/// A failed request of an operator.
+#[derive(Debug)]
+pub struct OperateError(String);
+
+impl fmt::Display for OperateError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for OperateError {}
+
+impl OperateError {
+    fn api(object: &str, error: &ApiError) -> Self {
+        let hint = if error.code == 404 { "; run: bulkhead fleet init" } else { "" };
+        Self(format!("failed to read {object}: {}{hint}", error.description))
+    }
+}
+
+/// State of a fleet.
+#[derive(Clone, Debug, Serialize)]
+pub struct Status {
+    /// Agents that were alive in the last 15 s.
+    pub agents: Vec<Value>,
+    /// Jobs without an outcome, by bulkhead.
+    pub bulkheads: Vec<BulkheadStatus>,
+    /// Streams.
+    pub streams: Vec<StreamStatus>,
+}
+
+/// State of a bulkhead of a fleet.
+#[derive(Clone, Debug, Serialize)]
+pub struct BulkheadStatus {
+    /// Name of the bulkhead.
+    pub name: String,
+    /// Number of jobs without an outcome.
+    pub pending: u64,
+    /// Number of tenants with such jobs.
+    pub tenants: usize,
+    /// Number of agents that take jobs.
+    pub agents: usize,
+}
+
+/// State of a stream.
+#[derive(Clone, Debug, Serialize)]
+pub struct StreamStatus {
+    /// Name of the stream.
+    pub name: String,
+    /// Number of messages.
+    pub messages: u64,
+    /// Size of all messages, in bytes.
+    pub bytes: u64,
+    /// Maximum size, in bytes.
+    pub max_bytes: u64,
+    /// Number of replicas that are up to date.
+    pub replicas: usize,
+    /// Name of the server that leads the stream. `None` without a cluster, and during an election.
+    pub leader: Option<String>,
+}
+
+/// A job that did not end `ok`.
+#[derive(Clone, Debug)]
+pub struct DeadLetter {
+    /// Options of the job.
+    pub options: JobOptions,
+    /// Outcome of the job.
+    pub outcome: Outcome,
+    /// Time of the dead letter, in RFC 3339.
+    pub at: String,
+    /// Payload of the job.
+    pub payload: bytes::Bytes,
+    sequence: u64,
+}
+
+/// Selects dead letters. An absent value selects all.
+#[derive(Clone, Debug, Default)]
+pub struct DeadFilter {
+    /// Name of the bulkhead.
+    pub bulkhead: Option<String>,
+    /// Name of the tenant.
+    pub tenant: Option<String>,
+    /// Id of the job.
+    pub id: Option<String>,
+}
+
+impl Operator {
+    /// Connects to the servers of a fleet.
+    pub async fn connect(settings: &Settings) -> Result<Self, ConnectError> {
+        let client = connect(&settings.nats, "bulkhead-fleet operator", false).await?;
+        Ok(Self { client, settings: settings.clone() })
+    }
+
+    /// Prepares streams and consumers. Creates missing objects, and changes no object that differs.
+    pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
+        streams::prepare(&self.client, &self.settings).await
+    }
+
+    /// Returns the state of the fleet.
+    pub async fn status(&self) -> Result<Status, OperateError> {
+        let agents = self.agents().await?;
+        let mut bulkheads = Vec::new();
+        for name in self.settings.bulkhead.keys() {
+            bulkheads.push(self.bulkhead(name, &agents).await?);
+        }
+        let mut streams = Vec::new();
+        for name in [JOBS, LEDGER, DEAD] {
+            streams.push(self.stream(name).await?);
+        }
+        Ok(Status { agents, bulkheads, streams })
+    }
+
+    async fn agents(&self) -> Result<Vec<Value>, OperateError> {
+        let stream = format!("KV_{AGENTS}");
+        let mut agents = Vec::new();
+        for subject in self.subjects(&stream, &format!("$KV.{AGENTS}.>")).await? {
+            // An agent may have expired since.
+            if let Ok(Some(message)) = read_last(&self.client, &stream, &subject).await
+                && let Ok(agent) = serde_json::from_slice(&message.body)
+            {
+                agents.push(agent);
+            }
+        }
+        Ok(agents)
+    }
+
+    async fn bulkhead(&self, name: &str, agents: &[Value]) -> Result<BulkheadStatus, OperateError> {
+        let body = json!({"subjects_filter": bulkhead_filter(name)});
+        let info = self.info(JOBS, body).await?;
+        let subjects = info["state"]["subjects"].as_object();
+        let pending = subjects.into_iter().flatten().filter_map(|(_, count)| count.as_u64()).sum();
+        let serving = agents.iter().filter(|agent| agent["bulkheads"][name]["takes_jobs"] == true).count();
+        Ok(BulkheadStatus {
+            name: name.to_owned(),
+            pending,
+            tenants: subjects.map_or(0, serde_json::Map::len),
+            agents: serving,
+        })
+    }
+
+    async fn stream(&self, name: &str) -> Result<StreamStatus, OperateError> {
+        let info = self.info(name, Value::Null).await?;
+        let replicas = info["cluster"]["replicas"].as_array();
+        let current =
+            replicas.map_or(0, |all| all.iter().filter(|replica| replica["current"] == true).count());
+        let number = |value: &Value| value.as_u64().unwrap_or_default();
+        Ok(StreamStatus {
+            name: name.to_owned(),
+            messages: number(&info["state"]["messages"]),
+            bytes: number(&info["state"]["bytes"]),
+            max_bytes: number(&info["config"]["max_bytes"]),
+            replicas: current + 1,
+            leader: info["cluster"]["leader"].as_str().map(str::to_owned),
+        })
+    }
+
+    async fn info(&self, stream: &str, body: Value) -> Result<Value, OperateError> {
+        let info = api(&self.client, &format!("STREAM.INFO.{stream}"), body).await;
+        info.map_err(|error| OperateError::api(stream, &error))
+    }
+
+    async fn subjects(&self, stream: &str, filter: &str) -> Result<Vec<String>, OperateError> {
+        let info = self.info(stream, json!({"subjects_filter": filter})).await?;
+        let subjects = info["state"]["subjects"].as_object();
+        Ok(subjects.into_iter().flatten().map(|(subject, _)| subject.clone()).take(LETTERS_MAX).collect())
+    }
+
+    /// Returns dead letters, newest first.
+    pub async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadLetter>, OperateError> {
+        let token = |name: &Option<String>| name.as_deref().map_or("*".to_owned(), escape);
+        let (bulkhead, tenant, id) = (token(&filter.bulkhead), token(&filter.tenant), token(&filter.id));
+        let subjects = self.subjects(DEAD, &format!("bh.dead.{bulkhead}.{tenant}.{id}")).await?;
+        let reads = subjects.into_iter().map(|subject| async move {
+            let message = read_last(&self.client, DEAD, &subject).await.map_err(OperateError)?;
+            message.map(letter).transpose().map_err(OperateError)
+        });
+        let read: Vec<_> = futures_util::stream::iter(reads).buffer_unordered(READS).collect().await;
+        let letters: Result<Vec<_>, OperateError> = read.into_iter().filter_map(Result::transpose).collect();
+        let mut letters = letters?;
+        letters.sort_by_key(|letter| std::cmp::Reverse(letter.sequence));
+        Ok(letters)
+    }
+
+    /// Submits the job of a dead letter again, and removes the letter. The id of the new job is made of the letter, so
+    /// that a repeated request runs the job once. Returns the new id.
+    pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
+        let mut options = letter.options.clone();
+        options.id = requeued_id(&options.id, letter.sequence);
+        let subject = job_subject(&options.bulkhead, &options.tenant);
+        let published =
+            publish(&self.client, subject, options.to_headers(), letter.payload.clone(), None).await;
+        match published {
+            Published::Stored(_) => {}
+            Published::NoStream => {
+                return Err(OperateError(format!("the fleet has no bulkhead {}", options.bulkhead)));
+            }
+            other => return Err(OperateError(format!("the job was not accepted: {other:?}; try again"))),
+        }
+        self.drop_letter(letter).await?;
+        Ok(options.id)
+    }
+
+    /// Removes a dead letter.
+    pub async fn drop_letter(&self, letter: &DeadLetter) -> Result<(), OperateError> {
+        const NOT_DELETED: u64 = 10057;
+        let call = format!("STREAM.MSG.DELETE.{DEAD}");
+        let removed: Result<Value, ApiError> =
+            api(&self.client, &call, json!({"seq": letter.sequence})).await;
+        match removed {
+            Ok(_) => Ok(()),
+            Err(error) if error.err_code == NOT_DELETED && error.description.contains("no message found") => {
+                Ok(())
+            }
+            Err(error) => {
+                Err(OperateError(format!("failed to remove the dead letter: {}", error.description)))
+            }
+        }
+    }
+}
+
+fn requeued_id(id: &str, sequence: u64) -> String {
+    let suffix = format!(".requeued-{sequence}");
+    format!("{}{suffix}", truncate(id, ID_BYTES_MAX - suffix.len()))
+}
+
+fn letter(message: StoredMessage) -> Result<DeadLetter, String> {
+    let (bulkhead, tenant, id) = parse_dead_subject(&message.subject)
+        .ok_or_else(|| format!("{} is no dead letter", message.subject))?;
+    let (mut options, _) = JobOptions::parse((bulkhead, tenant), Some(&message.headers), message.sequence);
+    options.id = id;
+    let outcome = message.headers.get(format::OUTCOME).map(|value| value.as_str()).unwrap_or_default();
+    let outcome = format::parse_outcome(outcome)?;
+    Ok(DeadLetter {
+        options,
+        outcome,
+        at: message.stored_at,
+        payload: message.body,
+        sequence: message.sequence,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requeued_id_is_short_enough_and_stable() {
+        assert_eq!(requeued_id("a", 7), "a.requeued-7");
+        let long = "ö".repeat(64);
+        let id = requeued_id(&long, u64::MAX);
+        assert!(id.len() <= ID_BYTES_MAX && id.ends_with(&u64::MAX.to_string()), "{id}");
+    }
+}

@@ -1,0 +1,54 @@
+//! Commands of the program. Every kind of failure has an exit code, the same as those of the `bulkhead` command.
+
+mod agent;
+mod args;
+mod dead;
+mod init;
+mod output;
+mod status;
+mod submit;
+mod try_out;
+
+use std::process::ExitCode;
+
+use args::{Args, Command};
+use bulkhead_fleet::settings::Settings;
+use clap::Parser;
+use output::{Failure, exit};
+
+/// Runs the program.
+pub(crate) fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => failure.report(),
+    }
+}
+
+fn run(args: &Args) -> Result<u8, Failure> {
+    let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
+    let mut runtime = match args.command {
+        Command::Agent(_) => tokio::runtime::Builder::new_multi_thread(),
+        _ => tokio::runtime::Builder::new_current_thread(),
+    };
+    let runtime = runtime.enable_all().build().map_err(fail)?;
+    let result = runtime.block_on(run_command(args));
+    runtime.shutdown_background();
+    result
+}
+
+async fn run_command(args: &Args) -> Result<u8, Failure> {
+    match &args.command {
+        Command::Agent(agent) => agent::run(settings(args)?, agent).await,
+        Command::Init => init::run(&settings(args)?, args.json).await,
+        Command::Submit(submit) => submit::run(&settings(args)?, submit, args.json).await,
+        Command::Result(result) => submit::result(&settings(args)?, result, args.json).await,
+        Command::Status => status::run(&settings(args)?, args.json).await,
+        Command::Dead(dead) => dead::run(&settings(args)?, dead, args.json).await,
+        Command::Try(options) => try_out::run(options).await,
+    }
+}
+
+fn settings(args: &Args) -> Result<Settings, Failure> {
+    Settings::read(&args.config).map_err(|error| Failure::new(exit::USAGE, error.to_string()))
+}

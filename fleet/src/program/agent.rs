@@ -1,0 +1,70 @@
+//! `agent`: runs the agent of this host until a signal arrives.
+
+use bulkhead_fleet::agent::{self, AgentError};
+use bulkhead_fleet::settings::Settings;
+use std::io::IsTerminal;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::args;
+use super::output::{self, Failure, exit};
+
+/// Runs the command.
+pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8, Failure> {
+    if options.check {
+        output::raw(settings.to_toml().as_bytes())?;
+        output::line("# ok")?;
+        return Ok(exit::OK);
+    }
+    if settings.bulkhead.is_empty() {
+        let message = "the configuration has no [bulkhead.NAME], so that the agent would have nothing to do";
+        return Err(Failure::new(exit::USAGE, message));
+    }
+    start_log();
+    let fail =
+        |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to handle signals: {error}"));
+    let mut terminate = signal(SignalKind::terminate()).map_err(fail)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(fail)?;
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let running = agent::run(settings, bulkhead_fleet::Faults::default(), async {
+        // The sender is dropped at the first signal.
+        let _ = stopped.await;
+    });
+    let mut running = std::pin::pin!(running);
+    let result = tokio::select! {
+        result = &mut running => result,
+        _ = terminate.recv() => stop_with(stop, running, &mut terminate, &mut interrupt).await,
+        _ = interrupt.recv() => stop_with(stop, running, &mut terminate, &mut interrupt).await,
+    };
+    result.map(|()| exit::OK).map_err(|error| match error {
+        AgentError::Connect(_) => Failure::unreachable(error),
+        AgentError::TaskEnded(_) => Failure::new(exit::FAILED, error.to_string()),
+        AgentError::NotPrepared(_) | AgentError::Listen(..) => Failure::new(exit::USAGE, error.to_string()),
+    })
+}
+
+/// Drains the agent. A second signal ends the wait.
+async fn stop_with(
+    stop: tokio::sync::oneshot::Sender<()>,
+    running: std::pin::Pin<&mut impl Future<Output = Result<(), AgentError>>>,
+    terminate: &mut tokio::signal::unix::Signal,
+    interrupt: &mut tokio::signal::unix::Signal,
+) -> Result<(), AgentError> {
+    drop(stop);
+    tokio::select! {
+        result = running => result,
+        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => Ok(()),
+    }
+}
+
+fn start_log() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,async_nats=error"));
+    // A subscriber that exists already is one of a test.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .try_init();
+}

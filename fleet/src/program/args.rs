@@ -1,0 +1,225 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bulkhead_client::Priority;
+use clap::{Parser, Subcommand};
+
+/// Run durable jobs on several hosts, over NATS JetStream
+#[derive(Debug, Parser)]
+#[command(name = "bulkhead-fleet", version, arg_required_else_help = true)]
+pub(crate) struct Args {
+    /// Configuration file
+    #[arg(
+        long,
+        global = true,
+        env = "BULKHEAD_FLEET_CONFIG",
+        default_value = "/etc/bulkhead/fleet.toml",
+        value_name = "FILE",
+        overrides_with = "config"
+    )]
+    pub(crate) config: PathBuf,
+
+    /// Print JSON
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Create missing streams and consumers of the fleet, and report differences
+    ///
+    /// Objects that differ from the configuration are not changed, and the exit status is 2. Two changes are safe and
+    /// are made: new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
+    Init,
+    /// Take jobs of the fleet for the supervisor of this host
+    Agent(Agent),
+    /// Submit one or more jobs and print the results
+    ///
+    /// An accepted job survives the loss of any host.
+    Submit(Submit),
+    /// Print the result of a job that was submitted earlier
+    Result(ResultOf),
+    /// Show agents, waiting jobs and streams
+    Status,
+    /// List, show, resubmit or remove jobs that did not end ok
+    Dead(Dead),
+    /// Start a server, a supervisor and two agents in a temporary folder, to try a fleet
+    ///
+    /// Submits a hundred jobs and kills one agent in the middle. Shows that each job has exactly one outcome.
+    Try(Try),
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Agent {
+    /// Only check the configuration, print the effective values, and exit
+    #[arg(long)]
+    pub(crate) check: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Submit {
+    /// Name of the bulkhead
+    pub(crate) name: String,
+
+    /// Operation for the handler
+    #[arg(default_value = "")]
+    pub(crate) operation: String,
+
+    /// Id of the job; jobs with the same id run once [default: random]
+    #[arg(long, conflicts_with = "repeat")]
+    pub(crate) id: Option<String>,
+
+    /// Print the id as soon as the job is stored, and do not wait for the outcome
+    #[arg(long, conflicts_with = "output")]
+    pub(crate) detach: bool,
+
+    /// File with the payload; - for standard input
+    #[arg(long, value_name = "FILE")]
+    pub(crate) payload_file: Option<PathBuf>,
+
+    /// Send an empty payload and do not read standard input [default: read the payload from standard input, except from
+    /// a terminal]
+    #[arg(short = 'n', long, conflicts_with = "payload_file")]
+    pub(crate) no_input: bool,
+
+    /// Write the result, or the output of a failed program, to FILE instead of standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// Time limit from the submission to the outcome, all attempts included [default: 1h]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) deadline: Option<Duration>,
+
+    /// Maximum run time of each attempt [default: set by the bulkhead]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) run_limit: Option<Duration>,
+
+    /// critical, normal or best-effort
+    #[arg(long, default_value = "normal")]
+    pub(crate) priority: Priority,
+
+    /// Tenant that the job belongs to [default: that of the configuration]
+    #[arg(long)]
+    pub(crate) tenant: Option<String>,
+
+    /// Cost of the job against a rate limit
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub(crate) cost: u32,
+
+    /// Declare that the job can safely run twice
+    #[arg(long)]
+    pub(crate) idempotent: bool,
+
+    /// Submit N jobs; results are printed as they arrive
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) repeat: Option<u64>,
+
+    /// Number of jobs in progress at once
+    #[arg(long, default_value_t = 1, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) concurrency: u32,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ResultOf {
+    /// Id of the job
+    pub(crate) id: String,
+
+    /// Tenant that the job belongs to [default: that of the configuration]
+    #[arg(long)]
+    pub(crate) tenant: Option<String>,
+
+    /// Maximum time to wait for the outcome
+    #[arg(long, default_value = "0s", value_name = "DURATION", value_parser = any_duration)]
+    pub(crate) wait: Duration,
+
+    /// Write the result to FILE instead of standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Dead {
+    #[command(subcommand)]
+    pub(crate) command: DeadCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DeadCommand {
+    /// List dead letters, newest first
+    List {
+        /// Show only this bulkhead
+        #[arg(long, value_name = "NAME")]
+        bulkhead: Option<String>,
+        /// Show only this tenant
+        #[arg(long)]
+        tenant: Option<String>,
+        /// Show at most N
+        #[arg(long, default_value_t = 50, value_name = "N")]
+        limit: usize,
+    },
+    /// Show a dead letter
+    Show {
+        /// Id of the job
+        id: String,
+        /// Tenant, if several have a job with this id
+        #[arg(long)]
+        tenant: Option<String>,
+        /// Write the payload to FILE; - for standard output
+        #[arg(long, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
+    /// Submit jobs again, and remove their dead letters; a repeated request runs each job once
+    Requeue(Selection),
+    /// Remove dead letters
+    Drop(Selection),
+}
+
+#[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["ids", "all"])))]
+pub(crate) struct Selection {
+    /// Ids of jobs
+    pub(crate) ids: Vec<String>,
+    /// All dead letters that the other options select
+    #[arg(long)]
+    pub(crate) all: bool,
+    /// Only this bulkhead
+    #[arg(long, value_name = "NAME")]
+    pub(crate) bulkhead: Option<String>,
+    /// Only this tenant
+    #[arg(long)]
+    pub(crate) tenant: Option<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Try {
+    /// Program of the NATS server [default: nats-server in PATH]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) server: Option<PathBuf>,
+}
+
+fn any_duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text)
+        .map_err(|error| format!("{error}; use a duration such as 500ms, 2s or \"1m 30s\""))
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    any_duration(text).and_then(|time| match time.is_zero() {
+        true => Err("must be greater than zero".into()),
+        false => Ok(time),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_is_consistent() {
+        <Args as clap::CommandFactory>::command().debug_assert();
+    }
+}

@@ -1,0 +1,107 @@
+//! `dead`: jobs that did not end `ok`.
+
+use bulkhead_api::JobOutcome;
+use bulkhead_api::text::escape;
+use bulkhead_fleet::operate::{DeadFilter, DeadLetter, Operator};
+use bulkhead_fleet::settings::Settings;
+use serde_json::{Value, json};
+
+use super::args::{Dead, DeadCommand, Selection};
+use super::output::{self, Failure, exit};
+use super::status::print_table;
+
+/// Runs the command.
+pub(crate) async fn run(settings: &Settings, dead: &Dead, is_json: bool) -> Result<u8, Failure> {
+    let operator = Operator::connect(settings).await.map_err(Failure::unreachable)?;
+    match &dead.command {
+        DeadCommand::List { bulkhead, tenant, limit } => {
+            let filter = DeadFilter { bulkhead: bulkhead.clone(), tenant: tenant.clone(), id: None };
+            let letters = operator.dead(&filter).await.map_err(Failure::unreachable)?;
+            list(&letters[..letters.len().min(*limit)], is_json)?;
+        }
+        DeadCommand::Show { id, tenant, output } => {
+            let letter = one(&operator, id, tenant.as_deref()).await?;
+            match output {
+                Some(file) => output::payload(Some(file), &letter.payload)?,
+                None => output::line(&format!("{:#}", letter_json(&letter)))?,
+            }
+        }
+        DeadCommand::Requeue(selection) => {
+            for letter in select(&operator, selection).await? {
+                let id = operator.requeue(&letter).await.map_err(Failure::unreachable)?;
+                report(is_json, "requeued", &letter, Some(&id))?;
+            }
+        }
+        DeadCommand::Drop(selection) => {
+            for letter in select(&operator, selection).await? {
+                operator.drop_letter(&letter).await.map_err(Failure::unreachable)?;
+                report(is_json, "dropped", &letter, None)?;
+            }
+        }
+    }
+    Ok(exit::OK)
+}
+
+async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<DeadLetter, Failure> {
+    let filter = DeadFilter { bulkhead: None, tenant: tenant.map(str::to_owned), id: Some(id.to_owned()) };
+    let mut letters = operator.dead(&filter).await.map_err(Failure::unreachable)?;
+    match letters.len() {
+        0 => Err(Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}"))),
+        1 => Ok(letters.remove(0)),
+        count => Err(Failure::new(
+            exit::USAGE,
+            format!("{count} dead letters have the id {id}: select a tenant with --tenant"),
+        )),
+    }
+}
+
+async fn select(operator: &Operator, selection: &Selection) -> Result<Vec<DeadLetter>, Failure> {
+    let Selection { ids, all, bulkhead, tenant } = selection;
+    let filter = |id: Option<String>| DeadFilter { bulkhead: bulkhead.clone(), tenant: tenant.clone(), id };
+    if *all {
+        return operator.dead(&filter(None)).await.map_err(Failure::unreachable);
+    }
+    let mut selected = Vec::new();
+    for id in ids {
+        let letters = operator.dead(&filter(Some(id.clone()))).await.map_err(Failure::unreachable)?;
+        if letters.is_empty() {
+            return Err(Failure::new(exit::NOT_FOUND, format!("there is no dead letter {id}")));
+        }
+        selected.extend(letters);
+    }
+    Ok(selected)
+}
+
+fn list(letters: &[DeadLetter], is_json: bool) -> Result<(), Failure> {
+    if is_json {
+        return letters.iter().try_for_each(|letter| output::json(&letter_json(letter)));
+    }
+    let rows = letters.iter().map(|letter| {
+        let options = &letter.options;
+        [&letter.at, &options.bulkhead, &options.tenant, &options.id, &letter.outcome.to_string()]
+            .map(|text| escape(text).replace('\n', "\\n"))
+            .to_vec()
+    });
+    print_table(&["TIME", "BULKHEAD", "TENANT", "ID", "OUTCOME"], rows)
+}
+
+fn letter_json(letter: &DeadLetter) -> Value {
+    let options = &letter.options;
+    let mut document = json!(JobOutcome::new(&letter.outcome));
+    document["id"] = json!(options.id);
+    document["tenant"] = json!(options.tenant);
+    document["operation"] = json!(options.operation);
+    document["idempotent"] = json!(options.is_idempotent);
+    document["at"] = json!(letter.at);
+    document["payload_bytes"] = json!(letter.payload.len());
+    document
+}
+
+fn report(is_json: bool, done: &str, letter: &DeadLetter, new_id: Option<&str>) -> Result<(), Failure> {
+    let id = &letter.options.id;
+    if is_json {
+        return output::json(&json!({"done": done, "id": id, "new_id": new_id}));
+    }
+    let suffix = new_id.map_or_else(String::new, |new| format!(" as {}", escape(new)));
+    output::line(&format!("{done} {}{suffix}", escape(id)))
+}

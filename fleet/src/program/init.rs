@@ -1,0 +1,46 @@
+//! `init`: prepares the streams of a fleet.
+
+use bulkhead_fleet::operate::Operator;
+use bulkhead_fleet::settings::Settings;
+use bulkhead_fleet::{Finding, InitError};
+use serde_json::json;
+
+use super::output::{self, Failure, exit};
+
+/// Runs the command.
+pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failure> {
+    let operator = Operator::connect(settings).await.map_err(Failure::unreachable)?;
+    let findings = operator.init().await.map_err(|error| match error {
+        InitError::NoBulkhead | InitError::Version(_) => Failure::new(exit::USAGE, error.to_string()),
+        InitError::Server(_) => Failure::unreachable(error),
+    })?;
+    let mut differs = false;
+    for finding in &findings {
+        differs |= matches!(finding, Finding::Differs(..));
+        print(finding, is_json)?;
+    }
+    if differs {
+        output::to_stderr(
+            "bulkhead-fleet: differing objects were not changed; change them with the nats command, or correct the configuration",
+        );
+    } else if settings.streams.replicas == 1 && !is_json {
+        output::to_stderr(
+            "bulkhead-fleet: with a single server, a power cut loses acknowledged jobs unless the server has `sync_interval: always`",
+        );
+    }
+    Ok(if differs { exit::USAGE } else { exit::OK })
+}
+
+fn print(finding: &Finding, is_json: bool) -> Result<(), Failure> {
+    let (state, name, differences) = match finding {
+        Finding::Created(name) => ("created", name, &[][..]),
+        Finding::Unchanged(name) => ("unchanged", name, &[][..]),
+        Finding::Changed(name) => ("changed", name, &[][..]),
+        Finding::Differs(name, differences) => ("differs", name, &differences[..]),
+    };
+    if is_json {
+        return output::json(&json!({"state": state, "name": name, "differences": differences}));
+    }
+    output::line(&format!("{state:<10} {name}"))?;
+    differences.iter().try_for_each(|difference| output::line(&format!("           {difference}")))
+}

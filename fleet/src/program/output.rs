@@ -1,0 +1,150 @@
+//! Output, failures and exit codes.
+
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+use bulkhead_api::JobOutcome;
+use bulkhead_api::text::{escape, escape_json};
+use bulkhead_client::{Executed, JobError, Reply};
+use bulkhead_fleet::FleetError;
+use bulkhead_linux::standard_output;
+use serde_json::{Value, json};
+
+/// Exit codes other than those of outcomes.
+pub(crate) mod exit {
+    pub(crate) const OK: u8 = 0;
+    pub(crate) const FAILED: u8 = 1;
+    pub(crate) const USAGE: u8 = 2;
+    pub(crate) const NOT_FOUND: u8 = 66;
+    pub(crate) const UNREACHABLE: u8 = 69;
+    pub(crate) const OUTPUT_FAILED: u8 = 74;
+    pub(crate) const CANCELLED: u8 = 130;
+}
+
+/// The reason for an early end of the program.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    code: u8,
+    /// `None` if the reader of the output has gone.
+    message: Option<String>,
+}
+
+impl Failure {
+    pub(crate) fn new(code: u8, message: impl Into<String>) -> Self {
+        Self { code, message: Some(message.into()) }
+    }
+
+    pub(crate) fn unreachable(error: impl std::fmt::Display) -> Self {
+        Self::new(exit::UNREACHABLE, error.to_string())
+    }
+
+    pub(crate) fn report(self) -> ExitCode {
+        if let Some(message) = &self.message {
+            to_stderr(&format!("bulkhead-fleet: {}", escape(message)));
+        }
+        ExitCode::from(self.code)
+    }
+
+    pub(crate) fn code(&self) -> u8 {
+        self.code
+    }
+
+    pub(crate) fn message(&self) -> &str {
+        self.message.as_deref().unwrap_or_default()
+    }
+}
+
+/// Writes bytes to standard output. A reader that has gone ends the program silently.
+pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let written = standard_output::get().and_then(|out| {
+        let mut out = out.lock();
+        out.write_all(bytes).and_then(|()| out.flush())
+    });
+    written.map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },
+        _ => Failure::new(exit::OUTPUT_FAILED, format!("failed to write to standard output: {error}")),
+    })
+}
+
+/// Writes a line to standard output.
+pub(crate) fn line(text: &str) -> Result<(), Failure> {
+    raw(format!("{text}\n").as_bytes())
+}
+
+/// Writes a line of JSON to standard output.
+pub(crate) fn json(value: &Value) -> Result<(), Failure> {
+    line(&escape_json(&value.to_string()))
+}
+
+/// Writes a line to standard error.
+pub(crate) fn to_stderr(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Writes a payload to a file, or to standard output for `-` and without a file.
+pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> {
+    match file.filter(|file| *file != Path::new("-")) {
+        Some(file) => std::fs::write(file, bytes).map_err(|error| {
+            Failure::new(exit::OUTPUT_FAILED, format!("failed to write {}: {error}", file.display()))
+        }),
+        None => raw(bytes),
+    }
+}
+
+/// Describes the end of a job in one line.
+pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
+    let text = match result {
+        Ok(reply) => {
+            format!("ok: {} ran {:.1} ms", reply.outcome().bulkhead, reply.outcome().ran.as_secs_f64() * 1e3)
+        }
+        Err(error) => error.to_string(),
+    };
+    format!("{}, id {}", escape(&text).replace('\n', "\\n"), escape(id))
+}
+
+/// Formats the end of a job as a flat object, with the fields of `bulkhead submit --json` and the id.
+pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, FleetError>) -> Value {
+    let document = match result {
+        Ok(reply) => {
+            JobOutcome { result_bytes: Some(reply.payload().len()), ..JobOutcome::new(reply.outcome()) }
+        }
+        Err(FleetError::Job(error)) => match error.outcome() {
+            Some(outcome) => JobOutcome { payload: failure_payload(error), ..JobOutcome::new(outcome) },
+            None => without_outcome(bulkhead, "unreachable", &error.to_string(), error.executed()),
+        },
+        Err(error @ FleetError::Overdue { .. }) => JobOutcome {
+            reason: Some("queued".into()),
+            ..without_outcome(bulkhead, "deadline_exceeded", &error.to_string(), Executed::Unknown)
+        },
+        Err(error) => JobOutcome {
+            retryable: true,
+            ..without_outcome(bulkhead, "unreachable", &error.to_string(), Executed::Unknown)
+        },
+    };
+    let mut value = json!(document);
+    value["id"] = json!(id);
+    value
+}
+
+fn failure_payload(error: &JobError) -> Option<Vec<u8>> {
+    Some(error.payload().to_vec()).filter(|payload| !payload.is_empty())
+}
+
+fn without_outcome(bulkhead: &str, outcome: &'static str, message: &str, executed: Executed) -> JobOutcome {
+    JobOutcome {
+        bulkhead: bulkhead.to_owned(),
+        executed: executed.into(),
+        message: Some(message.to_owned()),
+        outcome: outcome.into(),
+        ..JobOutcome::default()
+    }
+}
+
+/// Returns the exit code of a job's end.
+pub(crate) fn code(result: &Result<Reply, FleetError>) -> u8 {
+    result.as_ref().map_or_else(FleetError::exit_code, |_| exit::OK)
+}

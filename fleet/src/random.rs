@@ -1,0 +1,14 @@
+//! Random numbers from the kernel.
+
+/// Returns a random number.
+pub(crate) fn number() -> u64 {
+    let mut bytes = [0; 8];
+    // Cannot fail: the kernel has entropy long before it starts services.
+    let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    u64::from_le_bytes(bytes)
+}
+
+/// Returns 16 random hexadecimal digits.
+pub(crate) fn text() -> String {
+    format!("{:016x}", number())
+}

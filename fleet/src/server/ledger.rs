@@ -1,0 +1,33 @@
+//! Reads and writes of ledger records.
+
+use async_nats::Client;
+
+use super::messages::{self, Published};
+use crate::decide::{Write, WriteResult};
+use crate::format;
+use crate::names::LEDGER;
+use crate::record::Stored;
+
+/// Reads the record of a job, which can be out of date.
+pub(crate) async fn read(client: &Client, subject: &str) -> Result<Option<Stored>, String> {
+    let Some(message) = messages::read_last(client, LEDGER, subject).await? else { return Ok(None) };
+    if message.subject != subject {
+        return Err(format!("asked for {subject}, got {}", message.subject));
+    }
+    let record = format::decode(&message.headers, message.body)?;
+    Ok(Some(Stored { sequence: message.sequence, record }))
+}
+
+/// Writes a record if the current one has the expected sequence.
+pub(crate) async fn write(client: &Client, subject: &str, write: &Write) -> WriteResult {
+    let (headers, body) = format::encode(&write.record);
+    match messages::publish(client, subject.to_owned(), headers, body, write.expects).await {
+        Published::Stored(sequence) => WriteResult::Stored(sequence),
+        Published::Conflict(last) => WriteResult::Conflict(last),
+        Published::Pending => WriteResult::Pending,
+        other => {
+            tracing::warn!("the ledger did not take a record of {subject}: {other:?}; trying again");
+            WriteResult::Unknown
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Requests to JetStream whose errors matter: publications with an acknowledgement, and direct reads.
+//!
+//! The error codes decide what an agent may conclude, so that this module reads the answers itself.
+
+use std::time::Duration;
+
+use async_nats::{Client, HeaderMap, Message, RequestErrorKind};
+use bytes::Bytes;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// Code for an unexpected last sequence, which the text names.
+const WRONG_LAST_SEQUENCE: u64 = 10071;
+/// Code for a write while another write of the same subject is in process.
+const WRITE_IN_PROCESS: u64 = 10164;
+/// Code of a server without disk space or memory.
+const NO_RESOURCES: u64 = 10023;
+/// Code of a cluster without a majority.
+const NO_QUORUM: u64 = 10008;
+/// Code of a full stream or subject.
+const STORE_FAILED: u64 = 10077;
+
+/// The result of a publication.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Published {
+    /// The stream stored the message.
+    Stored(u64),
+    /// No stream has this subject, or the stream has no leader.
+    NoStream,
+    /// The last message of the subject has this sequence, which is not the expected one.
+    Conflict(u64),
+    /// Another write of the same subject is in process.
+    Pending,
+    /// The subject has as many messages as it may have.
+    SubjectFull,
+    /// The stream is full.
+    StreamFull,
+    /// The server cannot store messages, for lack of disk space or of other servers.
+    Unavailable(String),
+    /// The message is larger than the server accepts.
+    TooLarge,
+    /// This user has no permission for the subject.
+    Refused(String),
+    /// There was no answer: the message may be stored.
+    Unknown(String),
+}
+
+#[derive(Debug, Deserialize)]
+struct Answer {
+    error: Option<ApiError>,
+    #[serde(default)]
+    seq: u64,
+}
+
+/// An error in an answer of the server.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct ApiError {
+    pub(crate) code: u64,
+    pub(crate) err_code: u64,
+    pub(crate) description: String,
+}
+
+/// Publishes a message to a stream, and waits for the acknowledgement.
+pub(crate) async fn publish(
+    client: &Client,
+    subject: String,
+    mut headers: HeaderMap,
+    body: Bytes,
+    expects: Option<u64>,
+) -> Published {
+    if let Some(expected) = expects {
+        headers.insert("Nats-Expected-Last-Subject-Sequence", expected.to_string());
+    }
+    match client.request_with_headers(subject, headers, body).await {
+        Ok(answer) => classify(&answer.payload),
+        Err(error) => match error.kind() {
+            RequestErrorKind::NoResponders => Published::NoStream,
+            RequestErrorKind::MaxPayloadExceeded => Published::TooLarge,
+            RequestErrorKind::InvalidSubject => Published::Refused(error.to_string()),
+            _ => Published::Unknown(error.to_string()),
+        },
+    }
+}
+
+fn classify(payload: &[u8]) -> Published {
+    let Ok(answer) = serde_json::from_slice::<Answer>(payload) else {
+        return Published::Unknown("the server's answer is no acknowledgement".into());
+    };
+    let Some(error) = answer.error else { return Published::Stored(answer.seq) };
+    match error.err_code {
+        WRITE_IN_PROCESS => Published::Pending,
+        WRONG_LAST_SEQUENCE => {
+            match error.description.rsplit(' ').next().and_then(|last| last.parse().ok()) {
+                Some(last) => Published::Conflict(last),
+                None => Published::Pending,
+            }
+        }
+        STORE_FAILED if error.description.contains("per subject") => Published::SubjectFull,
+        STORE_FAILED if error.description.contains("maximum") => Published::StreamFull,
+        STORE_FAILED if error.description.contains("no space") => Published::Unavailable(error.description),
+        NO_RESOURCES | NO_QUORUM => Published::Unavailable(error.description),
+        _ => Published::Unknown(error.description),
+    }
+}
+
+/// A stored message, as a direct read returns it.
+#[derive(Debug)]
+pub(crate) struct StoredMessage {
+    pub(crate) subject: String,
+    pub(crate) sequence: u64,
+    /// Time of storage in RFC 3339.
+    pub(crate) stored_at: String,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Bytes,
+}
+
+/// Returns the subject of a request for the last message of a subject.
+pub(crate) fn read_subject(stream: &str, subject: &str) -> String {
+    format!("$JS.API.DIRECT.GET.{stream}.{subject}")
+}
+
+/// Reads the last message of a subject from any replica, so that the message can be out of date.
+pub(crate) async fn read_last(
+    client: &Client,
+    stream: &str,
+    subject: &str,
+) -> Result<Option<StoredMessage>, String> {
+    let request = read_subject(stream, subject);
+    let answer = client.request(request, Bytes::new()).await.map_err(|error| error.to_string())?;
+    match answer.status.map(|status| status.as_u16()) {
+        Some(404) => Ok(None),
+        Some(status) => Err(format!("status {status}")),
+        None => stored_message(answer).map(Some),
+    }
+}
+
+fn stored_message(message: Message) -> Result<StoredMessage, String> {
+    let headers = message.headers.unwrap_or_default();
+    let text = |name: &str| {
+        headers.get(name).map(|value| value.as_str().to_owned()).ok_or_else(|| format!("no header {name}"))
+    };
+    Ok(StoredMessage {
+        subject: text("Nats-Subject")?,
+        sequence: text("Nats-Sequence")?.parse().map_err(|_| "the sequence is no number".to_owned())?,
+        stored_at: text("Nats-Time-Stamp")?,
+        body: message.payload,
+        headers,
+    })
+}
+
+/// Calls the API of JetStream. The error has the server's words.
+pub(crate) async fn api<T: DeserializeOwned>(
+    client: &Client,
+    call: &str,
+    body: Value,
+) -> Result<T, ApiError> {
+    let local = |description: String| ApiError { description, ..ApiError::default() };
+    let body = if body.is_null() { Bytes::new() } else { body.to_string().into() };
+    let answer =
+        client.request(format!("$JS.API.{call}"), body).await.map_err(|error| local(error.to_string()))?;
+    let value: Value = serde_json::from_slice(&answer.payload)
+        .map_err(|error| local(format!("the answer is no JSON: {error}")))?;
+    if let Some(error) = value.get("error") {
+        return Err(serde_json::from_value(error.clone()).unwrap_or_default());
+    }
+    serde_json::from_value(value).map_err(|error| local(format!("the answer is unknown: {error}")))
+}
+
+/// Pause between repeated publications.
+pub(crate) const REPEAT_DELAY: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(code: u64, description: &str) -> Published {
+        let error = serde_json::json!({"code": 400, "err_code": code, "description": description});
+        classify(serde_json::json!({"error": error, "stream": "S", "seq": 0}).to_string().as_bytes())
+    }
+
+    #[test]
+    fn acknowledgement_has_the_sequence() {
+        assert_eq!(classify(br#"{"stream":"S","seq":7}"#), Published::Stored(7));
+    }
+
+    #[test]
+    fn only_a_numbered_conflict_is_a_conflict() {
+        assert_eq!(error(10071, "wrong last sequence: 42"), Published::Conflict(42));
+        assert_eq!(error(10071, "wrong last sequence"), Published::Pending);
+        assert_eq!(error(10164, "wrong last sequence"), Published::Pending);
+    }
+
+    #[test]
+    fn full_subject_and_full_stream_differ() {
+        assert_eq!(error(10077, "maximum messages per subject exceeded"), Published::SubjectFull);
+        assert_eq!(error(10077, "maximum bytes exceeded"), Published::StreamFull);
+        assert!(matches!(error(10077, "no space left on device"), Published::Unavailable(_)));
+        assert!(matches!(error(10023, "insufficient resources"), Published::Unavailable(_)));
+        assert!(matches!(error(10077, "raft: stepped down"), Published::Unknown(_)));
+        assert!(matches!(classify(b"<html>"), Published::Unknown(_)));
+    }
+}

@@ -1,0 +1,50 @@
+//! Refusals by the server's permissions. The server reports them apart from the request, which then has no answer.
+
+use tokio::sync::watch;
+
+/// The latest refusal of a connection.
+#[derive(Clone, Debug)]
+pub(crate) struct Refusals(watch::Sender<String>);
+
+impl Refusals {
+    /// Creates an empty record.
+    pub(crate) fn new() -> Self {
+        Self(watch::Sender::new(String::new()))
+    }
+
+    /// Stores an error of the server if it is a refusal.
+    pub(crate) fn report(&self, error: &str) {
+        if error.to_ascii_lowercase().contains("permissions violation") {
+            self.0.send_replace(error.to_owned());
+        }
+    }
+
+    /// Waits until the server refuses this subject. Returns the server's words.
+    pub(crate) async fn of(&self, subject: &str) -> String {
+        let quoted = format!("\"{subject}\"").to_ascii_lowercase();
+        let is_own = |error: &String| error.to_ascii_lowercase().contains(&quoted);
+        let mut receiver = self.0.subscribe();
+        let found = receiver.wait_for(is_own).await.map(|error| error.clone());
+        match found {
+            Ok(error) => error,
+            // The sender is in `self`.
+            Err(_) => std::future::pending().await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn refusal_belongs_to_one_subject() {
+        let refusals = Refusals::new();
+        refusals.report("Permissions Violation for Publish to \"bh.job.b.n.3.other\"");
+        assert!(refusals.of("bh.job.b.n.3.other").await.contains("other"));
+        let other = refusals.of("bh.job.b.n.3.acme");
+        assert!(tokio::time::timeout(std::time::Duration::from_millis(1), other).await.is_err());
+        refusals.report("slow consumer \"bh.job.b.n.3.acme\"");
+        assert_eq!(*refusals.0.borrow(), "Permissions Violation for Publish to \"bh.job.b.n.3.other\"");
+    }
+}

@@ -1,0 +1,378 @@
+//! The streams of a fleet: creates missing streams and consumers, and compares existing ones with the configuration.
+//! Never changes an object that differs.
+
+use std::fmt;
+
+use async_nats::Client;
+use serde_json::{Map, Value, json};
+
+use super::messages::{ApiError, api};
+use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, consumer, consumer_filters};
+use crate::settings::{Bulkhead, Settings};
+
+/// Oldest version for one server.
+const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
+/// Oldest version for replicas: earlier ones check expected sequences wrongly, or lose them at an election.
+const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
+/// Code for a stream that does not exist.
+const STREAM_NOT_FOUND: u64 = 10059;
+/// Code for a consumer that does not exist.
+const CONSUMER_NOT_FOUND: u64 = 10014;
+/// Maximum number of waiting pulls of one consumer.
+const PULLS_MAX: u32 = 4096;
+/// Time for which presence of an agent is believed.
+const PRESENCE_SECONDS: u64 = 15;
+
+/// Result of `init` for one stream or consumer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// Was missing and was created.
+    Created(String),
+    /// Exists as configured.
+    Unchanged(String),
+    /// Was changed, because the change is safe.
+    Changed(String),
+    /// Differs from the configuration and was not changed: name, and each difference.
+    Differs(String, Vec<String>),
+}
+
+/// Error of `init`.
+#[derive(Debug)]
+pub enum InitError {
+    /// The configuration has no bulkhead.
+    NoBulkhead,
+    /// The server is too old.
+    Version(String),
+    /// The server refused a request.
+    Server(String),
+}
+
+impl fmt::Display for InitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoBulkhead => f.write_str("the configuration has no bulkhead: add a table [bulkhead.NAME]"),
+            Self::Version(text) | Self::Server(text) => f.write_str(text),
+        }
+    }
+}
+
+impl std::error::Error for InitError {}
+
+impl InitError {
+    fn of(object: &str, error: &ApiError) -> Self {
+        let hint = match error.code {
+            503 => "; with replicas, all servers must run and have elected a leader: try again",
+            _ => "",
+        };
+        Self::Server(format!("failed to prepare {object}: {}{hint}", error.description))
+    }
+}
+
+fn nanos(time: std::time::Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn stream(name: &str, subjects: &[String], settings: &Settings, more: Value) -> Value {
+    let mut config = json!({
+        "name": name,
+        "subjects": subjects,
+        "storage": "file",
+        "num_replicas": settings.streams.replicas,
+        "max_consumers": -1,
+        "max_msgs": -1,
+        "max_msg_size": -1,
+        "allow_rollup_hdrs": false,
+        // A short window, because the fleet does not use `Nats-Msg-Id`.
+        "duplicate_window": 100_000_000,
+    });
+    merge(&mut config, more);
+    config
+}
+
+fn merge(into: &mut Value, more: Value) {
+    if let (Value::Object(into), Value::Object(more)) = (into, more) {
+        into.extend(more);
+    }
+}
+
+/// Returns the configuration of each stream.
+fn streams(settings: &Settings) -> Vec<Value> {
+    let streams = &settings.streams;
+    let subjects: Vec<String> = settings.bulkhead.keys().map(|name| bulkhead_filter(name)).collect();
+    let jobs = json!({
+        "retention": "workqueue", "discard": "new", "discard_new_per_subject": true,
+        "max_msgs_per_subject": streams.tenant_backlog, "max_bytes": streams.max_bytes, "max_age": 0,
+        "deny_purge": true, "deny_delete": true, "allow_direct": false,
+    });
+    let ledger = json!({
+        "retention": "limits", "discard": "new", "max_msgs_per_subject": 1,
+        "max_bytes": streams.ledger_max_bytes, "max_age": nanos(streams.ledger_keep),
+        "deny_purge": true, "deny_delete": true, "allow_direct": true,
+    });
+    let dead = json!({
+        "retention": "limits", "discard": "old", "max_msgs_per_subject": 1,
+        "max_bytes": streams.dead_max_bytes, "max_age": nanos(streams.dead_keep),
+        "deny_purge": true, "deny_delete": false, "allow_direct": true,
+    });
+    let agents = json!({
+        "retention": "limits", "discard": "new", "max_msgs_per_subject": 1, "max_bytes": 16 << 20,
+        "max_age": PRESENCE_SECONDS * 1_000_000_000, "deny_delete": true, "deny_purge": false,
+        "allow_rollup_hdrs": true, "allow_direct": true,
+    });
+    vec![
+        stream(JOBS, &subjects, settings, jobs),
+        stream(LEDGER, &["bh.ledger.*.*".into()], settings, ledger),
+        stream(DEAD, &["bh.dead.*.*.*".into()], settings, dead),
+        stream(&format!("KV_{AGENTS}"), &[format!("$KV.{AGENTS}.>")], settings, agents),
+    ]
+}
+
+/// Returns the configuration of one consumer.
+fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8) -> Value {
+    let mut filters = consumer_filters(bulkhead, of.lanes, index);
+    let mut config = json!({
+        "durable_name": consumer(bulkhead, index),
+        "deliver_policy": "all",
+        "replay_policy": "instant",
+        "ack_policy": "explicit",
+        "ack_wait": nanos(settings.streams.ack_wait()),
+        "max_deliver": -1,
+        // Delayed negative acknowledgements would count.
+        "max_ack_pending": -1,
+        "max_waiting": PULLS_MAX,
+    });
+    let filter = match filters.len() {
+        1 => json!({"filter_subject": filters.remove(0)}),
+        _ => json!({"filter_subjects": filters}),
+    };
+    merge(&mut config, filter);
+    config
+}
+
+/// Prepares the streams and consumers of a fleet. Creates missing objects, and adds the subjects of new bulkheads.
+pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
+    if settings.bulkhead.is_empty() {
+        return Err(InitError::NoBulkhead);
+    }
+    check_version(client, settings)?;
+    let mut findings = Vec::new();
+    for config in streams(settings) {
+        findings.push(prepare_stream(client, &config).await?);
+    }
+    for (name, bulkhead) in &settings.bulkhead {
+        prepare_consumers(client, settings, (name, bulkhead), &mut findings).await?;
+    }
+    Ok(findings)
+}
+
+fn check_version(client: &Client, settings: &Settings) -> Result<(), InitError> {
+    let info = client.server_info();
+    let min = if settings.streams.replicas > 1 { VERSION_MIN_REPLICAS } else { VERSION_MIN_SINGLE };
+    let found = parse_version(&info.version);
+    if found.is_none_or(|found| found < min) {
+        return Err(InitError::Version(format!(
+            "{}:{} runs nats-server {}; {} need{} {}.{}.{} or later, because earlier versions can lose or repeat jobs: \
+             update the servers",
+            info.host,
+            info.port,
+            info.version,
+            if settings.streams.replicas > 1 { "replicas" } else { "a single server" },
+            if settings.streams.replicas > 1 { "" } else { "s" },
+            min.0,
+            min.1,
+            min.2
+        )));
+    }
+    Ok(())
+}
+
+fn parse_version(text: &str) -> Option<(u64, u64, u64)> {
+    let mut parts = text.split(['.', '-']).map(|part| part.parse().ok());
+    Some((parts.next()??, parts.next()??, parts.next()??))
+}
+
+async fn prepare_stream(client: &Client, config: &Value) -> Result<Finding, InitError> {
+    let name = config["name"].as_str().unwrap_or_default();
+    let found: Result<Value, ApiError> = api(client, &format!("STREAM.INFO.{name}"), Value::Null).await;
+    let found = match found {
+        Ok(found) => found,
+        Err(error) if error.err_code == STREAM_NOT_FOUND => {
+            create(client, &format!("STREAM.CREATE.{name}"), config.clone(), name).await?;
+            return Ok(Finding::Created(name.to_owned()));
+        }
+        Err(error) => return Err(InitError::of(name, &error)),
+    };
+    let mut existing = found["config"].clone();
+    let differences = differences(&existing, config);
+    if differences.is_empty() {
+        return Ok(Finding::Unchanged(name.to_owned()));
+    }
+    let added = added_subjects(&existing, config);
+    if differences.len() > 1 || added.is_empty() || !differences[0].starts_with("subjects") {
+        return Ok(Finding::Differs(name.to_owned(), differences));
+    }
+    existing["subjects"] = config["subjects"].clone();
+    create(client, &format!("STREAM.UPDATE.{name}"), existing, name).await?;
+    Ok(Finding::Changed(format!("{name}: added {}", added.join(", "))))
+}
+
+async fn create(client: &Client, call: &str, body: Value, object: &str) -> Result<(), InitError> {
+    let created: Result<Value, ApiError> = api(client, call, body).await;
+    created.map(drop).map_err(|error| InitError::of(object, &error))
+}
+
+/// Returns the subjects that the configuration adds; none if it also removes one.
+fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
+    let list = |of: &Value| -> Vec<String> {
+        of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
+    };
+    let (existing, wanted) = (list(existing), list(wanted));
+    if !existing.iter().all(|subject| wanted.contains(subject)) {
+        return Vec::new();
+    }
+    wanted.into_iter().filter(|subject| !existing.contains(subject)).collect()
+}
+
+async fn prepare_consumers(
+    client: &Client,
+    settings: &Settings,
+    (name, bulkhead): (&str, &Bulkhead),
+    findings: &mut Vec<Finding>,
+) -> Result<(), InitError> {
+    remove_other_lanes(client, name, bulkhead, findings).await?;
+    for index in 0..bulkhead.lanes {
+        let config = consumer_config(settings, name, bulkhead, index);
+        let object = format!("{JOBS}/{}", consumer(name, index));
+        let call = format!("CONSUMER.INFO.{JOBS}.{}", consumer(name, index));
+        let found: Result<Value, ApiError> = api(client, &call, Value::Null).await;
+        match found {
+            Ok(found) => {
+                let differences = differences(&found["config"], &config);
+                findings.push(match differences.is_empty() {
+                    true => Finding::Unchanged(object),
+                    false => Finding::Differs(object, differences),
+                });
+            }
+            Err(error) if error.err_code == CONSUMER_NOT_FOUND => {
+                let body = json!({"stream_name": JOBS, "config": config, "action": "create"});
+                let call = format!("CONSUMER.DURABLE.CREATE.{JOBS}.{}", consumer(name, index));
+                create(client, &call, body, &object).await?;
+                findings.push(Finding::Created(object));
+            }
+            Err(error) => return Err(InitError::of(&object, &error)),
+        }
+    }
+    Ok(())
+}
+
+/// Removes the consumers of another number of lanes. Their filters overlap with the new ones, and a bulkhead with
+/// waiting jobs would lose count of deliveries, so that the bulkhead must be empty.
+async fn remove_other_lanes(
+    client: &Client,
+    name: &str,
+    bulkhead: &Bulkhead,
+    findings: &mut Vec<Finding>,
+) -> Result<(), InitError> {
+    let existing = consumers_of(client, name).await?;
+    let has_first = existing.iter().any(|config| config["name"] == consumer(name, 0));
+    let width = existing.iter().find(|config| config["name"] == consumer(name, 0)).map_or(1, filter_count);
+    let wanted = consumer_filters(name, bulkhead.lanes, 0).len();
+    if !has_first || (width == wanted && existing.len() == usize::from(bulkhead.lanes)) {
+        return Ok(());
+    }
+    let waiting = waiting(client, name).await?;
+    if waiting > 0 {
+        return Err(InitError::Server(format!(
+            "[bulkhead.{name}] lanes cannot change while {waiting} jobs wait; stop submitting, wait until \
+             `bulkhead fleet status` shows no pending job, and try again"
+        )));
+    }
+    for config in existing {
+        let consumer = config["name"].as_str().unwrap_or_default();
+        let call = format!("CONSUMER.DELETE.{JOBS}.{consumer}");
+        create(client, &call, Value::Null, consumer).await?;
+    }
+    findings.push(Finding::Changed(format!(
+        "{JOBS}: removed the consumers of {name} for another number of lanes"
+    )));
+    Ok(())
+}
+
+fn filter_count(config: &Value) -> usize {
+    config["filter_subjects"].as_array().map_or(1, Vec::len)
+}
+
+async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, InitError> {
+    let mut found = Vec::new();
+    for index in 0..crate::names::LANES {
+        let call = format!("CONSUMER.INFO.{JOBS}.{}", consumer(bulkhead, index));
+        let info: Result<Value, ApiError> = api(client, &call, Value::Null).await;
+        match info {
+            Ok(mut info) => {
+                let name = info["name"].take();
+                let mut config = info["config"].take();
+                config["name"] = name;
+                found.push(config);
+            }
+            Err(error) if error.err_code == CONSUMER_NOT_FOUND => {}
+            Err(error) => return Err(InitError::of(bulkhead, &error)),
+        }
+    }
+    Ok(found)
+}
+
+/// Returns the number of jobs of a bulkhead that have no outcome yet.
+async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
+    let body = json!({"subjects_filter": bulkhead_filter(bulkhead)});
+    let info: Value = api(client, &format!("STREAM.INFO.{JOBS}"), body)
+        .await
+        .map_err(|error| InitError::of(JOBS, &error))?;
+    let subjects = info["state"]["subjects"].as_object().map(Map::values);
+    Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
+}
+
+/// Compares each wanted key with what exists. Servers leave out default values.
+fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
+    let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
+    let mut differences = Vec::new();
+    for (key, wanted) in wanted.as_object().into_iter().flatten() {
+        let existing = existing.get(key).unwrap_or(&Value::Null);
+        let is_equal = match (existing, wanted) {
+            (Value::Null, wanted) => is_default(wanted),
+            (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().all(|item| b.contains(item)),
+            (a, b) => a == b,
+        };
+        if !is_equal {
+            differences.push(format!("{key} is {existing}, the configuration says {wanted}"));
+        }
+    }
+    differences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_by_number() {
+        assert_eq!(parse_version("2.12.8"), Some((2, 12, 8)));
+        assert_eq!(parse_version("2.9.10-beta.1"), Some((2, 9, 10)));
+        assert!(parse_version("2.9.10") < Some(VERSION_MIN_SINGLE));
+        assert!(parse_version("2.15.1") > Some(VERSION_MIN_REPLICAS));
+        assert_eq!(parse_version("dev"), None);
+    }
+
+    #[test]
+    fn omitted_defaults_are_no_differences() {
+        let wanted = json!({"a": false, "b": 0, "c": ["x", "y"], "d": 3});
+        assert!(differences(&json!({"c": ["y", "x"], "d": 3, "e": 1}), &wanted).is_empty());
+        assert_eq!(differences(&json!({"c": ["y"], "d": 4}), &wanted).len(), 2);
+    }
+
+    #[test]
+    fn removed_subjects_are_never_applied() {
+        let (old, new) = (json!({"subjects": ["a"]}), json!({"subjects": ["a", "b"]}));
+        assert_eq!(added_subjects(&old, &new), ["b"]);
+        assert!(added_subjects(&new, &old).is_empty());
+    }
+}

@@ -1,0 +1,460 @@
+//! The configuration file `fleet.toml`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Deserializer};
+
+use crate::names::LANES;
+
+/// Longest configured time.
+const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
+
+/// The content of `fleet.toml`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Settings {
+    /// The connection to the servers.
+    pub nats: Nats,
+    /// The agent of this host.
+    #[serde(default)]
+    pub agent: Agent,
+    /// The streams of the fleet, equal on all hosts.
+    #[serde(default)]
+    pub streams: Streams,
+    /// The bulkheads of the fleet, by name. An agent serves a bulkhead if the supervisor of the host has the bulkhead too.
+    #[serde(default)]
+    pub bulkhead: BTreeMap<String, Bulkhead>,
+}
+
+/// The connection to the servers.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nats {
+    /// Addresses of the servers.
+    pub servers: Vec<String>,
+    /// File with a user's credentials (JWT and seed).
+    pub credentials: Option<PathBuf>,
+    /// File with the seed of an NKey.
+    pub nkey: Option<PathBuf>,
+    /// File with the certificates of authorities, in PEM. Default: those of the system.
+    pub ca: Option<PathBuf>,
+    /// The tenant of this user. Sets the prefix of inboxes, as the tenant's permissions demand.
+    pub tenant: Option<String>,
+    /// Interval between pings. Two lost pings end a connection.
+    #[serde(default = "ping", deserialize_with = "duration")]
+    pub ping: Duration,
+}
+
+/// The agent of one host.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Agent {
+    /// Name of the host, unique in the fleet. Default: the name of the machine.
+    pub name: Option<String>,
+    /// Jobs socket of the supervisor.
+    pub socket: Option<PathBuf>,
+    /// Admin socket of the supervisor. Default: `admin.sock` in the folder of the jobs socket.
+    pub admin: Option<PathBuf>,
+    /// Address for metrics and health. Default: off.
+    pub http: Option<std::net::SocketAddr>,
+    /// Maximum time that a stop waits for held jobs.
+    #[serde(deserialize_with = "duration")]
+    pub drain_timeout: Duration,
+}
+
+/// The streams of the fleet.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Streams {
+    /// Number of replicas: 1, 3 or 5.
+    pub replicas: u32,
+    /// Maximum size of all waiting jobs, in bytes.
+    #[serde(deserialize_with = "size")]
+    pub max_bytes: u64,
+    /// Maximum size of all records, in bytes.
+    #[serde(deserialize_with = "size")]
+    pub ledger_max_bytes: u64,
+    /// Maximum size of all dead letters, in bytes. When full, the oldest are deleted.
+    #[serde(deserialize_with = "size")]
+    pub dead_max_bytes: u64,
+    /// Time after which a host without a sign of life is lost.
+    #[serde(deserialize_with = "duration")]
+    pub host_lost_after: Duration,
+    /// Time for which records are kept.
+    #[serde(deserialize_with = "duration")]
+    pub ledger_keep: Duration,
+    /// Time for which dead letters are kept.
+    #[serde(deserialize_with = "duration")]
+    pub dead_keep: Duration,
+    /// Maximum number of waiting jobs of one tenant in one bulkhead.
+    pub tenant_backlog: u32,
+}
+
+/// A bulkhead of the fleet.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Bulkhead {
+    /// Share of the supervisor's permits that jobs of the fleet may use, above 0 and at most 1.
+    pub share: f64,
+    /// Number of consumers, which take turns: 1, 2, 4, 8 or 16.
+    pub lanes: u8,
+    /// Maximum number of attempts of an idempotent job.
+    pub attempts: u32,
+    /// Maximum deadline of a job, and the deadline of jobs that ask for none.
+    #[serde(deserialize_with = "duration")]
+    pub deadline_max: Duration,
+}
+
+impl Default for Agent {
+    fn default() -> Self {
+        let drain_timeout = Duration::from_secs(30);
+        Self { name: None, socket: None, admin: None, http: None, drain_timeout }
+    }
+}
+
+impl Default for Streams {
+    fn default() -> Self {
+        Self {
+            replicas: 1,
+            max_bytes: 10 << 30,
+            ledger_max_bytes: 20 << 30,
+            dead_max_bytes: 1 << 30,
+            host_lost_after: Duration::from_secs(20),
+            ledger_keep: Duration::from_secs(6 * 3600),
+            dead_keep: Duration::from_secs(14 * 24 * 3600),
+            tenant_backlog: 1000,
+        }
+    }
+}
+
+impl Default for Bulkhead {
+    fn default() -> Self {
+        Self { share: 1.0, lanes: 1, attempts: 3, deadline_max: Duration::from_secs(3600) }
+    }
+}
+
+/// Errors of a configuration file.
+#[derive(Debug)]
+pub struct SettingsError(Vec<String>);
+
+impl fmt::Display for SettingsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.join("\n"))
+    }
+}
+
+impl std::error::Error for SettingsError {}
+
+impl Settings {
+    /// Reads a file. Relative paths start at the file's folder. Returns all errors at once.
+    pub fn read(file: &Path) -> Result<Self, SettingsError> {
+        let text = std::fs::read_to_string(file)
+            .map_err(|error| SettingsError(vec![format!("failed to read {}: {error}", file.display())]))?;
+        let mut settings: Self = toml::from_str(&text).map_err(|error| {
+            SettingsError(vec![format!("{}: {}", file.display(), error.to_string().trim_end())])
+        })?;
+        settings.resolve_paths(file.parent().unwrap_or(Path::new(".")));
+        let errors = settings.errors();
+        if errors.is_empty() {
+            return Ok(settings);
+        }
+        Err(SettingsError(errors.into_iter().map(|error| format!("{}: {error}", file.display())).collect()))
+    }
+
+    fn resolve_paths(&mut self, folder: &Path) {
+        let Self { nats, agent, .. } = self;
+        let paths =
+            [&mut nats.credentials, &mut nats.nkey, &mut nats.ca, &mut agent.socket, &mut agent.admin];
+        paths.into_iter().flatten().for_each(|path| *path = folder.join(&*path));
+    }
+
+    /// Returns every violated rule.
+    fn errors(&self) -> Vec<String> {
+        let mut errors = self.nats.errors();
+        errors.extend(self.streams.errors());
+        for (name, bulkhead) in &self.bulkhead {
+            errors
+                .extend(bulkhead.errors(&self.streams).into_iter().map(|e| format!("[bulkhead.{name}] {e}")));
+            let is_name = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"._-".contains(&b);
+            if !(1..=64).contains(&name.len()) || !name.bytes().all(is_name) {
+                errors.push(format!(
+                    "[bulkhead.{name}] is no name of a bulkhead: use 1 to 64 of a-z, 0-9, '.', '_' and '-'"
+                ));
+            }
+        }
+        errors
+    }
+
+    /// Formats the effective values as a configuration file.
+    pub fn to_toml(&self) -> String {
+        let (socket, admin) = self.supervisor();
+        let (nats, agent, streams) = (&self.nats, &self.agent, &self.streams);
+        let mut text = "[nats]\n".to_owned();
+        push(&mut text, "servers", Some(format!("{:?}", nats.servers)));
+        push(&mut text, "credentials", nats.credentials.as_deref().map(path));
+        push(&mut text, "nkey", nats.nkey.as_deref().map(path));
+        push(&mut text, "ca", nats.ca.as_deref().map(path));
+        push(&mut text, "tenant", nats.tenant.as_ref().map(|tenant| format!("{tenant:?}")));
+        push(&mut text, "ping", Some(time(nats.ping)));
+        text.push_str("\n[agent]\n");
+        push(&mut text, "name", Some(format!("{:?}", self.host())));
+        push(&mut text, "socket", Some(path(&socket)));
+        push(&mut text, "admin", Some(path(&admin)));
+        push(&mut text, "http", agent.http.map(|address| format!("\"{address}\"")));
+        push(&mut text, "drain_timeout", Some(time(agent.drain_timeout)));
+        text.push_str("\n[streams]\n");
+        push(&mut text, "replicas", Some(streams.replicas.to_string()));
+        push(&mut text, "max_bytes", Some(streams.max_bytes.to_string()));
+        push(&mut text, "ledger_max_bytes", Some(streams.ledger_max_bytes.to_string()));
+        push(&mut text, "dead_max_bytes", Some(streams.dead_max_bytes.to_string()));
+        push(&mut text, "host_lost_after", Some(time(streams.host_lost_after)));
+        push(&mut text, "ledger_keep", Some(time(streams.ledger_keep)));
+        push(&mut text, "dead_keep", Some(time(streams.dead_keep)));
+        push(&mut text, "tenant_backlog", Some(streams.tenant_backlog.to_string()));
+        for (name, bulkhead) in &self.bulkhead {
+            text.push_str(&format!("\n[bulkhead.{name:?}]\n"));
+            push(&mut text, "share", Some(format!("{:?}", bulkhead.share)));
+            push(&mut text, "lanes", Some(bulkhead.lanes.to_string()));
+            push(&mut text, "attempts", Some(bulkhead.attempts.to_string()));
+            push(&mut text, "deadline_max", Some(time(bulkhead.deadline_max)));
+        }
+        text
+    }
+
+    /// Returns the name of this host.
+    pub fn host(&self) -> String {
+        self.agent.name.clone().unwrap_or_else(machine_name)
+    }
+
+    /// Returns the socket for jobs and the admin socket of the supervisor.
+    pub fn supervisor(&self) -> (PathBuf, PathBuf) {
+        let socket = self.agent.socket.clone().unwrap_or_else(default_socket);
+        let admin = self.agent.admin.clone().unwrap_or_else(|| socket.with_file_name("admin.sock"));
+        (socket, admin)
+    }
+}
+
+impl Nats {
+    /// Creates a connection without credentials.
+    pub fn new(servers: Vec<String>) -> Self {
+        Self { servers, credentials: None, nkey: None, ca: None, tenant: None, ping: ping() }
+    }
+
+    fn errors(&self) -> Vec<String> {
+        let mut errors = Vec::new();
+        if self.servers.is_empty() {
+            errors.push("[nats] servers is empty: add a server, such as \"nats://127.0.0.1:4222\"".into());
+        }
+        if self.credentials.is_some() && self.nkey.is_some() {
+            errors.push("[nats] has credentials and nkey: remove credentials or nkey".into());
+        }
+        let is_tls = self.servers.iter().any(|server| server.starts_with("tls://"));
+        if self.ca.is_some() && !is_tls {
+            errors.push("[nats] ca needs servers that begin with tls://".into());
+        }
+        if self.ping < Duration::from_millis(100) {
+            errors.push("[nats] ping is below 100ms: use a longer time".into());
+        }
+        errors
+    }
+}
+
+impl Streams {
+    /// Returns the time after which the server delivers a message again if no agent holds the message.
+    pub fn ack_wait(&self) -> Duration {
+        self.host_lost_after / 2
+    }
+
+    fn errors(&self) -> Vec<String> {
+        let mut errors = Vec::new();
+        if ![1, 3, 5].contains(&self.replicas) {
+            errors.push(format!("[streams] replicas = {}: use 1, 3 or 5", self.replicas));
+        }
+        if self.host_lost_after < Duration::from_secs(2) {
+            errors.push(
+                "[streams] host_lost_after is below 2s: short pauses would look like lost hosts".into(),
+            );
+        }
+        for (key, bytes) in [
+            ("max_bytes", self.max_bytes),
+            ("ledger_max_bytes", self.ledger_max_bytes),
+            ("dead_max_bytes", self.dead_max_bytes),
+        ] {
+            if bytes < 64 << 10 {
+                errors.push(format!("[streams] {key} is below 64KiB: no job would fit"));
+            }
+        }
+        if self.tenant_backlog == 0 {
+            errors.push("[streams] tenant_backlog is 0: no tenant could submit a job".into());
+        }
+        for (key, time) in [("ledger_keep", self.ledger_keep), ("dead_keep", self.dead_keep)] {
+            if time < Duration::from_secs(60) {
+                errors.push(format!("[streams] {key} is below 1m: use a longer time"));
+            }
+        }
+        errors
+    }
+}
+
+impl Bulkhead {
+    fn errors(&self, streams: &Streams) -> Vec<String> {
+        let mut errors = Vec::new();
+        if !(self.share > 0.0 && self.share <= 1.0) {
+            errors.push(format!("share = {}: use a number above 0, at most 1", self.share));
+        }
+        if !self.lanes.is_power_of_two() || self.lanes > LANES {
+            errors.push(format!("lanes = {}: use 1, 2, 4, 8 or {LANES}", self.lanes));
+        }
+        if self.attempts == 0 {
+            errors.push("attempts = 0: the first run counts, so use at least 1".into());
+        }
+        if self.deadline_max + streams.host_lost_after >= streams.ledger_keep {
+            errors.push(
+                "deadline_max and host_lost_after together must be below ledger_keep, so that no record expires \
+                 before its job ends: lower deadline_max, or raise ledger_keep"
+                    .into(),
+            );
+        }
+        if self.deadline_max.is_zero() {
+            errors.push("deadline_max is zero: allow some time".into());
+        }
+        errors
+    }
+}
+
+/// Adds a line for a key that has a value.
+fn push(text: &mut String, key: &str, value: Option<String>) {
+    if let Some(value) = value {
+        text.push_str(&format!("{key} = {value}\n"));
+    }
+}
+
+fn path(path: &Path) -> String {
+    format!("{:?}", path.to_string_lossy())
+}
+
+fn time(time: Duration) -> String {
+    format!("\"{}\"", humantime::format_duration(time))
+}
+
+fn ping() -> Duration {
+    Duration::from_secs(5)
+}
+
+fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    let text = String::deserialize(from)?;
+    let time = humantime::parse_duration(&text).map_err(|error| {
+        serde::de::Error::custom(format!("{error}; use a time such as \"500ms\", \"2s\" or \"1h 30m\""))
+    })?;
+    if time > TIME_MAX {
+        return Err(serde::de::Error::custom("the time is longer than a year"));
+    }
+    Ok(time)
+}
+
+/// Size units, each a factor of 1024.
+const UNITS: [(&str, u64); 4] = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)];
+
+fn size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Bytes(u64),
+        Text(String),
+    }
+    let parse = |text: &str| {
+        let (number, factor) = UNITS
+            .iter()
+            .find_map(|(unit, factor)| Some((text.strip_suffix(unit)?, *factor)))
+            .unwrap_or((text, 1));
+        number.trim().parse::<u64>().ok()?.checked_mul(factor)
+    };
+    let size = match Written::deserialize(from)? {
+        Written::Bytes(bytes) => Some(bytes),
+        Written::Text(text) => parse(&text),
+    };
+    size.filter(|size| *size <= i64::MAX as u64).ok_or_else(|| {
+        serde::de::Error::custom("use a size such as \"64KiB\", \"512MiB\" or a number of bytes")
+    })
+}
+
+fn machine_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+fn default_socket() -> PathBuf {
+    let is_root = rustix::process::geteuid().is_root();
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|_| !is_root).unwrap_or_else(|| "/run".into());
+    PathBuf::from(folder).join("bulkhead/jobs.sock")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Settings, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("fleet.toml");
+        std::fs::write(&file, text).unwrap();
+        Settings::read(&file).map_err(|error| error.to_string())
+    }
+
+    const SERVERS: &str = "[nats]\nservers = [\"nats://127.0.0.1:4222\"]\n";
+
+    #[test]
+    fn example_of_the_documentation_is_valid() {
+        let page = include_str!("../../docs/fleet.md");
+        let example = page.split("```toml fleet.toml\n").nth(1).unwrap().split("```").next().unwrap();
+        let settings = read(example).unwrap();
+        assert_eq!(settings.streams.replicas, 3);
+        assert_eq!(settings.bulkhead["thumbnail"].lanes, 4);
+        let printed = settings.to_toml();
+        assert_eq!(read(&printed).unwrap().to_toml(), printed);
+        assert!(settings.nats.ca.unwrap().is_absolute());
+    }
+
+    #[test]
+    fn every_violated_rule_is_reported() {
+        let text = format!(
+            "{SERVERS}[streams]\nreplicas = 2\nhost_lost_after = \"1s\"\nmax_bytes = 100\ntenant_backlog = 0\n\
+             ledger_keep = \"30m\"\n[bulkhead.B]\nshare = 0.0\nlanes = 3\nattempts = 0\n"
+        );
+        let errors = read(&text).unwrap_err();
+        for part in [
+            "replicas = 2",
+            "host_lost_after is",
+            "max_bytes is",
+            "tenant_backlog is",
+            "share = 0",
+            "lanes = 3",
+            "attempts = 0",
+            "ledger_keep",
+            "no name of a bulkhead",
+        ] {
+            assert!(errors.contains(part), "{part}: {errors}");
+        }
+        assert!(errors.lines().all(|line| line.contains("fleet.toml: ")), "{errors}");
+    }
+
+    #[test]
+    fn typing_errors_name_the_line() {
+        for (line, part) in [
+            ("[agent]\ndrain_timeout = \"soon\"", "use a time such as"),
+            ("[streams]\nmax_bytes = \"10GB\"", "use a size such as"),
+            ("[streams]\nreplica = 3", "unknown field `replica`"),
+            ("[agent]\nhttp = \"9466\"", "http"),
+        ] {
+            let error = read(&format!("{SERVERS}{line}\n")).unwrap_err();
+            assert!(error.contains(part) && error.contains("line 4"), "{error}");
+        }
+    }
+
+    #[test]
+    fn credentials_and_nkey_exclude_each_other() {
+        let error = read(&format!("{SERVERS}credentials = \"a\"\nnkey = \"b\"\nca = \"c\"\n")).unwrap_err();
+        assert!(error.contains("remove credentials or nkey") && error.contains("tls://"), "{error}");
+    }
+}

@@ -1,0 +1,76 @@
+//! Random histories of a fleet under a virtual clock: agents, submitters, and a model of the server. The model delays,
+//! reorders, repeats and loses messages as a real server may. The agents run the decisions of the product.
+//!
+//! `BULKHEAD_SIM_SEED` replays one history, `BULKHEAD_SIM_HISTORIES` sets their number.
+
+#![expect(clippy::expect_used, clippy::panic, reason = "a test says what is wrong by panicking")]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use bulkhead_fleet::decide::Faults;
+use support::world::{Coverage, World};
+
+const HISTORIES: u64 = 400;
+/// Maximum time in which a planted fault must be found.
+const FAULT_TIMEOUT: Duration = Duration::from_secs(60);
+
+#[test]
+fn random_histories_keep_every_promise() {
+    let mut coverage = Coverage::default();
+    if let Some(seed) = variable("BULKHEAD_SIM_SEED") {
+        let result = World::new(seed, Faults::default()).run(&mut coverage);
+        result.unwrap_or_else(|violation| panic!("seed {seed}: {violation}"));
+        return println!("{coverage:#?}");
+    }
+    let histories = variable("BULKHEAD_SIM_HISTORIES").unwrap_or(HISTORIES);
+    for seed in 1..=histories {
+        let result = World::new(seed, Faults::default()).run(&mut coverage);
+        result.unwrap_or_else(|violation| panic!("seed {seed} (BULKHEAD_SIM_SEED={seed}): {violation}"));
+    }
+    println!("{histories} histories: {coverage:#?}");
+    if histories >= HISTORIES {
+        coverage.demand_all();
+    }
+}
+
+/// Searches for a history in which a planted fault breaks a promise. Returns the violation.
+fn find(faults: Faults) -> String {
+    let began = Instant::now();
+    let mut seed = 0;
+    while began.elapsed() < FAULT_TIMEOUT {
+        seed += 1;
+        if let Err(violation) = World::new(seed, faults).run(&mut Coverage::default()) {
+            println!("history {seed}, after {:?}: {violation}", began.elapsed());
+            return violation;
+        }
+    }
+    panic!("{faults:?} was not found in {seed} histories");
+}
+
+#[test]
+fn finds_acknowledgement_before_the_record() {
+    let violation = find(Faults { acknowledges_before_record: true, ..Faults::default() });
+    assert!(violation.contains("lost"), "{violation}");
+}
+
+#[test]
+fn finds_claim_without_expected_sequence() {
+    find(Faults { claims_without_expectation: true, ..Faults::default() });
+}
+
+#[test]
+fn finds_takeover_at_first_later_delivery() {
+    let violation = find(Faults { takes_over_at_first_redelivery: true, ..Faults::default() });
+    assert!(violation.contains("living"), "{violation}");
+}
+
+#[test]
+fn finds_pending_write_read_as_refusal() {
+    find(Faults { mistakes_pending_write_for_refusal: true, ..Faults::default() });
+}
+
+fn variable(name: &str) -> Option<u64> {
+    Some(std::env::var(name).ok()?.parse().expect("a number"))
+}

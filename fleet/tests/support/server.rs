@@ -1,0 +1,161 @@
+//! A model of the server: a work queue with redelivery, and a ledger with expected sequences. The model shows
+//! every behaviour that the real server may show, not only the usual one.
+
+use std::collections::BTreeMap;
+
+use bulkhead_fleet::decide::{Write, WriteResult};
+use bulkhead_fleet::record::{Record, Stored};
+
+use super::random::Random;
+
+/// Time in ms.
+pub(crate) type Ms = u64;
+
+/// A stored job.
+#[derive(Clone, Debug)]
+pub(crate) struct Queued {
+    /// Index of the job.
+    pub(crate) job: usize,
+    /// Time of storage.
+    pub(crate) published: Ms,
+    /// Number of deliveries.
+    pub(crate) deliveries: u64,
+    /// Time from which the message can be delivered.
+    pub(crate) available: Ms,
+    /// Number of deliveries that will follow although the message was acknowledged.
+    pub(crate) ghosts: u32,
+}
+
+/// The ledger record of one job.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Ledger {
+    /// All records, oldest first. The last one is in force.
+    pub(crate) history: Vec<Stored>,
+    /// A write that is accepted and not stored yet, with the time of storage.
+    pub(crate) in_process: Option<(Ms, Record)>,
+}
+
+/// The server.
+#[derive(Debug)]
+pub(crate) struct Server {
+    /// False during an outage: the server then neither receives nor answers.
+    pub(crate) is_up: bool,
+    /// Messages by stream sequence.
+    pub(crate) queue: BTreeMap<u64, Queued>,
+    /// Records by job.
+    pub(crate) ledgers: Vec<Ledger>,
+    ack_wait: Ms,
+    next_message: u64,
+    next_record: u64,
+}
+
+impl Server {
+    /// Creates an empty server.
+    pub(crate) fn new(jobs: usize, ack_wait: Ms) -> Self {
+        Self {
+            is_up: true,
+            queue: BTreeMap::new(),
+            ledgers: vec![Ledger::default(); jobs],
+            ack_wait,
+            next_message: 1,
+            next_record: 1,
+        }
+    }
+
+    /// Stores a job.
+    pub(crate) fn publish(&mut self, job: usize, now: Ms) {
+        let queued = Queued { job, published: now, deliveries: 0, available: now, ghosts: 0 };
+        self.queue.insert(self.next_message, queued);
+        self.next_message += 1;
+    }
+
+    /// Delivers one message, if one is available. Not always the oldest, because there are several replicas and lanes.
+    pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
+        let ready: Vec<u64> = self
+            .queue
+            .iter()
+            .filter(|(_, message)| message.available <= now)
+            .map(|(&seq, _)| seq)
+            .take(3)
+            .collect();
+        let sequence = *ready.get(random.below(ready.len() as u64) as usize)?;
+        let message = self.queue.get_mut(&sequence)?;
+        message.deliveries += 1;
+        message.available = now + self.ack_wait;
+        let delivered = message.clone();
+        if message.ghosts > 0 {
+            message.ghosts -= 1;
+            if message.ghosts == 0 {
+                self.queue.remove(&sequence);
+            }
+        }
+        Some((sequence, delivered))
+    }
+
+    /// Acknowledges a message, no matter by which receiver. A few acknowledged messages are delivered once more.
+    pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
+        let Some(message) = self.queue.get_mut(&sequence) else { return };
+        if random.chance(3) {
+            message.ghosts = 1;
+            message.available = now + random.below(2000);
+        } else {
+            self.queue.remove(&sequence);
+        }
+    }
+
+    /// Extends the time of a holder.
+    pub(crate) fn in_progress(&mut self, sequence: u64, now: Ms) {
+        if let Some(message) = self.queue.get_mut(&sequence) {
+            message.available = now + self.ack_wait;
+        }
+    }
+
+    /// Schedules another delivery.
+    pub(crate) fn negative_acknowledge(&mut self, sequence: u64, delay: Ms, now: Ms) {
+        if let Some(message) = self.queue.get_mut(&sequence) {
+            message.available = now + delay;
+        }
+    }
+
+    /// Forgets the latest deliveries of some messages, as a new leader of a consumer may.
+    pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
+        for message in self.queue.values_mut() {
+            if message.deliveries > 0 && random.chance(10) {
+                message.deliveries -= 1;
+                message.available = now;
+            }
+        }
+    }
+
+    /// Begins a write. Returns the answer, or `None` if the write is accepted and is stored at `stored_at`.
+    pub(crate) fn begin_write(&mut self, job: usize, write: &Write, stored_at: Ms) -> Option<WriteResult> {
+        let ledger = &mut self.ledgers[job];
+        if ledger.in_process.is_some() {
+            return Some(WriteResult::Pending);
+        }
+        let last = ledger.history.last().map_or(0, |stored| stored.sequence);
+        if write.expects.is_some_and(|expected| expected != last) {
+            return Some(WriteResult::Conflict(last));
+        }
+        ledger.in_process = Some((stored_at, write.record.clone()));
+        None
+    }
+
+    /// Stores the accepted write of a job. Returns the sequence, and the record that it replaces.
+    pub(crate) fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
+        let ledger = &mut self.ledgers[job];
+        let (_, record) = ledger.in_process.take()?;
+        let sequence = self.next_record;
+        self.next_record += 1;
+        let replaced = ledger.history.last().cloned();
+        ledger.history.push(Stored { sequence, record });
+        Some((sequence, replaced))
+    }
+
+    /// Reads the record of a job. One read in ten is out of date.
+    pub(crate) fn read(&mut self, job: usize, random: &mut Random) -> Option<Stored> {
+        let history = &self.ledgers[job].history;
+        let age = if random.chance(10) { random.below(3) as usize } else { 0 };
+        history.len().checked_sub(1 + age).map(|index| history[index].clone())
+    }
+}

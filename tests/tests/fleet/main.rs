@@ -1,0 +1,9 @@
+//! Durable jobs on several hosts, with real NATS servers. `.ci/run` unpacks the servers; without them the tests say that
+//! they did not run.
+
+mod chaos;
+mod commands;
+mod failures;
+mod jobs;
+mod limits;
+mod security;
