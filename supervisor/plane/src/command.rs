@@ -178,7 +178,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// True if the sender no longer waits for the reply and the command has no other effect.
+    /// True if the sender no longer waits for the reply and the command must have no effect.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -187,6 +187,8 @@ impl Command {
             Self::Scrape { reply } => reply.is_closed(),
             Self::Observe { reply, .. } => reply.is_closed(),
             Self::WorkerProcesses { reply } => reply.is_closed(),
+            // The client was told that no job began.
+            Self::Replay { accepted, .. } => accepted.is_closed(),
             _ => false,
         }
     }

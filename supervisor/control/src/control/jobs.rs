@@ -28,8 +28,8 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::connections::Admission;
 use super::{Control, Shared};
 use headers::JobHeaders;
-pub(super) use responses::{bulkhead_of, reject_request};
-use responses::{dropped, outcome_problem, rejected, result, upload_timed_out};
+pub(super) use responses::{bulkhead_of, reject_request, rejected};
+use responses::{dropped, outcome_problem, result, upload_timed_out};
 use session::{Session, SessionSlot, read_outcome, submit_frame};
 use upload::{Announced, Length, Upload};
 
@@ -76,9 +76,11 @@ pub(super) async fn submit(
             rejected(&name, RejectReason::Overloaded, sentence)
         }
         // The request did not become a job, and the sender is usually gone.
-        Err(Failure::Broken) => {
-            rejected(&name, RejectReason::Invalid, "the payload does not match its headers".into())
-        }
+        Err(Failure::Broken) => rejected(
+            &name,
+            RejectReason::Invalid,
+            "the payload does not match the headers of the request".into(),
+        ),
         Err(Failure::Dropped) => dropped(&name),
         Err(Failure::Draining) => {
             rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())

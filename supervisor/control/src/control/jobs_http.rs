@@ -28,8 +28,8 @@ use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections}
 use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
 use crate::observe::metrics::JobsHttpNumbers;
 
-/// Returns the maximum number of descriptors for the clients of `jobs_http`: connections that are served or wait, and
-/// for each served one a connection to the data plane with two ends.
+/// Returns the maximum number of descriptors for the clients of `jobs_http`. A served connection needs a connection to
+/// the data plane with two ends as well.
 pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
     connections as u64

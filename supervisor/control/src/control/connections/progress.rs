@@ -1,4 +1,4 @@
-//! Progress of the connections that are being served, and the choice of an idle one that is closed for another.
+//! Progress of the connections that are being served, and the choice of the idle connection to close for a new client.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -132,7 +132,7 @@ impl Active {
         ActiveGuard { active: self.clone(), number }
     }
 
-    /// Closes an idle connection. Returns false if there is none.
+    /// Closes an idle connection. Returns false if every connection is busy.
     pub(in crate::control) fn close_idle(&self) -> bool {
         let connections = self.lock();
         let idle =
