@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::worker_ids::{self, IdAllocator, IdUse};
 use bulkhead_config::defaults::RLIMIT_NPROC;
@@ -19,7 +19,8 @@ use bulkhead_keeper::{
 /// Confinement abilities of this machine, and the paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
-    withheld: Vec<String>,
+    /// Paths that no worker gets access to. A reload adds paths.
+    withheld: RwLock<Vec<String>>,
     config: PathBuf,
     ids: IdSource,
     /// The range in `/etc/subuid` that `ids` belong to, if this user has no other ids.
@@ -55,6 +56,21 @@ impl SandboxSupport {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
+    /// Withholds the files of another configuration, such as new token files, from workers of programs that are
+    /// resolved from now on.
+    pub fn withhold(&self, config: &Config) {
+        let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
+        for path in withheld_paths(config) {
+            if !withheld.contains(&path) {
+                withheld.push(path);
+            }
+        }
+    }
+
+    fn withheld(&self) -> Vec<String> {
+        self.withheld.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork
     /// with threads running. Use [`IdUse::Check`] if a supervisor with the same configuration may be running.
     pub fn probe(config: &Config, id_use: IdUse) -> Self {
@@ -68,7 +84,7 @@ impl SandboxSupport {
         subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
-        let withheld = withheld_paths(config);
+        let withheld = RwLock::new(withheld_paths(config));
         let ids = IdSource::Shared(String::new());
         let has_worker_uids = config.supervisor.worker_uids.is_some();
         let config_path = config.path.clone();
@@ -240,11 +256,11 @@ impl Sandbox {
                 .read
                 .iter()
                 .map(|path| text(path))
-                .chain(named_files(bulkhead, &support.withheld))
+                .chain(named_files(bulkhead, &support.withheld()))
                 .chain(named_folders(&bulkhead.env))
                 .collect(),
             write: texts(&sandbox.write),
-            withheld: support.withheld.clone(),
+            withheld: support.withheld(),
             allow: sandbox.allow.clone(),
             deny: sandbox.deny.clone(),
             missing,
@@ -381,7 +397,7 @@ fn warnings(
     // Landlock rules can only add access: a folder in `read` or `write` includes everything in it.
     let configured = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
-    if let Some(secret) = support.withheld.iter().find(is_open) {
+    if let Some(secret) = support.withheld().iter().find(is_open) {
         warnings.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
     }
     warnings

@@ -172,3 +172,44 @@ impl Drop for ActiveGuard {
         self.active.count.send_replace(connections.by_number.len());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_closing(progress: &Progress) -> bool {
+        progress.is_closing.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn closes_strangers_first_then_the_longest_idle() {
+        let active = Active::new();
+        let [busy, known, stranger, later] = [(); 4].map(|()| Progress::new());
+        let guards = [&busy, &known, &stranger, &later].map(|progress| active.add(progress.clone()));
+        busy.begin_request();
+        for (progress, since) in [(&known, 1), (&stranger, 5), (&later, 9)] {
+            progress.waiting_since.store(since, Ordering::Relaxed);
+        }
+        known.set_identified();
+        for expected in [&stranger, &later, &known] {
+            assert!(active.close_idle() && is_closing(expected));
+        }
+        assert!(!active.close_idle() && !is_closing(&busy));
+        assert_eq!(active.count(), 4);
+        drop(guards);
+        assert_eq!(active.count(), 0);
+    }
+
+    #[test]
+    fn connection_waits_after_the_response_is_written() {
+        let progress = Progress::new();
+        assert!(progress.is_waiting());
+        progress.begin_request();
+        progress.flushed();
+        assert!(!progress.is_waiting(), "only a part was written");
+        progress.answer_request();
+        assert!(!progress.is_waiting());
+        progress.flushed();
+        assert!(progress.is_waiting());
+    }
+}
