@@ -13,6 +13,7 @@ mod confinement;
 mod embedded;
 mod fork_server;
 mod fresh;
+mod http;
 mod isolation;
 mod load;
 mod measures;

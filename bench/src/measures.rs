@@ -13,7 +13,8 @@ use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Report, Target};
 use crate::{
-    Result, attacks, confinement, embedded, fresh, isolation, neighbours, policy, programs, scale, watched,
+    Result, attacks, confinement, embedded, fresh, http, isolation, neighbours, policy, programs, scale,
+    watched,
 };
 
 /// Takes all requested measurements.
@@ -28,6 +29,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         isolation::GROUP,
         programs::GROUP,
         fresh::GROUP,
+        http::GROUP,
         scale::GROUP,
     ]);
     if !other_groups.into_iter().any(is_only) {
@@ -39,6 +41,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     }
     LocalSet::new().run_until(programs::all(plan, report)).await?;
     LocalSet::new().run_until(fresh::all(plan, report)).await?;
+    LocalSet::new().run_until(http::all(plan, report)).await?;
     LocalSet::new().run_until(scale::all(&plan.scale, report)).await?;
     if report.wants_slow(isolation::GROUP) || is_only(isolation::GROUP) {
         LocalSet::new().run_until(isolation::all(&plan.isolation, report)).await?;

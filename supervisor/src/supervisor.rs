@@ -36,7 +36,7 @@ pub enum RunError {
     /// The address of `http` or `jobs_http` could not be bound, or the token of `http` could not be read.
     #[error("failed to serve {served} on {key} = \"{address}\": {problem}")]
     Tcp {
-        /// What is served there.
+        /// API at the address.
         served: &'static str,
         /// Key of the address.
         key: &'static str,

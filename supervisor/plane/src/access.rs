@@ -213,3 +213,42 @@ pub fn rejection_message(
         }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt;
+
+    use super::*;
+
+    #[test]
+    fn token_has_the_rules_of_all_its_entries() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, secret) in [("one", "the-first-of-the-tokens"), ("two", "the-second-of-the-tokens")] {
+            let mut options = std::fs::OpenOptions::new();
+            let file = options.create_new(true).write(true).mode(0o600).open(folder.path().join(name));
+            file.unwrap().write_all(secret.as_bytes()).unwrap();
+        }
+        let text = "[supervisor]\nsocket = 'jobs.sock'\njobs_http = '127.0.0.1:0'\n\
+                    [[access]]\ntoken_file = 'one'\nbulkheads = ['a']\n\
+                    [[access]]\nuid = 5\n\
+                    [[access]]\ntoken_file = 'two'\n\
+                    [[access]]\ntoken_file = 'one'\nbulkheads = ['b']\ntenants = ['t']\n\
+                    [bulkhead.a]\nexec = ['cat']\n[bulkhead.b]\nexec = ['cat']\n";
+        let config = bulkhead_config::parse(text, &folder.path().join("workers.toml")).unwrap();
+        let tokens = Tokens::new(&config);
+        let one = tokens.find(b"the-first-of-the-tokens").unwrap();
+        let two = tokens.find(b"the-second-of-the-tokens").unwrap();
+        assert_ne!(one.id, two.id);
+        assert!(tokens.has(one.id) && tokens.has(two.id) && !tokens.has(one.id ^ two.id));
+        assert!(tokens.find(b"the-first-of-the-token").is_none() && tokens.find(b"").is_none());
+        let may = |grant: &TokenGrant, name: &str, tenant: &str| {
+            rejection_message(&grant.rules, (name, true), tenant).is_none()
+        };
+        assert!(may(one, "a", "") && may(one, "b", "t") && !may(one, "b", "other"));
+        assert!(may(two, "a", "any") && may(two, "b", ""));
+        assert!(Tokens::default().find(b"the-first-of-the-tokens").is_none());
+        // Only the user's entry concerns the jobs socket.
+        assert_eq!(Access::new(&config, 0).rules.len(), 1);
+    }
+}

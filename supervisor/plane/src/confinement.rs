@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::worker_ids::{self, IdAllocator, IdUse};
 use bulkhead_config::defaults::RLIMIT_NPROC;
@@ -19,7 +19,8 @@ use bulkhead_keeper::{
 /// Layers and user ids that are available on this machine, and paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
-    withheld: Vec<String>,
+    /// Paths that no worker gets access to. A reload adds paths.
+    withheld: RwLock<Vec<String>>,
     config: PathBuf,
     ids: IdSource,
     /// Range in `/etc/subuid` that contains the workers' ids. `None` if the workers' ids do not come from
@@ -57,6 +58,21 @@ impl SandboxSupport {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
+    /// Withholds the files of another configuration, such as new token files, from workers of programs that are
+    /// resolved from now on.
+    pub fn withhold(&self, config: &Config) {
+        let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
+        for path in withheld_paths(config) {
+            if !withheld.contains(&path) {
+                withheld.push(path);
+            }
+        }
+    }
+
+    fn withheld(&self) -> Vec<String> {
+        self.withheld.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Probes the layers of this machine, even if no bulkhead needs any of them yet. A later probe would have
     /// to fork while threads are running. Callers use [`IdUse::Check`] if a supervisor with the same
     /// configuration may be running.
@@ -71,7 +87,7 @@ impl SandboxSupport {
         subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
-        let withheld = withheld_paths(config);
+        let withheld = RwLock::new(withheld_paths(config));
         let ids = IdSource::Shared(String::new());
         let has_worker_uids = config.supervisor.worker_uids.is_some();
         let config_path = config.path.clone();
@@ -246,11 +262,11 @@ impl Sandbox {
                 .read
                 .iter()
                 .map(|path| text(path))
-                .chain(named_files(bulkhead, &support.withheld))
+                .chain(named_files(bulkhead, &support.withheld()))
                 .chain(named_folders(&bulkhead.env))
                 .collect(),
             write: texts(&sandbox.write),
-            withheld: support.withheld.clone(),
+            withheld: support.withheld(),
             allow: sandbox.allow.clone(),
             deny: sandbox.deny.clone(),
             missing,
@@ -391,7 +407,7 @@ fn warnings(
     // the folder.
     let configured = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
-    if let Some(secret) = support.withheld.iter().find(is_open) {
+    if let Some(secret) = support.withheld().iter().find(is_open) {
         warnings.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
     }
     warnings

@@ -479,6 +479,8 @@ fn slow_clients_are_disconnected_without_delaying_others() {
     let mut reader = head(Some(8), &["Bulkhead-Operation: big"]);
     reader.write_all(b"50000000").unwrap();
     supervisor.wait_number("b", "done", 1);
+    let mut begun = place.connect();
+    begun.write_all(b"POST /v1/bulkheads/b/jobs HTTP/1.1\r\nHost: x\r\nX-Begun: ").unwrap();
     let mut changes = place.connect();
     changes.send_head("PATCH", "/v1/bulkheads/b", &["Expect: 100-continue"], Some(10));
 
@@ -493,6 +495,9 @@ fn slow_clients_are_disconnected_without_delaying_others() {
         let told = ["outcome", "reason", "executed", "retryable"].map(|field| &body[field]);
         assert_eq!(json!(told), json!(["rejected", "invalid", "no", false]), "{text}");
     }
+    let answer = Answer::read(begun).expect("an answer");
+    answer.problem(408);
+    assert_eq!((answer.header("bulkhead-executed"), answer.header("bulkhead-retryable")), ("no", "false"));
     let text = String::from_utf8_lossy(&changes.join().unwrap()).into_owned();
     assert!(text.is_empty() || text.starts_with("HTTP/1.1 100") && text.contains("HTTP/1.1 408"), "{text}");
     assert!(began.elapsed() >= Duration::from_secs(9));

@@ -137,7 +137,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a token with two roles. The token of `http_token_file` has a role of its own.
+    /// Reports a token with two roles. No other role is possible for the token of `http_token_file`.
     fn check_token_uses(&mut self, raw: &RawSupervisor, entries: &[RawAccess], access: &[AccessConfig]) {
         let path = |given: &Given<String>| programs::resolve(self.folder, &given.value);
         let admin_file: Option<PathBuf> = raw.http_token_file.given().map(path);

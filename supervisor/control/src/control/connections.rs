@@ -187,8 +187,8 @@ impl<S: Socket> Queue<S> {
     }
 }
 
-/// Creates the channels of a listener and their receivers, for the thread that serves it and for the low-priority
-/// readers. Each connection holds one of `max` permits, so that the channels never overflow.
+/// Creates the channels of a listener and their receivers, for the serving thread and for the low-priority readers.
+/// Each connection holds one of `max` permits, so that the channels never overflow.
 pub(super) fn channels<S: Socket>(
     shutdown: watch::Receiver<bool>,
     max: usize,

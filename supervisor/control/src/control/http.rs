@@ -111,3 +111,128 @@ pub(super) async fn complete_with(
 
 /// Content security policy of all responses except for the dashboard.
 const INERT: &str = "default-src 'none'; frame-ancestors 'none'";
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use axum::body::Body;
+    use axum::routing;
+    use bulkhead_shared::{CrashReason, Executed, HandlerFailure, Verdict};
+    use hyper::service::Service as _;
+    use hyper_util::service::TowerToHyperService;
+
+    use super::super::responses;
+    use super::*;
+
+    /// Number of places in each file that respond 503 or 429, by status, by a helper, or by a reason of rejection. A new
+    /// place belongs in this list after a check that no job can have begun there.
+    const PLACES: &[(&str, usize)] = &[
+        // The data plane did not reply to a request for numbers or limits.
+        ("advice.rs", 2),
+        ("bulkheads.rs", 3),
+        ("metrics.rs", 1),
+        // Health checks.
+        ("readiness.rs", 3),
+        // No crash report was read, or no replay was accepted: a replay without a waiting client never begins.
+        ("crashes.rs", 4),
+        ("reload.rs", 3),
+        ("streams.rs", 1),
+        // Jobs without a permit or memory, and jobs that the data plane did not receive.
+        ("jobs.rs", 3),
+        ("session.rs", 5),
+        ("upload.rs", 1),
+        // Refused connections.
+        ("waiting.rs", 1),
+        // Helpers.
+        ("responses.rs", 1),
+    ];
+
+    fn count_places(folder: &Path, into: &mut Vec<(String, usize)>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                count_places(&path, into);
+            } else if path.extension().is_some_and(|extension| extension == "rs")
+                && !path.ends_with("http.rs")
+            {
+                let text = std::fs::read_to_string(&path).unwrap();
+                let code = text.split("#[cfg(test)]").next().unwrap();
+                let words = [
+                    "StatusCode::SERVICE_UNAVAILABLE",
+                    "StatusCode::TOO_MANY_REQUESTS",
+                    "stuck()",
+                    "Failure::Overloaded(",
+                    "Failure::Draining",
+                ];
+                let is_definition = |line: &&str| !line.contains("fn stuck") && !line.contains("matches!");
+                let lines = code.lines().filter(is_definition);
+                let count = lines.filter(|line| words.iter().any(|word| line.contains(word))).count();
+                if count > 0 {
+                    into.push((path.file_name().unwrap().to_str().unwrap().to_owned(), count));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn list_of_places_that_respond_503_or_429_is_complete() {
+        let mut found = Vec::new();
+        count_places(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/control"), &mut found);
+        let mut listed: Vec<_> = PLACES.iter().map(|(file, count)| ((*file).to_owned(), *count)).collect();
+        found.sort();
+        listed.sort();
+        assert_eq!(found, listed, "left: the source; right: the list");
+    }
+
+    /// Sends a request through [`complete`] to a handler.
+    async fn completed<H: axum::handler::Handler<T, ()>, T: 'static>(path: &str, handler: H) -> Response {
+        let router = Router::new().fallback_service(routing::any(handler)).layer(from_fn(complete));
+        let request = Request::builder().method("POST").uri(path).body(Body::empty()).unwrap();
+        TowerToHyperService::new(router).call(request).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn response_503_or_429_says_that_no_job_began() {
+        let retryable = [StatusCode::SERVICE_UNAVAILABLE, StatusCode::TOO_MANY_REQUESTS];
+        for path in ["/v1/bulkheads/b/jobs", "/v1/reload", "/readyz"] {
+            for status in retryable {
+                let response = completed(path, async move || problem(status, "no")).await;
+                assert_eq!(response.headers()[EXECUTED], "no", "{path} {status}");
+                assert_eq!(response.headers()[RETRYABLE], "true", "{path} {status}");
+                let raw = String::from_utf8(responses::raw(status, "no")).unwrap();
+                assert!(raw.contains("bulkhead-executed: no\r\nbulkhead-retryable: true\r\n"), "{raw}");
+            }
+        }
+        for status in [400, 404, 405, 408, 413, 415, 500].map(|code| StatusCode::from_u16(code).unwrap()) {
+            let response = completed("/v1/bulkheads/b/jobs", async move || status).await;
+            assert_eq!(response.headers()[EXECUTED], "no", "{status}");
+            assert_eq!(response.headers()[RETRYABLE], "false", "{status}");
+            assert_eq!(response.headers()[header::CONTENT_TYPE], PROBLEM, "{status}");
+            let other = completed("/v1/reload", async move || status).await;
+            assert!(!other.headers().contains_key(EXECUTED), "{status}");
+        }
+        for reason in RejectReason::ALL {
+            let response = jobs::rejected("b", reason, String::new());
+            assert_eq!(response.headers()[EXECUTED], "no", "{reason}");
+            let is_retryable = retryable.contains(&response.status());
+            assert_eq!(response.headers()[RETRYABLE], is_retryable.to_string(), "{reason}");
+        }
+        // No other verdict has such a status.
+        let failure = HandlerFailure {
+            code: "code".into(),
+            message: String::new(),
+            retryable: true,
+            fault: bulkhead_shared::Fault::Caller,
+        };
+        let mut verdicts =
+            vec![Verdict::Ok, Verdict::Failed(failure), Verdict::DeadlineQueued, Verdict::DeadlineRunning];
+        verdicts.extend(CrashReason::ALL.map(|reason| Verdict::Crashed {
+            reason,
+            status: None,
+            message: String::new(),
+        }));
+        verdicts.extend(Executed::ALL.map(|executed| Verdict::Cancelled { executed }));
+        assert!(verdicts.iter().all(|verdict| ![503, 429].contains(&verdict.http_status())));
+    }
+}

@@ -28,8 +28,8 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::connections::Admission;
 use super::{Control, Shared};
 use headers::JobHeaders;
-pub(super) use responses::{bulkhead_of, reject_request};
-use responses::{dropped, outcome_problem, rejected, result, upload_timed_out};
+pub(super) use responses::{bulkhead_of, reject_request, rejected};
+use responses::{dropped, outcome_problem, result, upload_timed_out};
 use session::{Session, SessionSlot, read_outcome, submit_frame};
 use upload::{Announced, Length, Upload};
 

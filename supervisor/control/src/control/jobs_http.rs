@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use axum::Router;
 use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use bulkhead_config::{Role, SupervisorConfig};
@@ -21,15 +21,15 @@ use tokio::net::TcpStream;
 
 use super::connections::{self, Active, Admission, serve};
 use super::http::{complete_with, limit_time};
-use super::jobs::{bulkhead_of, reject_request};
+use super::jobs::reject_request;
 use super::paths::HEALTH_PATHS;
 use super::responses::problem;
 use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections};
 use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
 use crate::observe::metrics::JobsHttpNumbers;
 
-/// Returns the maximum number of descriptors for the clients of `jobs_http`: connections that are served or wait, and
-/// for each served one a connection to the data plane with two ends.
+/// Returns the maximum number of descriptors for the clients of `jobs_http`. A served connection needs a connection to
+/// the data plane with two ends as well.
 pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
     connections as u64
@@ -106,10 +106,10 @@ fn router(control: Shared) -> Router {
         let detail = "this address only serves POST /v1/bulkheads/NAME/jobs, GET /healthz and GET /readyz";
         problem(StatusCode::NOT_FOUND, detail)
     };
-    routes::jobs_router()
+    let identify = from_fn_with_state(control.clone(), identify);
+    routes::jobs_router(|jobs| jobs.layer(identify))
         .fallback(not_found)
         .method_not_allowed_fallback(not_found)
-        .layer(from_fn_with_state(control.clone(), identify))
         .layer(from_fn(limit_time))
         .layer(from_fn_with_state(control.clone(), complete))
         .with_state(control)
@@ -122,7 +122,8 @@ async fn identify(
     mut request: Request,
     next: Next,
 ) -> Response {
-    if bulkhead_of(&request).is_none() {
+    // Other methods are not served.
+    if request.method() != Method::POST {
         return next.run(request).await;
     }
     let token = tokens::bearer_token(request.headers()).and_then(|secret| control.tokens.find(secret));

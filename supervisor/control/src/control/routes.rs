@@ -7,6 +7,7 @@ use axum::extract::Request;
 use axum::http::StatusCode;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use axum::routing::MethodRouter;
 use axum::{Router, routing};
 use bulkhead_api::{
     Advice, Bulkheads, Change, CrashReport, Crashes, Done, Readiness, Reloaded, Replay, Snapshot,
@@ -155,20 +156,27 @@ pub(super) fn router() -> Router<Shared> {
     router_of(|_| true)
 }
 
-/// Builds the router of `jobs_http`: jobs and health checks.
-pub(super) fn jobs_router() -> Router<Shared> {
-    router_of(|route| route.id == SUBMIT_JOB || HEALTH_PATHS.contains(&route.path))
+/// Builds the router of `jobs_http`: health checks, and jobs behind `protect`.
+pub(super) fn jobs_router(
+    protect: impl FnOnce(MethodRouter<Shared>) -> MethodRouter<Shared>,
+) -> Router<Shared> {
+    let health = router_of(|route| HEALTH_PATHS.contains(&route.path));
+    let jobs = ROUTES.iter().find(|route| route.id == SUBMIT_JOB);
+    match jobs {
+        Some(route) => health.route(route.path, protect(handler_of(route))),
+        None => health,
+    }
 }
 
 fn router_of(is_wanted: impl Fn(&Route) -> bool) -> Router<Shared> {
-    ROUTES.iter().filter(|route| is_wanted(route)).fold(Router::new(), |router, route| {
-        let handler = (route.handler)();
-        router.route(
-            route.path,
-            // If the route has query parameters, the extractor in the handler rejects unknown keys.
-            if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler },
-        )
-    })
+    let routes = ROUTES.iter().filter(|route| is_wanted(route));
+    routes.fold(Router::new(), |router, route| router.route(route.path, handler_of(route)))
+}
+
+fn handler_of(route: &Route) -> MethodRouter<Shared> {
+    let handler = (route.handler)();
+    // For a route with query parameters, the extractor rejects unknown keys.
+    if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler }
 }
 
 /// Rejects requests with a query. Used for routes without query parameters, because the client may expect

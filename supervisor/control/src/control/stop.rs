@@ -1,5 +1,5 @@
-//! Signals, and the notice before the drain (`drain_notice`): `/readyz` responds 503 while jobs are still accepted, so
-//! that load balancers choose another host before the first job is rejected.
+//! Signals, and the notice before the drain (`drain_notice`). During the notice, `/readyz` responds 503 while jobs are
+//! still accepted. Load balancers then choose another host before the first job is rejected.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,5 +1,5 @@
-//! A socket with time limits for each phase of a request, and with problem documents in place of hyper's own
-//! responses to requests that cannot be parsed.
+//! A socket with time limits for each phase of a request. Sends problem documents in place of hyper's responses to
+//! requests that cannot be parsed.
 
 use std::future::Future as _;
 use std::io::{self, ErrorKind, IoSlice};

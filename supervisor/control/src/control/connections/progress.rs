@@ -1,4 +1,4 @@
-//! Progress of the connections that are being served, and the choice of an idle one that is closed for another.
+//! Progress of the connections that are being served, and the choice of the idle connection to close for a new client.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -132,7 +132,7 @@ impl Active {
         ActiveGuard { active: self.clone(), number }
     }
 
-    /// Closes an idle connection. Returns false if there is none.
+    /// Closes an idle connection. Returns false if every connection is busy.
     pub(in crate::control) fn close_idle(&self) -> bool {
         let connections = self.lock();
         let idle =
@@ -170,5 +170,46 @@ impl Drop for ActiveGuard {
         let mut connections = self.active.lock();
         connections.by_number.remove(&self.number);
         self.active.count.send_replace(connections.by_number.len());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_closing(progress: &Progress) -> bool {
+        progress.is_closing.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn closes_strangers_first_then_the_longest_idle() {
+        let active = Active::new();
+        let [busy, known, stranger, later] = [(); 4].map(|()| Progress::new());
+        let guards = [&busy, &known, &stranger, &later].map(|progress| active.add(progress.clone()));
+        busy.begin_request();
+        for (progress, since) in [(&known, 1), (&stranger, 5), (&later, 9)] {
+            progress.waiting_since.store(since, Ordering::Relaxed);
+        }
+        known.set_identified();
+        for expected in [&stranger, &later, &known] {
+            assert!(active.close_idle() && is_closing(expected));
+        }
+        assert!(!active.close_idle() && !is_closing(&busy));
+        assert_eq!(active.count(), 4);
+        drop(guards);
+        assert_eq!(active.count(), 0);
+    }
+
+    #[test]
+    fn connection_waits_after_the_response_is_written() {
+        let progress = Progress::new();
+        assert!(progress.is_waiting());
+        progress.begin_request();
+        progress.flushed();
+        assert!(!progress.is_waiting(), "only a part was written");
+        progress.answer_request();
+        assert!(!progress.is_waiting());
+        progress.flushed();
+        assert!(progress.is_waiting());
     }
 }

@@ -23,7 +23,7 @@ use super::connection::Connection;
 use super::progress::Progress;
 use super::{Admission, NewConnection, Queue, Socket};
 
-/// Maximum size of a request's head, in bytes. Also the maximum size of what is read from a connection at once.
+/// Maximum size of a request's head, in bytes. Also the size of the largest read from a connection.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 
 /// Maximum number of headers of a request.
@@ -120,7 +120,7 @@ impl RequestBody {
             let body = self.lock();
             (body.is_end_stream(), body.size_hint().lower())
         };
-        // The client sends nothing before it is told to continue.
+        // The client waits for `100 Continue` before it sends the body.
         if is_complete || expects_continue || least > DISCARDED_BYTES_MAX {
             return is_complete;
         }

@@ -167,7 +167,7 @@ pub(in crate::control) fn reject_request(request: &Request, reason: RejectReason
 }
 
 /// Returns the response for a job that was rejected without being sent to the data plane.
-pub(super) fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
+pub(in crate::control) fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
     local_outcome_response(name, Verdict::Rejected { reason, message }, retry_after)
 }
@@ -182,7 +182,7 @@ pub(super) fn upload_timed_out(name: &str) -> Response {
 /// Returns the response for a job whose connection the data plane closed without an outcome, because it has
 /// ended or had no memory for the result.
 pub(super) fn dropped(name: &str) -> Response {
-    let message = "the supervisor is stopping or out of memory; it is unknown whether the job ran".into();
+    let message = "the supervisor is stopping or out of memory; the job may have run".into();
     local_outcome_response(
         name,
         Verdict::Crashed { reason: CrashReason::Stopped, status: None, message },

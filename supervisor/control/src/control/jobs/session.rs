@@ -133,8 +133,7 @@ pub(super) async fn read_outcome(
     let mut has_response = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        // A data plane that ends in order sends an outcome for every job that it has received. A job without one
-        // was never received.
+        // A data plane that ends in order sends an outcome for every received job. Other jobs never began.
         let end = |_| {
             let is_unread = !has_response && counters.has_answered_all.load(Ordering::SeqCst);
             if is_unread { Failure::Draining } else { Failure::Dropped }
