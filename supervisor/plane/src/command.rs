@@ -190,7 +190,7 @@ impl Command {
             Self::Scrape { reply } => reply.is_closed(),
             Self::Observe { reply, .. } => reply.is_closed(),
             Self::WorkerProcesses { reply } => reply.is_closed(),
-            // The client was told that no job began.
+            // The client has a response which says that no job began.
             Self::Replay { accepted, .. } => accepted.is_closed(),
             _ => false,
         }

@@ -136,7 +136,7 @@ fn call(proxy: &Proxy, begun: &AtomicUsize, is_over: impl Fn(usize) -> bool) -> 
         if is_over(number) {
             return seen;
         }
-        let idempotent = number % 2 == 0;
+        let idempotent = number.is_multiple_of(2);
         let headers = [
             TOKEN.to_owned(),
             "Bulkhead-Operation: steps:trace runs;sleep 5".to_owned(),

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -713,7 +714,12 @@ fn named_in(text: &str) -> BTreeSet<String> {
 
 #[test]
 fn alerts_and_dashboard_use_existing_metrics() {
-    let supervisor = Supervisor::start(TWO);
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("token");
+    std::fs::write(&token, "a-token-of-the-tests").unwrap();
+    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let bulkheads = format!("[[access]]\ntoken_file = \"token\"\n{TWO}");
+    let supervisor = Supervisor::launch(folder, "jobs_http = \"127.0.0.1:0\"", &bulkheads).until_ready();
     let page = page(&supervisor);
     let known: BTreeSet<&str> =
         page.families.iter().flat_map(|family| &family.samples).map(|sample| sample.name.as_str()).collect();

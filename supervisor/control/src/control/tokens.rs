@@ -58,7 +58,7 @@ pub(super) struct ReadOnly;
 /// Returns the bearer token of a request that has exactly one.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
     let (scheme, rest) = credentials(headers)?;
-    scheme.eq_ignore_ascii_case("Bearer").then(|| rest.as_bytes())
+    scheme.eq_ignore_ascii_case("Bearer").then_some(rest.as_bytes())
 }
 
 /// Returns the secret of a request that has exactly one: a bearer token, or the password of any user, which is how
