@@ -176,7 +176,7 @@ fn access_tokens_are_checked_like_the_admin_token() {
     folder.token("mine", "a-token-of-sixteen-or-more", 0o644);
     folder.reject_one(&text, (7, 14), "has the mode 0644", "chmod 600");
     folder.token("mine", "short", 0o600);
-    folder.reject_one(&text, (7, 14), "does not hold a token", "create a token");
+    folder.reject_one(&text, (7, 14), "does not contain a token", "create a token");
     folder.token("mine", "a-token-of-sixteen-or-more", 0o600);
     let config = folder.accept(&text);
     assert!(!format!("{config:?} {}", config.summary()).contains("sixteen"));
