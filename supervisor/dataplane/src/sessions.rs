@@ -13,7 +13,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::peer::Peer;
-use bulkhead_plane::access::Grant;
+use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
 use bulkhead_policy::Time;
 use bulkhead_shared::client_protocol::{ClientWelcome, Refused};
 use bulkhead_shared::connection::{Inbox, Outbox, Payload, Received};
@@ -114,6 +114,17 @@ pub(super) struct Client {
     pub(super) owner: Owner,
     /// Permit of a client that was accepted by the control plane.
     pub(super) permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Client {
+    /// Returns the identity of a client that was accepted by the control plane.
+    pub(super) fn over_http(client: HttpClient, permit: OwnedSemaphorePermit) -> Self {
+        let (grant, owner) = match client {
+            HttpClient::Operator { uid } => (Grant::Unrestricted, Owner::User(uid)),
+            HttpClient::Token(TokenGrant { id, rules, .. }) => (Grant::Rules(rules), Owner::Token(id)),
+        };
+        Self { peer: None, grant, owner, permit: Some(permit) }
+    }
 }
 
 impl Session {

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::Severity;
-use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
+use bulkhead_plane::access::{Grant, HttpClient};
 use bulkhead_plane::peer_check::{self, ClientRejection, SocketKind};
 use bulkhead_policy::Event;
 use bulkhead_shared::connection::Inbox;
@@ -122,11 +122,7 @@ impl DataPlane {
         permit: OwnedSemaphorePermit,
         client: HttpClient,
     ) {
-        let (grant, owner) = match client {
-            HttpClient::Operator { uid } => (Grant::Unrestricted, Owner::User(uid)),
-            HttpClient::Token(TokenGrant { id, rules, .. }) => (Grant::Rules(rules), Owner::Token(id)),
-        };
-        let client = Client { peer: None, grant, owner, permit: Some(permit) };
+        let client = Client::over_http(client, permit);
         self.open_session(ClientEndpoint::Socket(socket), client, Phase::Open);
     }
 
