@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn spool_is_removed_once_its_token_is_gone_and_its_payloads_are_freed() {
+    fn unused_spool_of_a_token_is_removed() {
         let mut memory = Memory::new(0, Arc::default());
         let first = Arc::new(SpoolCounters::default());
         first.held.store(100, Ordering::Relaxed);
