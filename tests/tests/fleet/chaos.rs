@@ -355,7 +355,7 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
 }
 
 #[test]
-#[ignore = "takes minutes; the simulator finds the same faults in seconds"]
+#[ignore = "takes four minutes; the simulator finds the same faults in seconds"]
 fn planted_faults_are_found() {
     let _heavy = heavy();
     for planted in ["acknowledges-before-record", "claims-without-expectation"] {
