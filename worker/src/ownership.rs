@@ -48,8 +48,8 @@ pub(crate) fn kill_self() -> ! {
     std::process::abort();
 }
 
-/// Prints a message and exits. Does not run destructors of the worker's code, because a destructor could hang
-/// or, in a forked process, release resources that the worker still needs.
+/// Prints a message and exits. Runs no destructors of the worker's code, because a destructor could hang or,
+/// in a forked process, release resources that the worker still needs.
 pub(crate) fn exit_with_message(message: &str) -> ! {
     // Avoids the lock of `std::io::stderr`, which another thread may have held when this process was forked.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());

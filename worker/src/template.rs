@@ -27,7 +27,7 @@ use rustix::process::{Pid, Signal};
 use crate::ownership;
 use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 
-/// Maximum number of threads that the error message about surplus threads names.
+/// Maximum number of thread names in the error message about surplus threads.
 const THREADS_NAMED_MAX: usize = 8;
 
 /// Maximum number of entries of a temporary folder that are removed before the template checks for the next

@@ -16,7 +16,7 @@ pub struct SharedWords {
     count: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and is read and written only by atomic accesses.
+// SAFETY: the mapping is not tied to a thread, and all accesses are atomic.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Send for SharedWords {}
 // SAFETY: as for `Send`.
