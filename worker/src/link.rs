@@ -240,10 +240,9 @@ impl Writer {
         self.push_reply(kind, number, message, &[], payload);
     }
 
-    /// Queues a frame with extensions, each of which consists of a tag and a value. If the frame is the reply
-    /// to a job, returns true if the next job can begin before the reply is sent. With a journal, this is the
-    /// case if the reply fits into the journal; otherwise the reply would be lost if the next job killed this
-    /// process.
+    /// Queues a frame with extensions, each of which consists of a tag and a value. Returns true if the next
+    /// job can begin before the frame is sent. With a journal, this requires that the frame is a reply and is
+    /// in the journal. Otherwise the reply would be lost if the next job ended this process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,

@@ -687,9 +687,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns to the supervisor a job that was recalled just before it began. This frame must be sent before
-    /// any later job begins. Otherwise a later handler could end the process first, and the supervisor would
-    /// receive the reply to that job without this frame.
+    /// Returns to the supervisor a job that was recalled just before it began. Sends the frame before any
+    /// later job begins, because that job could end the process.
     fn return_job(&self, state: &mut State, job: &Pending) {
         state.remove_live(&job.metadata);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
