@@ -97,8 +97,8 @@ pub enum Event {
     Written(WriteResult),
     /// The end of the attempt.
     Ended(AttemptEnd),
-    /// True if the notice was published and any dead letter was stored; false if the server refuses the dead
-    /// letter.
+    /// True if the notice was published and any dead letter was stored; false if the dead letter was not
+    /// stored.
     Announced(bool),
     /// The result of the acknowledgement.
     Acknowledged,

@@ -219,7 +219,8 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// Starts a process that is killed when this one exits, and redirects its output to a file.
+/// Starts a process and redirects its output to a file. The process is killed when the returned handle is
+/// dropped.
 fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Failure> {
     let fail = |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to start {name}: {error}"));
     let log = std::fs::File::create(folder.join(format!("{name}.log"))).map_err(fail)?;

@@ -12,7 +12,7 @@ pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 pub(crate) const PROBE_ARGUMENT: &str = "first";
 
 /// Version of orders and reports. The messages themselves have no version, because both ends are usually the
-/// same program. If the keeper is another program, it must have the same version.
+/// same program. A separate keeper program must have the same version.
 pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
 /// The guard's only message. The message carries the keeper's pidfd and, if `ids` is `Ok`, a descriptor of
