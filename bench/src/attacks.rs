@@ -21,7 +21,7 @@ pub(crate) const GROUP: &str = "attack";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. In each pair, one round runs beside busy loops and the other beside the
+    /// Number of pairs of rounds. In each pair, one round runs alongside busy loops and the other alongside the
     /// attack.
     pub(crate) pairs: usize,
     /// Duration of a round.
@@ -131,7 +131,7 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, beside the
+/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, alongside the
 /// same number of busy loops.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;

@@ -134,8 +134,8 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
     load::run_counting(64, total, call).await
 }
 
-/// Measures honest bulkheads at full load in three settings: alone, beside a process that starts dying
-/// programs as often as the supervisor starts workers, and beside a crashing bulkhead. The second setting
+/// Measures honest bulkheads at full load in three settings: alone, alongside a process that starts dying
+/// programs as often as the supervisor starts workers, and alongside a crashing bulkhead. The second setting
 /// shows the cost of starting processes, which no supervisor can avoid.
 async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());
