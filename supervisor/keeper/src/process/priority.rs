@@ -1,5 +1,4 @@
-//! Scheduling priority of the keeper. The priority is raised while the keeper kills processes that keep
-//! forking.
+//! Scheduling priority of the keeper. The priority is raised while the keeper kills processes.
 //!
 //! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper
 //! that starts one worker after another for a crashing bulkhead must not delay other processes, so its
