@@ -29,8 +29,8 @@ pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Exits with an error if this process was forked by the worker's code and returned from that code instead of
-/// exiting.
+/// Exits with an error if this is a process that the worker's code forked, and that returned from this code
+/// instead of exiting.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(

@@ -27,13 +27,13 @@ pub struct Write {
 /// An action that the agent must perform.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Reads the record of the job. Answered by [`Event::Read`].
+    /// Reads the record of the job. The result is [`Event::Read`].
     Read,
-    /// Writes a record. Answered by [`Event::Written`].
+    /// Writes a record. The result is [`Event::Written`].
     Write(Write),
-    /// Submits the job to the supervisor with the remaining time. Answered by [`Event::Ended`].
+    /// Submits the job to the supervisor with the remaining time. The result is [`Event::Ended`].
     Submit(Duration),
-    /// Publishes the notice that the job is decided, and writes the dead letter if `is_dead`. Answered by
+    /// Publishes a notice that the job has an outcome, and writes the dead letter if `is_dead`. The result is
     /// [`Event::Announced`].
     Announce {
         /// Outcome of the job.
@@ -41,7 +41,7 @@ pub enum Action {
         /// True if the job needs a dead letter.
         is_dead: bool,
     },
-    /// Acknowledges the message and waits for the confirmation. Answered by [`Event::Acknowledged`].
+    /// Acknowledges the message and waits for the confirmation. The result is [`Event::Acknowledged`].
     Acknowledge,
 }
 
@@ -95,7 +95,7 @@ pub enum Event {
     Read(Result<Option<Stored>, ()>),
     /// The result of a write.
     Written(WriteResult),
-    /// The end of the attempt.
+    /// The attempt has ended.
     Ended(AttemptEnd),
     /// True if the notice was published and any dead letter was stored; false if the dead letter was not
     /// stored.

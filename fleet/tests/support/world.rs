@@ -44,7 +44,7 @@ const EVENTS_MAX: u64 = 2_000_000;
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
-/// Situations that must occur in a sufficient number of histories.
+/// Situations that the histories of a simulation must reach.
 const REQUIRED: [&str; 18] = [
     "agent killed",
     "agent frozen beyond host_lost_after",

@@ -118,8 +118,8 @@ impl FallbackState {
         (self.earlier.is_none() && answer.job.is_none() && is_early).then_some(self.cost)
     }
 
-    /// Records the outcome in the current bulkhead before the job is passed on to the fallback at `position`.
-    /// `outcome` creates this outcome.
+    /// Records the outcome of the current bulkhead before the job is passed on to the fallback at `position`.
+    /// `outcome` is called to create the recorded outcome.
     pub(super) fn pass_on(
         &mut self,
         position: usize,

@@ -424,7 +424,7 @@ pub(super) struct Links {
     unfinished_reads: Vec<LinkIndex>,
     /// Time at which the next paused link must be read.
     resume_at: Option<Time>,
-    /// Workers whose start could not be ordered. Reported to policy at the end of the iteration.
+    /// Workers for which no start order could be sent. Reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
     /// Results for silent workers that needed no check. Reported to policy at the end of the iteration.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
@@ -566,7 +566,8 @@ impl Links {
         !self.failed_spawns.is_empty()
     }
 
-    /// Defers the result for a silent worker to the end of the iteration, because no check is needed.
+    /// Queues the starvation result of a silent worker that needs no check. The result is reported to policy
+    /// at the end of the iteration.
     pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.starvation_results.push((compartment, worker, true));
     }

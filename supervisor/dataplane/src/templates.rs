@@ -63,7 +63,7 @@ pub(super) struct TemplateOrder {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The template was ordered or is initialising.
+    /// The template is being started or initialised.
     Starting {
         until: Time,
     },

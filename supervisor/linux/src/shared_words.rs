@@ -1,4 +1,4 @@
-//! Numbers at the start of a memory file to which an untrusted process can also write.
+//! 64-bit numbers at the start of a memory file, which is shared with an untrusted process.
 
 use std::io;
 use std::os::fd::AsFd;

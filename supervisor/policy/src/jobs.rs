@@ -200,7 +200,7 @@ impl<T> Jobs<T> {
         index
     }
 
-    /// Returns the index of a job that has not been removed.
+    /// Returns the index of a job, or `None` if the job was removed.
     pub(crate) fn find(&self, id: JobId) -> Option<u32> {
         let index = (id.0 & ((1 << INDEX_BITS) - 1)) as u32;
         let job = self.table.get(index as usize)?.as_ref()?;

@@ -405,7 +405,7 @@ impl Class {
 /// slot per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
-    /// Round of the last turn.
+    /// Round in which the last job was served.
     now: u64,
     /// Tenants of each round, in the order of their turns. The number of slots is a power of two.
     slots: Vec<List>,
@@ -474,7 +474,7 @@ impl Rounds {
         slot
     }
 
-    /// Grows the ring if a turn is too far ahead. The number of growths is small; see [`COST_MAX`].
+    /// Grows the ring if a turn is too far ahead. This happens only a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");

@@ -40,7 +40,7 @@ pub(crate) struct Tenant {
     pub(crate) overrides: TenantOverrides,
     /// Index in the sorted list of labelled tenants, or the length of the list if the tenant is not in it.
     pub(crate) label: u32,
-    /// Number of submissions, whatever their outcome.
+    /// Number of submissions, regardless of their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
     /// Last time at which throttling of this tenant was reported.

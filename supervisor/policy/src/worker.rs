@@ -44,7 +44,7 @@ pub(crate) struct Worker {
     pub(crate) sent: u64,
     /// Number of the last job that the worker is known to have begun.
     pub(crate) last_begun: u64,
-    /// Number of the last job sent before all jobs were last recalled.
+    /// Number of the last job that had been sent at the latest recall of all jobs.
     pub(crate) recalled_up_to: u64,
     /// Time of the next check whether the worker is late to begin a job.
     pub(crate) next_begin_check: Option<Time>,
@@ -109,7 +109,7 @@ impl Default for Assignment {
 }
 
 impl Assignment {
-    /// Returns the assignment for a worker that alone fills a slot.
+    /// Returns the assignment of a worker that has the slot to itself.
     pub(crate) fn of_slot(slot: u32, is_spare_slot: bool) -> Self {
         if is_spare_slot { Self::Spare { slot } } else { Self::Active { slot, is_at_job_limit: false } }
     }

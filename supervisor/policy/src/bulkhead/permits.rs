@@ -1,4 +1,4 @@
-//! Choice of the worker for the next job.
+//! Chooses the worker for the next job.
 
 use super::Bulkhead;
 use crate::messages::WorkerId;

@@ -502,7 +502,8 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs with a permit back to the worker from which they were recalled along with other jobs.
+    /// Sends jobs with a permit to their previous workers again, after they were recalled together with other
+    /// jobs.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));

@@ -22,7 +22,7 @@ const REASONS: usize = RejectReason::ALL.len() + 1;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each field is the outcome of the same name")]
 pub struct Counters {
-    /// Number of submissions, whatever their outcome.
+    /// Number of submissions, regardless of their outcome.
     pub submitted: u64,
     pub ok: u64,
     pub failed: u64,

@@ -29,7 +29,7 @@ const ENTRIES_MAX: usize = 4096;
 /// finally made read-only.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
-/// Layout of the mounts, decided in advance.
+/// Layout of the mounts, decided before the fork.
 pub(crate) struct Covers {
     /// Folders that are covered.
     covers: Vec<CString>,
