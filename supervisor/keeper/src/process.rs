@@ -58,8 +58,8 @@ const PENDING_REPORTS_MAX: usize = 1024;
 /// accepts no further orders.
 const DEFERRED_FORKS_MAX: usize = 256;
 
-/// Maximum time for killing all processes before the keeper exits. After this time, the keeper exits without
-/// them.
+/// Maximum time for killing all processes before the keeper exits. After this time, the keeper exits even if
+/// some processes are left.
 const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum number of events handled per iteration of the loop. Further events are handled in the next

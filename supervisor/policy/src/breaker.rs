@@ -79,7 +79,7 @@ pub(crate) enum Admission {
     Closed,
     /// The job may pass as a probe.
     Probe,
-    /// The job is rejected because all probes are in progress. No retry time is known.
+    /// The job is rejected because all probes are in progress. It is unknown when the next job can pass.
     Probing,
     /// The job is rejected, as are all jobs within the next `retry_after`. Zero if the open time is over but
     /// no worker is ready for a probe.

@@ -22,8 +22,8 @@ use super::{
     LinkIndex, Presence,
 };
 
-/// Maximum number of compartments visited per iteration. With at most this number, all values of a snapshot
-/// are from the same moment.
+/// Maximum number of compartments visited per iteration. If a bulkhead has no more than these, all values of
+/// its snapshot are from the same moment.
 const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
 /// Maximum number of tenants in a snapshot.

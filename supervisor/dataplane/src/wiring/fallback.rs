@@ -12,7 +12,7 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming, JobData};
 
 impl DataPlane {
-    /// Passes a job on to the next fallback. Returns the answer for the client if there is no such fallback.
+    /// Passes a job on to the next fallback. If there is none, returns the outcome for the client.
     pub(crate) fn pass_to_fallback(
         &mut self,
         index: CompartmentIndex,

@@ -91,8 +91,8 @@ fn parse_status(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// Returns the first limit in `ordered` that the process does not have, by its name in `/proc/PID/limits`.
-/// Skips the resource `deferred`, whose limit is set later.
+/// Returns the name, as in `/proc/PID/limits`, of the first limit in `ordered` that the process does not
+/// have. Skips the resource `deferred`, whose limit is set later.
 pub(super) fn limit_mismatch(
     pid: u32,
     ordered: &[Rlimit],
@@ -105,7 +105,7 @@ pub(super) fn limit_mismatch(
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// Returns the first limit in `ordered` that is lower than the process's actual limit, by its name.
+/// Returns the name of the first limit in `ordered` that is lower than the process's actual limit.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
     let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {

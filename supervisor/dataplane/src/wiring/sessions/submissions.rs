@@ -1,4 +1,4 @@
-//! Jobs from clients: checks before a job reaches policy, and rejections.
+//! Checks clients' submissions before they reach policy, and sends rejections.
 
 use std::time::{Duration, SystemTime};
 
