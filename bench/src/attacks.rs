@@ -214,7 +214,7 @@ async fn scheduled(
     Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
 }
 
-/// A supervisor with honest bulkheads and the bulkheads of the scene.
+/// A supervisor with the bulkheads that the scene needs.
 struct Host {
     client: Client,
     _supervisor: Process,

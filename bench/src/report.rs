@@ -125,7 +125,7 @@ impl Report {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }
 
-    /// Returns true if a figure with this name or name prefix is requested.
+    /// Returns true if `--only` is not given, or if the name contains its value.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }

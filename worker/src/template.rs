@@ -178,7 +178,8 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`, which a dead worker has left behind.
+    /// Removes some entries of the first folder in `removals`. These folders belonged to workers that have
+    /// died.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();

@@ -48,7 +48,7 @@ pub(super) struct Bulkheads {
     needing_update: Vec<BulkheadIndex>,
     /// Sorted names of the tenants with separate metrics.
     labels: Arc<[String]>,
-    /// True if some jobs that went to a fallback have not been counted in an event.
+    /// True if jobs were sent to a fallback and no event has counted them yet.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }

@@ -68,7 +68,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes without a report since they were last counted in an event.
+    /// Number of crashes without a report that no event has counted yet.
     skipped: u64,
     reported_at: Option<Time>,
 }

@@ -119,7 +119,7 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if some jobs that went to a fallback have not been counted in an event.
+    /// Returns true if jobs were sent to a fallback and no event has counted them yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }

@@ -5,7 +5,7 @@ use bincode::{BorrowDecode, Encode};
 
 use super::LayerSupport;
 
-/// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
+/// Second argument of a keeper that is started with a guard. The third argument is [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 
 /// Fourth argument, which makes the guard report the layers that the machine supports.

@@ -17,7 +17,7 @@ const EXITING_MAX: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// No workers are needed. This is the state before [`crate::Event::Start`], after
-    /// [`crate::Event::ScaleToZero`], or after `idle` without a job.
+    /// [`crate::Event::ScaleToZero`], and when there was no job for the time [`crate::Limits::idle`].
     ScaledToZero,
     /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,

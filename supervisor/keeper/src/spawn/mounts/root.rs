@@ -440,7 +440,7 @@ pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Replaces the root with an empty file system, in which the system's root is a folder.
+/// Mounts an empty file system as the root. The previous root becomes the folder `old` in it.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
