@@ -153,7 +153,8 @@ async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// Client of the bare chain. Each request has a waiter, and pending requests are sent in one write.
+/// Client of the bare chain. Each request waits for its own reply, and pending requests are sent in one
+/// write.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 

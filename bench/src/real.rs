@@ -1,4 +1,5 @@
-//! The real chain: a supervisor with a configuration for the bench, and a worker built with the SDK.
+//! The real chain, which consists of a supervisor that is configured for the bench, and a worker built with
+//! the SDK.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! Measures the effect of large numbers: a job, an idle worker and a scrape with 1,000 bulkheads and 10,000
-//! tenants, and 100,000 waiting jobs from 1,000 clients.
+//! Measures the costs of a job, an idle worker and a scrape with 1,000 bulkheads and 10,000 tenants, and of
+//! 100,000 waiting jobs from 1,000 clients.
 
 use std::cell::Cell;
 use std::io::{Read, Write};

@@ -178,7 +178,7 @@ impl Handling {
         (own, Step::Do(Action::Read, Duration::ZERO))
     }
 
-    /// Returns true if the job is submitted or about to be submitted.
+    /// Returns true from the decision to submit the job until the attempt has ended.
     pub fn is_running(&self) -> bool {
         matches!(self.state, State::Running { .. })
     }

@@ -90,7 +90,7 @@ pub(super) struct BulkheadEntry {
     layout: Layout,
 }
 
-/// State of a bulkhead with respect to the configuration.
+/// Whether a bulkhead is still configured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
     /// The bulkhead is configured and accepts jobs.

@@ -159,7 +159,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
     }
 }
 
-/// Access to a value that must exist. Panics if the value was removed.
+/// Panics if the value of the index was removed.
 impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     type Output = T;
 

@@ -1,4 +1,4 @@
-//! Growth of small tables. Each bulkhead has several such tables, most of them have one entry, and there can
+//! Growth of small tables. Each bulkhead has several such tables, and most of them have one entry. There can
 //! be thousands of bulkheads.
 
 /// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library

@@ -266,7 +266,7 @@ struct Flow {
     turn: Turn,
 }
 
-/// Turn of a flow: the time at which its oldest job is served.
+/// Round in which a flow's oldest job is served.
 #[derive(Clone, Copy, Default)]
 enum Turn {
     /// The flow has no jobs.

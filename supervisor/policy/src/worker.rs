@@ -69,7 +69,7 @@ pub(crate) struct Worker {
     pub(crate) awaited_jobs: u32,
     /// Number of jobs in flight that have passed the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker is killed, unless the reason has disappeared by then.
+    /// Time at which the worker is killed, unless the reason no longer applies at that time.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     /// Number of jobs given to the worker.

@@ -1,4 +1,4 @@
-//! Connects replays with their compartments.
+//! Runs replays: creates the compartment of a replay, and performs its steps.
 
 use std::time::Duration;
 

@@ -50,7 +50,7 @@ pub(crate) enum Purpose {
 /// A path in a folder that the user cannot traverse, or the folder itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
-    /// The path as it was granted, or its real path.
+    /// The path that is hidden. Either the granted path, or the same path without symbolic links.
     pub(crate) place: PathBuf,
     /// The real path, without symbolic links.
     pub(crate) real: PathBuf,

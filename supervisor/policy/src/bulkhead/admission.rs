@@ -181,7 +181,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Charges the rate limit. If the job exceeds the limit, returns the time to wait and reports nothing.
+    /// Charges a job to the rate limit. If the job exceeds the limit, returns the time to wait. In contrast
+    /// to [`Self::charge`], does not report the excess.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
