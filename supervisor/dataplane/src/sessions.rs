@@ -69,7 +69,7 @@ pub(super) struct Session {
     pub(super) unread: ReceiverLoans,
     /// Compartments and ids of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory of the frame that is being received, at the last count.
+    /// Memory of the frame that is being received, as it was last counted.
     pub(super) counted_frame: Counted,
     epoch: u64,
     /// State of the connection in the fair queue.

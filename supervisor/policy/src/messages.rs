@@ -166,7 +166,7 @@ pub enum Event<T> {
     ExtendStart {
         /// Worker that requests more time.
         worker: WorkerId,
-        /// Requested time, counted from this event.
+        /// Requested time from this event until the new start deadline.
         more: Duration,
     },
     /// A worker reports the status of its initialisation. If the start fails, the failure message contains
