@@ -1,4 +1,5 @@
-//! Commands of the program. Every kind of failure has an exit code, the same as those of the `bulkhead` command.
+//! Commands of the `bulkhead-fleet` program. Each kind of failure has the same exit code as in the `bulkhead`
+//! command.
 
 mod agent;
 mod args;

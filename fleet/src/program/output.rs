@@ -22,11 +22,11 @@ pub(crate) mod exit {
     pub(crate) const CANCELLED: u8 = 130;
 }
 
-/// The reason for an early end of the program.
+/// The reason why the program exits early.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// `None` if the reader of the output has gone.
+    /// `None` if the reader of the output has closed the pipe.
     message: Option<String>,
 }
 
@@ -55,7 +55,7 @@ impl Failure {
     }
 }
 
-/// Writes bytes to standard output. A reader that has gone ends the program silently.
+/// Writes bytes to standard output. Exits silently if the reader has closed the pipe.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     if bytes.is_empty() {
         return Ok(());
@@ -85,7 +85,7 @@ pub(crate) fn to_stderr(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Writes a payload to a file, or to standard output for `-` and without a file.
+/// Writes a payload to `file`. Writes to standard output if `file` is `-` or `None`.
 pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> {
     match file.filter(|file| *file != Path::new("-")) {
         Some(file) => std::fs::write(file, bytes).map_err(|error| {
@@ -95,7 +95,7 @@ pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> 
     }
 }
 
-/// Describes the end of a job in one line.
+/// Returns a one-line description of a job's result.
 pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     let text = match result {
         Ok(reply) => {
@@ -106,7 +106,7 @@ pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     format!("{}, id {}", escape(&text).replace('\n', "\\n"), escape(id))
 }
 
-/// Formats the end of a job as a flat object, with the fields of `bulkhead submit --json` and the id.
+/// Returns a job's result as a flat JSON object, with the id and the fields of `bulkhead submit --json`.
 pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, FleetError>) -> Value {
     let document = match result {
         Ok(reply) => {
@@ -144,7 +144,7 @@ fn without_outcome(bulkhead: &str, outcome: &'static str, message: &str, execute
     }
 }
 
-/// Returns the exit code of a job's end.
+/// Returns the exit code for a job's result.
 pub(crate) fn code(result: &Result<Reply, FleetError>) -> u8 {
     result.as_ref().map_or_else(FleetError::exit_code, |_| exit::OK)
 }

@@ -1,5 +1,5 @@
-//! Converts the operator events of policy to events of the admin API. No text is formatted here. An event is
-//! a value, which another thread renders.
+//! Converts the operator events of policy to events of the admin API. Events are values; another thread
+//! formats them as text.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
 use bulkhead_policy::{BreakerState, Death, JobOutcome, KillReason, OperatorEvent, Transition};
@@ -7,7 +7,7 @@ use bulkhead_shared::Verdict;
 
 use super::JobData;
 
-/// Returns the event about the end of a job if the job crashed or exceeded its deadline while running.
+/// Returns the event for a job that crashed or exceeded its deadline while running.
 pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<EventKind> {
     let JobOutcome { job, record, verdict, .. } = answer;
     if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -49,13 +49,12 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
-        // In all these cases, the process was killed.
+        // In these cases, the process was killed.
         Death::Violation(_) | Death::Oom | Death::TmpFull => (None, Some("SIGKILL".into())),
     }
 }
 
-/// Converts an operator event of policy. `job_names` contains the operation and the tenant of the job to
-/// which the event refers.
+/// Converts an operator event of policy. `job_names` contains the operation and tenant of the event's job.
 pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();

@@ -1,7 +1,6 @@
 //! Kernel interfaces that several crates need: process trees, socket peers, waits, names and numbers.
 //!
-//! This crate knows nothing of workers or jobs, holds no state except in values owned by callers, and makes no
-//! decisions.
+//! This crate knows nothing of workers or jobs, keeps no global state, and makes no decisions.
 //!
 //! - [`process_tree`]: finds and kills the descendants of this process.
 //! - [`peer`]: identifies the process at the other end of a socket.

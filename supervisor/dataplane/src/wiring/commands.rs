@@ -1,4 +1,4 @@
-//! Applies the commands of operators to bulkheads and compartments.
+//! Applies operators' commands to bulkheads and compartments.
 
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, EventKind, Rate, Severity, Snapshot, TenantChange, TenantRate,
@@ -138,7 +138,7 @@ impl DataPlane {
 
     // The supervisor.
 
-    /// Reports the measured memory of a worker to policy.
+    /// Reports a worker's measured memory to policy.
     pub(crate) fn report_worker_memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
         let Some(bulkhead) = self.bulkheads.find(name) else { return };
         for compartment in self.bulkheads[bulkhead].compartments() {
@@ -151,7 +151,7 @@ impl DataPlane {
         }
     }
 
-    /// Stops all bulkheads. The first call allows jobs in flight to continue for `drain_timeout`. The second
+    /// Stops all bulkheads. After the first call, jobs in flight can continue for `drain_timeout`. The second
     /// call stops them at once.
     pub(crate) fn stop(&mut self) {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };

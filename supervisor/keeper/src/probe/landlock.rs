@@ -1,4 +1,4 @@
-//! Tries each kind of Landlock rule. A child applies a rule to itself, and then attempts something that the
+//! Tries each kind of Landlock rule. A child applies a rule to itself, and then attempts an action that the
 //! rule forbids.
 
 use std::os::fd::AsFd;
@@ -20,8 +20,7 @@ struct Feature {
     since: u32,
     what_to_do: &'static str,
     handled: HandledAccess,
-    /// Action that the kernel must refuse with the error `refusal` under the rule. The action succeeds in a
-    /// process without rules.
+    /// Action that must fail with the error `refusal` under the rule. Without rules, the action succeeds.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
@@ -123,7 +122,7 @@ fn signal_parent() -> Result<(), Errno> {
     rustix::process::test_kill_process(parent)
 }
 
-/// Used in place of a forbidden action that cannot be tried without doing damage.
+/// Replaces a forbidden action that cannot be tried without doing damage.
 fn untestable() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

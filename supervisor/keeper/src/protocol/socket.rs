@@ -25,8 +25,8 @@ const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // Orders are large. Reports are small, so the default buffer is enough for the other direction. The
-    // kernel caps the size at its own maximum, whose default is large enough.
+    // Only one direction carries large messages. For reports, the default buffer is large enough. The kernel
+    // caps the size at its own maximum, whose default is large enough.
     rustix::net::sockopt::set_socket_send_buffer_size(&here, SOCKET_BUFFER_BYTES)?;
     Ok((here, there))
 }
@@ -51,11 +51,11 @@ impl Outbox {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
-                // A user without privileges can have only a limited number of descriptors in flight. The peer
-                // must first receive the descriptors that were sent before.
+                // An unprivileged user can have only a limited number of descriptors in flight. The peer must
+                // first receive earlier descriptors.
                 Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
                 Err(Errno::INTR) => {}
-                // The peer has closed its end while messages were still unread.
+                // The peer closed its end without reading all messages.
                 Err(Errno::CONNRESET) => return Err(Errno::PIPE.into()),
                 Err(error) => return Err(error.into()),
             }
@@ -96,7 +96,7 @@ pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Receiv
             Ok(received) => break received,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(Received::Nothing),
-            // The peer has closed its end while messages were still unread.
+            // The peer closed its end without reading all messages.
             Err(Errno::CONNRESET) => return Ok(Received::Closed),
             Err(error) => return Err(error.into()),
         }
