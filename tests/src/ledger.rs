@@ -187,9 +187,11 @@ fn judge(
     findings
 }
 
+/// Lets all users write to the folder. It is not sticky, because with `fs.protected_regular` a user may not open
+/// another user's file in a sticky folder for creation.
 fn open_to_all(folder: &Path) {
     use std::os::unix::fs::PermissionsExt;
-    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o1777)).expect("our own folder");
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o777)).expect("our own folder");
 }
 
 fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
