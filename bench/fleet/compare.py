@@ -2,7 +2,7 @@
 
     python bench/fleet/compare.py [--nats-server PATH] [--redis-server PATH] [--programs FOLDER] [SYSTEM...]
 
-Needs the Python packages ``nats-py``, ``celery[redis]`` and ``bulkhead-py``, and the programs of ``cargo build
+Needs the Python packages ``nats-py`` and ``celery[redis]``, and the programs of ``cargo build
 --profile dist --workspace``. All systems run the same work in the same run: each of two hosts runs four jobs at once.
 Prints the latency of a job alone, the jobs per second with 128 open jobs, and what became of 1,000 jobs of 50 ms while
 a worker is killed each second and a whole host every four seconds.
@@ -30,6 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(ROOT / "python" / "src")]
 HOSTS = 2
 #: Jobs that a host runs at once.
 PROCESSES = 4
@@ -135,6 +136,10 @@ class System:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
+    def report(self) -> None:
+        """Prints the last lines of the log."""
+        print((self.folder / "log").read_text()[-4000:], file=sys.stderr)
+
     async def stop(self) -> None:
         await self.close()
         for host in range(HOSTS):
@@ -221,7 +226,7 @@ class Fleet(System):
                 await submitted.result()
                 return "ok"
             except JobError as error:
-                return f"{error.outcome.outcome}/{error.outcome.reason}"
+                return str(error)
 
         return outcome()
 
@@ -303,7 +308,6 @@ class Celery(System):
         self.variables = {"CELERY_BROKER": f"redis://127.0.0.1:{port}/0", "CELERY_LATE": self.late}
         os.environ.update(self.variables)
         sys.modules.pop("tasks", None)
-        sys.path.insert(0, str(HERE))
         import tasks
 
         self.task = tasks.celery_work
@@ -367,12 +371,18 @@ SYSTEMS: dict[str, type[System]] = {
 }
 
 
+async def served(outcome: Awaitable[str]) -> None:
+    """Waits for a job that must end well, since a figure that includes a failure is worthless."""
+    if (told := await outcome) != "ok":
+        raise SystemExit(f"a job ended as {told}")
+
+
 async def measure_alone(system: System, numbers: Iterator[int]) -> list[float]:
     """Returns the times in ms from submission to outcome, of jobs one after another."""
     times = []
     for number in (next(numbers) for _ in range(ALONE)):
         began = time.perf_counter()
-        await (await system.submit(number, 0, True))
+        await served(await system.submit(number, 0, True))
         times.append((time.perf_counter() - began) * 1000)
     return sorted(times)
 
@@ -383,7 +393,7 @@ async def measure_rate(system: System, numbers: Iterator[int], jobs: int) -> flo
 
     async def submitter() -> None:
         for _ in left:
-            await (await system.submit(next(numbers), 0, True))
+            await served(await system.submit(next(numbers), 0, True))
 
     began = time.perf_counter()
     await asyncio.gather(*(submitter() for _ in range(OPEN)))
@@ -446,6 +456,10 @@ async def run(kind: type[System], arguments: argparse.Namespace) -> dict[str, st
         system = kind(arguments, Path(folder))
         try:
             await system.start()
+        except BaseException:
+            system.report()
+            raise
+        try:
             for host in range(HOSTS):
                 system.start_host(host)
             numbers = iter(range(1, 1 << 40))
@@ -462,7 +476,7 @@ async def run(kind: type[System], arguments: argparse.Namespace) -> dict[str, st
                 name: str(count) for name, count in (await survive(system, numbers, arguments.jobs)).items()
             }
         except BaseException:
-            print((Path(folder) / "log").read_text()[-4000:], file=sys.stderr)
+            system.report()
             raise
         finally:
             await system.stop()

@@ -28,9 +28,9 @@ def _append(path: str, number: str) -> None:
     os.close(file)
 
 
-def bulkhead_handler(job, context) -> bytes:
+def bulkhead_handler(payload, context) -> bytes:
     """Handler of the Bulkhead worker."""
-    return work(bytes(job.payload).decode()).encode()
+    return work(bytes(payload).decode()).encode()
 
 
 async def consume(servers: list[str]) -> None:
