@@ -87,8 +87,9 @@ impl Checker<'_> {
         self.check_unique(label, &given.value);
         let mut paths = Vec::new();
         for text in &given.value {
-            let path = programs::resolve(self.folder, &text.value);
-            self.ok_or_report(&text.span, programs::present(label, &path, self.folder));
+            let folder = self.folder(&text.span);
+            let path = programs::resolve(folder, &text.value);
+            self.ok_or_report(&text.span, programs::present(label, &path, folder));
             paths.push(path);
         }
         paths
