@@ -11,6 +11,7 @@ pub use bulkhead_config as config;
 pub use bulkhead_control::observe;
 pub use bulkhead_keeper as keeper;
 
+mod activation;
 pub mod args;
 pub mod check;
 pub mod doctor;

@@ -1,7 +1,7 @@
 //! Reads and validates the configuration file. Returns plain values, or all errors at once. Defines the
 //! meaning and the default of each key. This crate only reads: it starts no process and changes no file.
 //!
-//! Data flow: `sources` reads the files. `reader` and `values` read each key as its row in `keys` declares, and `file` holds the values
+//! Data flow: `loading` reads the files into `sources`. `reader` and `values` read each key as its row in `keys` declares, and `file` holds the values
 //! with their positions. `relations` then checks rules that span several keys, and `programs` checks files on
 //! disk. The result is a [`Config`], or the problems that `diagnostics` has collected as [`ConfigErrors`].
 
@@ -14,6 +14,7 @@ mod ids;
 mod json_schema;
 mod key;
 mod keys;
+mod loading;
 mod programs;
 mod reader;
 mod relations;
@@ -77,7 +78,7 @@ pub use units::{format_duration, format_size};
 /// assert!(errors.to_string().contains("/nonexistent/workers.toml"));
 /// ```
 pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
-    let (sources, problems) = Sources::read(path)?;
+    let (sources, problems) = loading::read(path)?;
     check(sources, problems, &ProcessEnv::of_process())
 }
 
@@ -88,7 +89,7 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
 ///
 /// Returns all problems of the files, or the reasons why files cannot be read.
 pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
-    let (sources, problems) = Sources::read(path)?;
+    let (sources, problems) = loading::read(path)?;
     check(sources, problems, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
@@ -193,15 +194,16 @@ impl ProcessEnv {
 }
 
 fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
-    check(Sources::new(path, text)?, Problems::default(), process_env)
+    check(loading::from_text(path, text)?, Problems::default(), process_env)
 }
 
 /// Checks the files of a configuration. `problems` are those that were found while the files were read.
 fn check(sources: Sources, mut problems: Problems, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
-    let document = sources.parse(&mut problems);
+    let documents = loading::parse(&sources, &mut problems);
     if !problems.is_empty() {
         return Err(problems.into_errors(sources));
     }
+    let document = loading::merge(&sources, documents, &mut problems);
     let raw = file::read(&document, &mut problems);
     let mut checker = relations::Checker { sources: &sources, process_env, problems: &mut problems };
     let config = checker.check(raw);

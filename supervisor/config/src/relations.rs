@@ -22,7 +22,7 @@ use super::keys::lifecycle::RestartKeys;
 use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given, PresentKey};
 use super::resolved::{Resolved, report_position, report_position_of};
-use super::sources::Sources;
+use super::sources::{Source, Sources};
 use super::table::ByRows as _;
 use super::values::ValueError;
 use super::{
@@ -58,7 +58,8 @@ impl<'c> Checker<'c> {
         }
         let bulkheads =
             raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw)).collect();
-        let (path, fragments) = (self.sources.main().absolute(), self.sources.fragment_paths());
+        let path = self.sources.main().absolute();
+        let fragments = self.sources.fragments().iter().map(Source::absolute).collect();
         Config { path, fragments, supervisor, access, bulkheads }
     }
 
