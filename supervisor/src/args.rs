@@ -65,6 +65,12 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Write man pages of the supervisor, the host program and the configuration file
+    Man {
+        /// Target directory; created if missing
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+    },
 }
 
 /// Whether the log includes the output of workers.

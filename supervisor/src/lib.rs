@@ -18,6 +18,7 @@ pub mod doctor;
 mod embedded;
 mod inherited;
 pub mod own_folder;
+pub mod pages;
 pub mod supervisor;
 
 pub use embedded::{Builder, KeeperProgram, LocalSupervisor, StartError, Supervisor, keeper_main_if_asked};

@@ -10,7 +10,7 @@ use bulkhead_linux::{signals, standard_output};
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::own_folder::OwnFolder;
-use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
+use bulkhead_supervisor::{check, config, doctor, keeper, pages, supervisor};
 use clap::Parser;
 
 /// Exit code if the supervisor could not be started, or ended with an error.
@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         Some(Command::Doctor { json }) => {
             exit_code_after_write(standard_output::get().and_then(|mut out| doctor::run(*json, &mut out)))
         }
+        Some(Command::Man { folder }) => write_pages(folder),
         None if args.schema => print(&format!("{:#}\n", config::json_schema())),
         None => match config_path(&args) {
             Ok(config) => run(&args, &config),
@@ -60,6 +61,17 @@ fn config_path(args: &Args) -> Result<PathBuf, String> {
             path.display()
         )),
         _ => Ok(path),
+    }
+}
+
+/// Writes man pages, and prints their paths.
+fn write_pages(folder: &Path) -> ExitCode {
+    match pages::write(folder) {
+        Ok(files) => print(&files.iter().map(|file| format!("{}\n", file.display())).collect::<String>()),
+        Err(error) => {
+            let problem = format!("failed to write man pages to {}: {error}", folder.display());
+            fail_with(OUTPUT_FAILED, &problem)
+        }
     }
 }
 

@@ -183,7 +183,7 @@ fn passed_sockets_with_wrong_names_are_errors() {
         ),
         ("http:jobs", "`http` must be a TCP socket"),
         ("jobs:jobs_http", "the configuration has no `jobs_http`"),
-        ("admin:http", "with another path"),
+        ("admin:http", "already listens on this socket"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let units = SocketUnits::listen(folder.path());

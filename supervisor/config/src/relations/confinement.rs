@@ -20,8 +20,8 @@ impl Checker<'_> {
         let sandbox = SandboxConfig {
             profile: profile.value,
             network: raw.network.value(),
-            read: self.paths("sandbox.read", &raw.read),
-            write: self.paths("sandbox.write", &raw.write),
+            read: self.paths("sandbox.read", &raw.read, programs::present),
+            write: self.paths("sandbox.write", &raw.write, programs::writable),
             tmp_bytes: raw.tmp.value(),
             user: self.user(&raw.user),
             allow: self.system_calls("sandbox.syscalls.allow", &raw.syscalls.allow),
@@ -82,14 +82,19 @@ impl Checker<'_> {
         );
     }
 
-    fn paths(&mut self, label: &str, field: &Field<Arguments>) -> Vec<PathBuf> {
+    fn paths(
+        &mut self,
+        label: &str,
+        field: &Field<Arguments>,
+        check: impl Fn(&str, &Path, &Path) -> Result<(), ValueError>,
+    ) -> Vec<PathBuf> {
         let Some(given) = field.given() else { return Vec::new() };
         self.check_unique(label, &given.value);
         let mut paths = Vec::new();
         for text in &given.value {
             let folder = self.folder(&text.span);
             let path = programs::resolve(folder, &text.value);
-            self.ok_or_report(&text.span, programs::present(label, &path, folder));
+            self.ok_or_report(&text.span, check(label, &path, folder));
             paths.push(path);
         }
         paths
