@@ -153,7 +153,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
     }
 }
 
-fn merge_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>, problems: &mut Problems) {
+fn add_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>, problems: &mut Problems) {
     for (name, bulkhead) in more {
         let Some((first, _)) = all.get_key_value(name.get_ref().as_ref()) else {
             all.insert(name, bulkhead);

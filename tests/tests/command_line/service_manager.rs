@@ -194,3 +194,44 @@ fn passed_sockets_with_wrong_names_are_errors() {
         assert!(supervisor.socket().exists(), "the socket belongs to the service manager");
     }
 }
+
+/// Checks the configuration of the package. Its example must work without any file of the user.
+#[test]
+fn configuration_of_package_serves_jobs() {
+    let packaged = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/debian/workers.toml");
+    let text = std::fs::read_to_string(packaged).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let crashes = folder.path().join("crashes");
+    let text = text.replace("/var/lib/bulkhead/crashes", crashes.to_str().unwrap());
+    let text = text.replace("[supervisor]\n", "[supervisor]\nsocket = \"jobs.sock\"\n");
+    std::fs::write(folder.path().join("workers.toml"), text).unwrap();
+    let log = std::fs::File::create(folder.path().join("log")).unwrap();
+    let mut command = Command::new(programs().join("bulkhead-supervisor"));
+    command.env("BULKHEAD_CONFIG", folder.path().join("workers.toml")).stdin(Stdio::null()).stderr(log);
+    let supervisor = Supervisor { child: command.spawn().unwrap(), folder }.until_ready();
+    let client = Client::connect(supervisor.socket()).unwrap();
+    assert_eq!(client.job("upper", "hi\n").send().unwrap().payload(), b"HI\n");
+}
+
+#[test]
+fn every_program_writes_man_pages() {
+    let folder = tempfile::tempdir().unwrap();
+    for (program, pages) in [
+        ("bulkhead-supervisor", &["bulkhead-supervisor.8", "bulkhead-worker.8", "workers.toml.5"][..]),
+        ("bulkhead-fleet", &["bulkhead-fleet.8", "bulkhead-fleet-agent.8", "bulkhead-fleet-dead-list.8"]),
+    ] {
+        let man = |folder: &Path| {
+            let mut command = Command::new(programs().join(program));
+            command.arg("man").arg(folder).stdin(Stdio::null()).output().unwrap()
+        };
+        let output = man(&folder.path().join("new/pages"));
+        assert!(output.status.success(), "{output:?}");
+        let listed = String::from_utf8(output.stdout).unwrap();
+        for page in pages {
+            let text = std::fs::read_to_string(folder.path().join("new/pages").join(page)).unwrap();
+            assert!(text.contains(".TH") && listed.lines().any(|line| line.ends_with(page)), "{page}");
+        }
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        assert_eq!(man(&folder.path().join("file")).status.code(), Some(74));
+    }
+}

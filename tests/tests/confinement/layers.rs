@@ -344,6 +344,26 @@ fn doctor_names_filter_that_refuses_landlock() {
     }
 }
 
+/// The filter for containers allows everything that both profiles need, so that no layer is missing under the filter.
+#[test]
+fn workers_start_under_filter_for_containers() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let file = concat!("@", env!("CARGO_MANIFEST_DIR"), "/../deploy/seccomp.json");
+    for user in [None, Some(NOBODY)].into_iter().take(1 + usize::from(is_root())) {
+        for sandbox in [DEFAULT, STRICT] {
+            let bulkheads = bulkhead("x", WORKER, sandbox);
+            let start = |filter: &'static [&'static str]| {
+                let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
+                let told = only(&place, "x");
+                (told.missing, told.namespaces, told.landlock, told.is_filtered)
+            };
+            assert_eq!(start(&[file]), start(&[]), "{sandbox} as {user:?}");
+        }
+    }
+}
+
 /// Root can create the other namespaces and drop privileges without a user namespace.
 #[test]
 fn root_confines_workers_without_user_namespace() {

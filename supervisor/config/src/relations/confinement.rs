@@ -1,7 +1,7 @@
 //! Checks of keys for confinement: keys that have no effect with the configured profile, and names that do
 //! not exist.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::Checker;
 use bulkhead_shared::Vocabulary as _;
@@ -11,6 +11,7 @@ use crate::keys::confinement::SandboxKeys;
 use crate::reader::{Arguments, Field, Origin};
 use crate::resolved::Resolved;
 use crate::system_calls::{NEEDED, is_system_call};
+use crate::values::ValueError;
 use crate::{Layer, Profile, SandboxConfig, SandboxUser};
 use crate::{identities, programs};
 
