@@ -45,7 +45,7 @@ impl ActivatedSockets {
             }
         };
         if is_second {
-            Err(format!("there are two sockets `{name}`: use one socket unit for each"))
+            Err(format!("there are two sockets `{name}`: give each socket unit another FileDescriptorName="))
         } else {
             Ok(())
         }

@@ -9,7 +9,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(name = "bulkhead-supervisor", version)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
-    /// Configuration file, which defines the bulkheads and their limits. Files in the folder conf.d beside it
+    /// Configuration file, which defines the bulkheads and their limits. Files in the folder conf.d next to it
     /// add bulkheads [default: $BULKHEAD_CONFIG, else /etc/bulkhead/workers.toml for root, else
     /// ~/.config/bulkhead/workers.toml]
     #[arg(long, value_name = "FILE")]

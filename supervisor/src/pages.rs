@@ -54,7 +54,9 @@ fn section(page: &mut Roff, heading: &str, paragraphs: &[&str]) {
 /// Adds a section of lines that are shown as they are.
 fn example(page: &mut Roff, heading: &str, lines: &str) {
     page.control("SH", [heading]).control("nf", []);
-    lines.lines().for_each(|line| drop(page.text([roman(line)])));
+    for line in lines.lines() {
+        page.text([roman(line)]);
+    }
     page.control("fi", []);
 }
 
@@ -66,7 +68,8 @@ fn worker_page() -> Roff {
         &[
             "The supervisor starts this program for each worker of a bulkhead with `exec` or `library`. With `exec`, it \
              starts a program for each job. With `library`, it loads a C library and calls a function for each job.",
-            "Do not start this program yourself. The supervisor looks it up in its own folder, and then in PATH.",
+            "Users need not start this program. The supervisor looks for the program in the supervisor's own folder, and then in \
+             PATH.",
         ],
     );
     section(
@@ -107,7 +110,7 @@ fn configuration_page() -> Roff {
             "`/etc/bulkhead/workers.toml`: the configuration file of root. Another user has \
              `~/.config/bulkhead/workers.toml`. The option `--config` and the variable `BULKHEAD_CONFIG` name another \
              file.",
-            "`conf.d/*.toml`, beside the configuration file: further files with [bulkhead.NAME] and [[access]], in the \
+            "`conf.d/*.toml`, next to the configuration file: further files with [bulkhead.NAME] and [[access]], in the \
              order of their names. Only root and the supervisor's user may be able to change them.",
         ],
     );

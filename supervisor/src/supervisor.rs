@@ -218,7 +218,7 @@ impl Ready {
     }
 }
 
-/// Creates the listening sockets of a standalone supervisor, except those that the service manager passes.
+/// Creates the listening sockets of a standalone supervisor, except sockets that the service manager passes.
 fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Result<Listeners, RunError> {
     let inherited = InheritedSockets {
         admin: activated.admin.is_some(),

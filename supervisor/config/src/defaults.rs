@@ -51,7 +51,7 @@ pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
 pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
 /// Default path of another user's configuration file, in the user's configuration folder.
 pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
-/// Name of the folder beside the configuration file whose files add bulkheads and access rules.
+/// Name of the folder, next to the configuration file, whose files add bulkheads and access rules.
 pub const FRAGMENTS_FOLDER: &str = "conf.d";
 /// Maximum number of configuration files in that folder.
 pub const FRAGMENTS_MAX: usize = 256;

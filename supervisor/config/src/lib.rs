@@ -62,7 +62,7 @@ pub use summary::WorkerIds;
 pub use token::Token;
 pub use units::{format_duration, format_size};
 
-/// Reads and validates a configuration file, together with the files in the folder `conf.d` beside it.
+/// Reads and validates a configuration file, together with the files in the folder `conf.d` next to this file.
 ///
 /// Files in `conf.d` whose name ends in `.toml` add bulkheads and access rules, in the order of their names.
 /// Other users than root and the supervisor's user must not be able to change them. Also checks that the
@@ -197,7 +197,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     check(loading::from_text(path, text)?, Problems::default(), process_env)
 }
 
-/// Checks the files of a configuration. `problems` are those that were found while the files were read.
+/// Checks the files of a configuration. `problems` contains the problems that were found while the files were read.
 fn check(sources: Sources, mut problems: Problems, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
     let documents = loading::parse(&sources, &mut problems);
     if !problems.is_empty() {

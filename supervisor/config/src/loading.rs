@@ -1,6 +1,6 @@
-//! Reads and parses the files of a configuration: the main file, and the files in the folder `conf.d` beside
-//! it. Merges their tables into one document. This module does not interpret keys, except that it knows the
-//! tables that a file in `conf.d` can have.
+//! Reads and parses the main file and the files in the folder `conf.d`, and merges the tables of all files into
+//! one document. This module does not interpret keys. It only knows the names of the tables that a file in
+//! `conf.d` can have.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};
@@ -73,7 +73,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
         Err(error) => {
             let start = sources.add_fragment(&folder, None);
             let (message, _) = unreadable(&folder, &error);
-            let help = "make it a folder that this user can read, or remove it";
+            let help = "make the path a folder that this user can read, or remove the path";
             return problems.report(start..start, message, help);
         }
     };
@@ -85,7 +85,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
             shown(&folder.to_string_lossy()),
             defaults::FRAGMENTS_MAX
         );
-        return problems.report(start..start, message, "write several bulkheads into one file");
+        return problems.report(start..start, message, "write several bulkheads into a single file");
     }
     for path in names {
         let read = open(&path).map_err(|error| unreadable(&path, &error)).and_then(|file| {
@@ -163,13 +163,13 @@ fn add_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>
         problems.report(
             name.span(),
             format!("bulkhead `{}` is already defined in {place}", shown(name.get_ref())),
-            "rename or remove one of the two bulkheads",
+            "rename a bulkhead, or remove a section",
         );
     }
 }
 
-/// Reports a key of a file in `conf.d` that cannot be merged with the same key of another file, because a value
-/// has the wrong type. A wrong type in the other file is reported when the document is read.
+/// Reports a key of a file in `conf.d` that has the wrong type, so that it cannot be merged with the same key of
+/// another file. A wrong type in the other file is reported when the document is read.
 fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, problems: &mut Problems) {
     let found = values::type_name(value);
     match (name, value) {
@@ -268,8 +268,8 @@ fn open(path: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, what))
 }
 
-/// Checks that only root and the supervisor's user can change a file in `conf.d`, because a bulkhead of the
-/// file runs with the rights that the file gives it.
+/// Checks that only root and the supervisor's user can change a file in `conf.d`. Otherwise, another user could
+/// start any program as a worker.
 fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     let found = file.metadata().map_err(|error| unreadable(path, &error))?;
     let Some(who) = who_can_change(&found) else { return Ok(()) };
@@ -283,14 +283,14 @@ fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let (mode, uid, gid) = (found.mode() & 0o7777, found.uid(), found.gid());
     if ![0, own_user].contains(&uid) {
-        return Some(format!("it belongs to the user {uid}, who can change it"));
+        return Some(format!("the user {uid} owns the file"));
     }
     if mode & OTHERS_WRITE != 0 {
-        return Some(format!("it has the mode {mode:04o}, so every user can change it"));
+        return Some(format!("every user can change the file (mode {mode:04o})"));
     }
     let is_group_foreign = ![0, own_group].contains(&gid);
     (mode & GROUP_WRITE != 0 && is_group_foreign)
-        .then(|| format!("it has the mode {mode:04o}, so the group {gid} can change it"))
+        .then(|| format!("the group {gid} can change the file (mode {mode:04o})"))
 }
 
 /// A text that is not UTF-8.

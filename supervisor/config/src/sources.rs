@@ -1,4 +1,4 @@
-//! The texts of all files of a configuration: the main file, and the files in the folder `conf.d` beside it.
+//! The texts of all files of a configuration: the main file, and the files in the folder `conf.d`.
 //!
 //! A position is an offset into the texts of all files, one after the other. So a position also identifies the
 //! file, and modules that report problems need not know that there are several files.
@@ -10,7 +10,7 @@ use super::defaults;
 /// A file of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Source {
-    /// Path for messages. The path of the main file is the one that the caller passed.
+    /// Path for messages. For the main file, this is the path that the caller passed.
     pub(super) path: PathBuf,
     /// Absolute path of the folder, at which relative paths in the file start.
     pub(super) folder: PathBuf,

@@ -2,8 +2,7 @@
 //! simulates a kernel without these system calls, or the sandbox of a container or of another supervisor.
 //!
 //! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect. With `@FILE` as the
-//! only rule, the filter allows the calls that a seccomp profile of a container engine allows, whatever their
-//! arguments, and makes all others fail.
+//! only rule, the filter applies a seccomp profile of a container engine, without the conditions on arguments.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};

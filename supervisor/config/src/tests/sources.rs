@@ -175,7 +175,7 @@ fn fragments_that_others_can_change_are_refused() {
         "{errors}"
     );
     let first = &errors.problems()[0];
-    assert!(first.message.contains("has the mode 0646, so every user can change it"), "{first:?}");
+    assert!(first.message.contains("every user can change the file (mode 0646)"), "{first:?}");
     assert!(first.help.as_deref().unwrap().contains("chmod go-w"), "{first:?}");
     fs::remove_file(file("3.toml")).unwrap();
     mode(&file("1.toml"), 0o644);
@@ -187,7 +187,7 @@ fn fragments_that_others_can_change_are_refused() {
         std::os::unix::fs::chown(file("2.toml"), Some(owner.unwrap_or(0)), group).unwrap();
         assert_eq!(load(&path).is_err(), refused, "{owner:?} {group:?}");
         if let Err(errors) = load(&path) {
-            let name = if owner.is_some() { "belongs to the user 9" } else { "so the group 9 can change it" };
+            let name = if owner.is_some() { "the user 9 owns the file" } else { "the group 9 can change the file" };
             assert!(errors.to_string().contains(name), "{errors}");
         }
     }

@@ -12,8 +12,8 @@ use super::Control;
 const INTERVAL_MIN: Duration = Duration::from_millis(1);
 
 /// Sends a message in every half of the service manager's time limit in which the data plane responds, until
-/// the control plane ends. Sends nothing without a time limit, and in an embedded supervisor, whose application
-/// has a watchdog of its own.
+/// the control plane ends. Sends nothing without a time limit, or in an embedded supervisor, because only the
+/// application knows whether it is healthy.
 pub(super) async fn watch(control: Arc<Control>) {
     let limit = sd_notify::watchdog_enabled().filter(|_| !control.is_embedded);
     let Some(limit) = limit else {
