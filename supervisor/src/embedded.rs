@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use bulkhead_client::{Client, Connector, blocking};
 use bulkhead_config::Config;
 use bulkhead_control::control::RunMode;
+use bulkhead_control::sockets::InheritedSockets;
 use bulkhead_dataplane::descriptors;
 use bulkhead_keeper::{KEEPER_ARGUMENT, Keeper};
 use bulkhead_linux::scheduler::set_time_slice;
@@ -208,7 +209,8 @@ impl Builder {
         let prerequisites =
             Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::embedded() };
         Ready::prepare(prerequisites, |_| {
-            Ok(Listeners { jobs: None, mode: RunMode::Embedded, http: None, jobs_http: None })
+            let inherited = InheritedSockets::default();
+            Ok(Listeners { jobs: None, mode: RunMode::Embedded, http: None, jobs_http: None, inherited })
         })
     }
 }

@@ -1,6 +1,7 @@
 //! Binds the listening sockets of the supervisor. When the file of a socket appears, it has the right mode
 //! and the socket is listening. The socket of a running supervisor is never replaced, but the socket of a
-//! dead supervisor is removed. A socket whose file was removed can be recreated.
+//! dead supervisor is removed. A socket whose file was removed can be recreated. A socket that the service
+//! manager has bound is used as it is.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -18,7 +19,8 @@ use bulkhead_plane::lock::{self, LockError};
 /// Maximum number of connections in the backlog. The kernel reduces the value to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
 
-/// A bound Unix socket. When it is dropped, the file is removed and the lock is released.
+/// A bound Unix socket. When it is dropped, the lock is released, and the file is removed unless it belongs to
+/// the service manager.
 #[derive(Debug)]
 pub struct BoundSocket {
     path: PathBuf,
@@ -28,6 +30,20 @@ pub struct BoundSocket {
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
+    /// True if the service manager has bound the socket.
+    is_inherited: bool,
+}
+
+/// Sockets that the service manager has bound. The service manager also listens on them, so this process must
+/// not shut them down.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InheritedSockets {
+    /// The admin socket.
+    pub admin: bool,
+    /// The TCP socket of `http`.
+    pub http: bool,
+    /// The TCP socket of `jobs_http`.
+    pub jobs_http: bool,
 }
 
 /// The jobs socket and the admin socket. They are shared, so that their files can be checked while other
@@ -57,7 +73,28 @@ impl BoundSocket {
         let lock = lock(path).map_err(fail)?;
         let (listener, identity) = listen_at(path, mode).map_err(fail)?;
         let listener = Some(listener);
-        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock })
+        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock, is_inherited: false })
+    }
+
+    /// Uses a socket that the service manager has bound at `path`. The service manager has chosen the mode of the
+    /// file, and keeps the file.
+    pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
+        let fail = |problem: String| BindError { path: path.to_owned(), problem };
+        let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;
+        let at = bound.as_pathname();
+        let identity =
+            at.and_then(|at| identity(at).ok()).filter(|found| identity(path).ok() == Some(*found));
+        let Some(identity) = identity else {
+            let at = at.map_or_else(|| "no path".to_owned(), |at| at.display().to_string());
+            return Err(fail(format!(
+                "the service manager passes a socket with another path ({at}); use the same path for ListenStream= in \
+                 the socket unit and in the configuration file"
+            )));
+        };
+        let lock = lock(path).map_err(fail)?;
+        set_refusal(&listener).map_err(fail)?;
+        let (path, listener) = (path.to_owned(), Some(listener));
+        Ok(Self { path, mode: 0, folder_mode: 0, identity, listener, lock, is_inherited: true })
     }
 
     /// Returns the path of the socket.
@@ -74,6 +111,11 @@ impl BoundSocket {
     /// replaces the previous one.
     pub fn recreate(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
+        if self.is_inherited {
+            return Err(fail(
+                "the file of the service manager's socket was removed; restart the socket unit".to_owned(),
+            ));
+        }
         create_folders(&self.path, self.folder_mode).map_err(fail)?;
         let own = self.lock.metadata().map(|found| (found.dev(), found.ino()));
         // If the lock file was removed as well, another supervisor may have created and locked a new one.
@@ -96,7 +138,7 @@ impl Drop for BoundSocket {
     fn drop(&mut self) {
         // The file is only removed if it belongs to this socket, because another supervisor may have bound a
         // socket at the path. An error is ignored, because the file may be missing.
-        if identity(&self.path).is_ok_and(|found| found == self.identity) {
+        if !self.is_inherited && identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -139,19 +181,24 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
         let _ = std::fs::remove_file(first);
     }
     let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
-    // Accepted connections inherit this option. On kernels without the option, the module `descriptors` of
-    // the data plane handles received descriptors.
-    if let Err(error) = refuse_descriptors(&listener)
-        && error != Errno::NOPROTOOPT
-    {
-        return Err(format!("the socket option that prevents received descriptors cannot be set: {error}"));
-    }
+    set_refusal(&listener)?;
     std::fs::set_permissions(first, Permissions::from_mode(mode))
         .map_err(|error| format!("the mode of the socket cannot be set: {error}"))?;
     if is_short {
         std::fs::rename(first, path).map_err(|error| format!("the socket cannot be renamed: {error}"))?;
     }
     Ok(listener)
+}
+
+/// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option,
+/// the module `descriptors` of the data plane handles received descriptors.
+fn set_refusal(listener: &UnixListener) -> Result<(), String> {
+    match refuse_descriptors(listener) {
+        Err(error) if error != Errno::NOPROTOOPT => {
+            Err(format!("the socket option that prevents received descriptors cannot be set: {error}"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Binds a socket to which no client can connect yet. On Linux, the file gets the mode that the socket has
@@ -298,6 +345,35 @@ mod tests {
         std::fs::remove_dir_all(folder.path().join("run")).unwrap();
         let _other = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
         assert!(!bound.exists() && bound.recreate().is_err());
+    }
+
+    /// Also checks that a second supervisor cannot use the socket, and that the file is not created again.
+    #[test]
+    fn inherited_socket_keeps_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let service_manager = UnixListener::bind(&path).unwrap();
+        let mut inherited = BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap();
+        let error =
+            BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("another supervisor"), "{error}");
+        UnixStream::connect(&path).unwrap();
+        assert!(inherited.take_listener().unwrap().accept().is_ok());
+        drop(inherited);
+        assert!(path.exists() && UnixStream::connect(&path).is_ok());
+
+        let mut inherited = BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(!inherited.exists());
+        let error = inherited.recreate().unwrap_err().to_string();
+        assert!(error.contains("restart the socket unit"), "{error}");
+        drop(inherited);
+        for other in ["other.sock", "jobs.sock"] {
+            let path = folder.path().join(other);
+            let error =
+                BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap_err().to_string();
+            assert!(error.contains("with another path"), "{error}");
+        }
     }
 
     #[test]

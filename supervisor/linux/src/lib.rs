@@ -6,7 +6,7 @@
 //! - [`peer`]: identifies the process at the other end of a socket.
 //! - [`descriptors`]: closes descriptors by number.
 //! - [`scm_rights`]: sockets that refuse passed descriptors.
-//! - [`listener`]: closes a TCP listener without connection resets.
+//! - [`listener`]: takes over listeners of a service manager, and closes TCP listeners without connection resets.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
 //! - [`folder`]: empties a folder with untrusted content.
 //! - [`liveness`]: a descriptor that reports the exit of another program.

@@ -834,6 +834,7 @@ fn invalid_command_line_exits_with_status_2() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let program = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        command.env("BULKHEAD_CONFIG", "/nonexistent/default.toml");
         command.args(arguments).stdin(Stdio::null()).output().unwrap()
     };
     let config = folder.path().join("workers.toml");
@@ -858,6 +859,36 @@ fn invalid_command_line_exits_with_status_2() {
     for arguments in ["--help", "--version"] {
         assert_eq!(program(&[arguments]).status.code(), Some(0));
     }
+    let said = program(&[]).stderr;
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("there is no configuration file /nonexistent/default.toml"), "{said}");
+}
+
+#[test]
+fn default_configuration_file_needs_no_option() {
+    let folder = configured(&format!("{SOCKETS}{ONE}"));
+    let check = |variables: &[(&str, &Path)]| {
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        for name in ["BULKHEAD_CONFIG", "XDG_CONFIG_HOME", "HOME"] {
+            command.env_remove(name);
+        }
+        command.envs(variables.iter().copied()).arg("--check").stdin(Stdio::null()).output().unwrap()
+    };
+    let file = folder.path().join("workers.toml");
+    let output = check(&[("BULKHEAD_CONFIG", &file)]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("[bulkhead.b]"), "{output:?}");
+    if rustix::process::geteuid().is_root() {
+        return eprintln!("NOT RUN: the default path of root is in /etc");
+    }
+    let home = folder.path().join("bulkhead");
+    std::fs::create_dir(&home).unwrap();
+    std::fs::rename(&file, home.join("workers.toml")).unwrap();
+    let output = check(&[("XDG_CONFIG_HOME", folder.path())]);
+    assert!(output.status.success(), "{output:?}");
+    let output = check(&[]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("neither XDG_CONFIG_HOME nor HOME is set"), "{said}");
 }
 
 // Signals and the log.

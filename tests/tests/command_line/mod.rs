@@ -3,5 +3,6 @@
 mod advise;
 mod commands;
 mod service;
+mod service_manager;
 mod submit_input;
 mod top;

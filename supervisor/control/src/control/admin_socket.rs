@@ -41,6 +41,9 @@ pub(super) async fn accept_all(
         report_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
     };
     control.until_shutdown(admin.run(&mut next, &dispatcher)).await;
+    if control.inherited.admin {
+        return; // The next process of the service manager accepts the connections in the backlog.
+    }
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
     if has_waiting(&admin.listener) {
         let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, admin.run(&mut next, &dispatcher)).await;

@@ -66,14 +66,14 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
         refusal: "too many connections to the admin API are open; try again later",
     };
     let waiting = WaitingConnections::new(dispatcher, rules, Arc::default());
-    accept_until_shutdown(control, listener, waiting).await;
+    accept_until_shutdown(control, (listener, control.inherited.http), waiting).await;
 }
 
 /// Accepts connections until the control plane ends. Connections are not checked, because each request must
-/// contain the token.
+/// contain the token. `is_inherited` is true if the listener belongs to the service manager.
 pub(super) async fn accept_until_shutdown(
     control: &Control,
-    listener: TcpListener,
+    (listener, is_inherited): (TcpListener, bool),
     mut waiting: WaitingConnections<TcpStream>,
 ) {
     let mut accept_next = async || {
@@ -82,6 +82,9 @@ pub(super) async fn accept_until_shutdown(
         }
     };
     control.until_shutdown(accept_next()).await;
+    if is_inherited {
+        return; // The next process of the service manager accepts the connections in the backlog.
+    }
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
     // If the kernel cannot stop new connections, a client that connects at the last moment is still reset.
     let _ = stop_new_connections(&listener);
