@@ -16,6 +16,8 @@ pub(crate) mod exit {
     pub(crate) const OK: u8 = 0;
     pub(crate) const FAILED: u8 = 1;
     pub(crate) const USAGE: u8 = 2;
+    /// The supervisor or bulkhead is not ready. The code is that of `systemctl is-active`.
+    pub(crate) const NOT_READY: u8 = 3;
     pub(crate) const INVALID: u8 = 65;
     pub(crate) const NOT_FOUND: u8 = 66;
     pub(crate) const UNREACHABLE: u8 = 69;
@@ -23,6 +25,8 @@ pub(crate) mod exit {
     pub(crate) const OUTPUT_FAILED: u8 = 74;
     pub(crate) const TRY_LATER: u8 = 75;
     pub(crate) const FORBIDDEN: u8 = 77;
+    /// A wait took too long. The code is that of `timeout(1)`.
+    pub(crate) const TIMED_OUT: u8 = 124;
     pub(crate) const CANCELLED: u8 = 130;
 }
 

@@ -12,6 +12,7 @@ mod tests;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use bulkhead_api::Text;
 use bulkhead_linux::peer::Peer;
 use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
 use bulkhead_policy::Time;
@@ -128,6 +129,17 @@ impl Client {
 }
 
 impl Session {
+    /// Returns a short name of the client, for lists of jobs.
+    pub(super) fn client_name(&self) -> Text {
+        match (self.peer, self.owner, &self.end) {
+            (_, _, ClientEndpoint::InProcess(_)) => "application".into(),
+            (Some(Peer { pid: Some(pid), .. }), ..) => format!("pid:{pid}").into(),
+            (Some(Peer { uid, .. }), ..) => format!("uid:{uid}").into(),
+            (None, Owner::Token(_), _) => "token".into(),
+            (None, ..) => "http".into(),
+        }
+    }
+
     /// Extends the timeouts by the length of a pause of the supervisor, because the client could not proceed
     /// during the pause.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {

@@ -2,6 +2,8 @@
 
 mod advise;
 mod commands;
+mod operate;
+mod running;
 mod service;
 mod submit_input;
 mod top;
