@@ -1,7 +1,7 @@
 //! The `bulkhead` command as users run it: a process with arguments, standard streams and an exit code, against a real
 //! supervisor.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use bulkhead_tests::{Supervisor, kill_pid, not_run, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use super::running::{Ran, blocker, bulkhead, fed, follow, plain, spawn};
+use super::running::{Ran, Running, blocker, bulkhead, fed, follow, plain, read_all, spawn};
 
 // Outcomes and exit codes.
 

@@ -40,9 +40,8 @@ fn logs_merges_bulkheads_by_time() {
         say(&supervisor, name, text);
     }
     let run = |arguments: &[&str]| bulkhead(&supervisor, &[&["logs"], arguments].concat()).expect(0);
-    let texts = |arguments: &[&str]| -> Vec<String> {
-        run(arguments).text().lines().map(str::to_owned).collect()
-    };
+    let texts =
+        |arguments: &[&str]| -> Vec<String> { run(arguments).text().lines().map(str::to_owned).collect() };
     let stderr = ["--stream", "stderr", "-o", "cat"];
     assert_eq!(texts(&stderr), ["one", "two", "three"]);
     assert_eq!(texts(&[&["b", "a"], &stderr[..]].concat()), ["one", "two", "three"]);
@@ -105,8 +104,9 @@ fn events_are_filtered_by_kind_severity_and_time() {
     let all = run(&[]);
     assert!(all.len() > 8, "{all:?}");
     let crashed = run(&["--kind", "job_crashed,draining"]);
-    let kinds: Vec<_> = crashed.iter().map(|e| (e["kind"].as_str().unwrap(), e["bulkhead"].as_str().unwrap()));
-    let kinds: Vec<_> = kinds.collect();
+    let kind = |event: &Value, field: &str| event[field].as_str().unwrap().to_owned();
+    let kinds: Vec<_> = crashed.iter().map(|event| (kind(event, "kind"), kind(event, "bulkhead"))).collect();
+    let kinds: Vec<_> = kinds.iter().map(|(kind, name)| (kind.as_str(), name.as_str())).collect();
     assert_eq!(kinds, [("job_crashed", "a"), ("job_crashed", "b"), ("draining", "a")]);
     let severe = run(&["--severity", "warning"]);
     assert!(!severe.is_empty() && severe.iter().all(|event| event["severity"] != "info"), "{severe:?}");
@@ -130,7 +130,8 @@ fn events_are_filtered_by_kind_severity_and_time() {
 
 // Status and readiness.
 
-const BROKEN: &str = "[bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
+const BROKEN: &str =
+    "[bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
 
 #[test]
 fn status_selects_and_sorts_bulkheads() {
@@ -249,15 +250,22 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     let count = |arguments: &[&str]| {
         bulkhead(&supervisor, &[&["jobs"], arguments].concat()).expect(0).text().lines().count() - 1
     };
-    assert_eq!((count(&["--state", "queued"]), count(&["--state", "prefetched"]), count(&["idle"])), (1, 0, 0));
+    assert_eq!(
+        (count(&["--state", "queued"]), count(&["--state", "prefetched"]), count(&["idle"])),
+        (1, 0, 0)
+    );
     let short = bulkhead(&supervisor, &["jobs", "-n", "1"]).expect(0);
     assert!(short.stderr.contains("1 younger jobs"), "{}", short.stderr);
     bulkhead(&supervisor, &["jobs", "nobody"]).expect(66);
 
     // The running job keeps the only permit, so that the queued job cannot begin before it is cancelled.
-    let cancel = |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);
+    let cancel =
+        |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);
     let told = cancel(second).expect(0).object();
-    assert_eq!((&told["done"], &told["bulkhead"], &told["job"]), (&"cancel".into(), &"b".into(), &second["job"]));
+    assert_eq!(
+        (&told["done"], &told["bulkhead"], &told["job"]),
+        (&"cancel".into(), &"b".into(), &second["job"])
+    );
     let outcome = queued.end().expect(130).object();
     assert_eq!((&outcome["outcome"], &outcome["executed"]), (&"cancelled".into(), &"no".into()));
     assert_eq!(outcome["job"], second["job"]);
@@ -352,7 +360,11 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
     assert!(bulkhead(&supervisor, &["crashes", unique]).expect(0).text().contains("SIGABRT"));
     let common = &unique[..unique.len() - 1];
     let told = bulkhead(&supervisor, &["crashes", common]).expect(2);
-    assert!(ids.iter().filter(|id| id.starts_with(common)).all(|id| told.stderr.contains(id)), "{}", told.stderr);
+    assert!(
+        ids.iter().filter(|id| id.starts_with(common)).all(|id| told.stderr.contains(id)),
+        "{}",
+        told.stderr
+    );
     bulkhead(&supervisor, &["replay", common]).expect(2);
     bulkhead(&supervisor, &["crashes", "nonsense"]).expect(66);
     bulkhead(&supervisor, &["crashes", ""]).expect(66);
@@ -451,7 +463,9 @@ fn commands_reach_a_supervisor_over_tcp() {
     for arguments in [&["status"][..], &["jobs"], &["events"], &["logs", "b"], &["crashes"]] {
         with("read", arguments).expect(0);
     }
-    for arguments in [&["drain", "b"][..], &["cancel", "b", "1000001"], &["restart", "b", "--wait"], &["reload"]] {
+    for arguments in
+        [&["drain", "b"][..], &["cancel", "b", "1000001"], &["restart", "b", "--wait"], &["reload"]]
+    {
         let told = with("read", arguments).expect(77);
         assert!(told.stderr.contains("can only read"), "{}", told.stderr);
     }

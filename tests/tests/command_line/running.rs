@@ -49,11 +49,11 @@ impl Ran {
 pub(super) struct Running {
     pub(super) child: Child,
     pub(super) stdin: Option<ChildStdin>,
-    stdout: Option<JoinHandle<Vec<u8>>>,
-    stderr: JoinHandle<Vec<u8>>,
+    pub(super) stdout: Option<JoinHandle<Vec<u8>>>,
+    pub(super) stderr: JoinHandle<Vec<u8>>,
 }
 
-fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+pub(super) fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         // After a read error, the test uses the bytes that arrived before.
