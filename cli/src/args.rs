@@ -255,9 +255,9 @@ impl OutputStream {
 /// Format of lines of output.
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
 pub(crate) enum LogFormat {
-    /// With time, bulkhead, process id and stream
+    /// Time, bulkhead, process id, stream and text
     Short,
-    /// The text alone
+    /// Text alone
     Cat,
 }
 
@@ -362,6 +362,7 @@ pub(crate) struct Crashes {
 
 /// Change the limits of a bulkhead; limits that are not given stay unchanged
 #[derive(Debug, clap::Args)]
+#[command(override_usage = "bulkhead resize [OPTIONS] <NAME>")]
 #[command(group(clap::ArgGroup::new("numbers").required(true).multiple(true)))]
 pub(crate) struct Resize {
     /// Name of the bulkhead

@@ -21,7 +21,8 @@ pub(crate) fn until(text: &str) -> Result<SystemTime, String> {
 /// last such time before `now`.
 fn parse(text: &str, now: SystemTime) -> Result<SystemTime, String> {
     if let Ok(ago) = humantime::parse_duration(text.strip_prefix('-').unwrap_or(text)) {
-        return Ok(now.checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH));
+        let time = now.checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH);
+        return Ok(time.max(SystemTime::UNIX_EPOCH));
     }
     time_of_day(text, now).or_else(|| rfc3339(text)).ok_or_else(|| {
         "use a time such as 10m (ten minutes ago), 14:07 (UTC) or 2026-11-21T14:07:35Z".to_owned()

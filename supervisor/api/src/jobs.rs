@@ -36,9 +36,9 @@ pub struct Job {
     pub left_ms: f64,
     /// Priority of the job.
     pub priority: Word<Priority>,
-    /// Tenant of the job. Empty if the job has none.
+    /// Tenant of the job, or empty.
     pub tenant: String,
-    /// Operation of the job. Empty if the job has none.
+    /// Operation of the job, or empty.
     pub operation: String,
     /// The client: `pid:` and a process id, `uid:` and a user id, `http`, `token`, or `application` for the
     /// application that embeds the supervisor.

@@ -18,7 +18,7 @@ mod word;
 
 pub use advice::{Advice, DeadlineMisses, Kept, Marks, Observations, Proposal, Setting};
 pub use bulkhead_policy::{BreakerState, BulkheadState, JobProgress};
-pub use bulkhead_shared::{Vocabulary, text};
+pub use bulkhead_shared::{Vocabulary, exit, text};
 pub use change::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 pub use crash::{
     Cause, CauseKind, CrashId, CrashJob, CrashReport, Crashes, InvalidCrashId, JOBS_MAX, PAYLOAD_BYTES_MAX,

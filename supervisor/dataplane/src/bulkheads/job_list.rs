@@ -1,18 +1,18 @@
 //! Lists of jobs whose clients wait for the outcome.
 //!
 //! A bulkhead can have millions of waiting jobs, and visiting all of them at once would delay jobs for too long.
-//! [`JobListQueue`] therefore visits a bounded number of jobs per iteration. It remembers the oldest jobs, and
-//! describes those that still exist at the end.
+//! [`JobListQueue`] therefore visits a bounded number of jobs per iteration. At the end, it
+//! describes the oldest jobs.
 
 use std::collections::{BinaryHeap, VecDeque};
 
 use bulkhead_api::{Job, Jobs, Text, millis};
-use bulkhead_plane::command::JobsRequest;
+use bulkhead_plane::command::{JobsRequest, SteerError};
 use bulkhead_policy::{JobView, Time};
 use bulkhead_shared::JobId;
 use tokio::sync::oneshot;
 
-use super::{Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
+use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
 use crate::slab::SessionId;
 
 /// Maximum number of positions in tables of jobs, and of compartments, that are visited per iteration.
@@ -49,6 +49,26 @@ struct PartialList {
 fn received(view: &JobView<'_, Box<JobData>>) -> Time {
     let passed_on = view.record.fallback.as_ref().filter(|_| view.is_fallback);
     passed_on.map_or(view.received, |fallback| fallback.received())
+}
+
+impl Bulkheads {
+    /// Returns a job of a bulkhead, and the compartment that has the job.
+    pub(crate) fn find_job<'a>(
+        &self,
+        compartments: &'a Compartments,
+        now: Time,
+        (bulkhead, job): (&str, JobId),
+    ) -> Result<(CompartmentIndex, JobView<'a, Box<JobData>>), SteerError> {
+        // A bulkhead that was removed from the configuration can still have jobs.
+        let entries = self.slab.values().filter(|entry| &*entry.name == bulkhead);
+        let parts: Vec<_> = entries.map(BulkheadEntry::compartments).collect();
+        if parts.is_empty() {
+            return Err(SteerError::NotFound);
+        }
+        let mut indices = parts.into_iter().flatten();
+        let found = indices.find_map(|index| Some((index, compartments[index].policy.job(now, job)?)));
+        found.ok_or(SteerError::UnknownJob)
+    }
 }
 
 impl JobListQueue {

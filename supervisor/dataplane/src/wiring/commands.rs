@@ -9,7 +9,6 @@ use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{BreakerState, Event, LimitChange, RateLimit, RatePer};
 use bulkhead_shared::JobId;
 
-use crate::bulkheads::BulkheadEntry;
 use crate::operator_events::job_cancelled_event;
 use crate::slab::BulkheadIndex;
 use crate::{DataPlane, Incoming};
@@ -46,17 +45,8 @@ impl DataPlane {
 
     /// Cancels a job on behalf of an operator. The client gets the outcome `cancelled`.
     pub(crate) fn cancel_job(&mut self, name: &str, job: JobId) -> Result<(), SteerError> {
-        // A bulkhead that was removed from the configuration can still have jobs.
-        let entries = self.bulkheads.values().filter(|entry| &*entry.name == name);
-        let parts: Vec<_> = entries.map(BulkheadEntry::compartments).collect();
-        if parts.is_empty() {
-            return Err(SteerError::NotFound);
-        }
-        let found = parts.concat().into_iter().find_map(|index| {
-            let view = self.compartments[index].policy.job(self.now, job)?;
-            Some((index, job_cancelled_event(&view)))
-        });
-        let (index, what) = found.ok_or(SteerError::UnknownJob)?;
+        let (index, view) = self.bulkheads.find_job(&self.compartments, self.now, (name, job))?;
+        let what = job_cancelled_event(&view);
         self.apply(index, Event::Cancel { job, unless_begun: false }, Incoming::None);
         let compartment = &self.compartments[index];
         let subject = (&self.bulkheads.owner(compartment).name, &compartment.tenant);
