@@ -480,13 +480,13 @@ pub(crate) struct Bench {
 
 /// Parses a word of a vocabulary.
 fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
-    V::from_word(text).ok_or_else(|| format!("use one of: {}", V::WORDS.join(", ")))
+    V::from_word(text).ok_or_else(|| format!("valid values: {}", V::WORDS.join(", ")))
 }
 
 fn event_kind(text: &str) -> Result<String, String> {
     match EventKind::KINDS.contains(&text) {
         true => Ok(text.to_owned()),
-        false => Err(format!("there is no such kind of event; use one of: {}", EventKind::KINDS.join(", "))),
+        false => Err(format!("no such kind of event; valid kinds: {}", EventKind::KINDS.join(", "))),
     }
 }
 
@@ -500,7 +500,7 @@ fn cause(text: &str) -> Result<String, String> {
     match is_signal || is_kind && (detail.is_empty() || is_detailed) {
         true => Ok(text.to_owned()),
         false => Err(format!(
-            "use the name of a signal such as SIGSEGV, a status such as exit:3, or one of: {}",
+            "no such cause; use a signal such as SIGSEGV, a status such as exit:3, or a kind: {}",
             CauseKind::WORDS.join(", ")
         )),
     }
@@ -544,7 +544,7 @@ impl Args {
         let has_flag = |option: &str| source(option) == Some(ValueSource::CommandLine);
         let socket_flag = has_flag("socket") || has_flag("admin");
         if socket_flag && has_flag("host") {
-            let message = "--host cannot be used with --socket or --admin: name one supervisor";
+            let message = "--host excludes --socket and --admin: name a single supervisor";
             return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
         }
         args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };

@@ -60,9 +60,7 @@ async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
         several => {
             let list: String = several.iter().map(|id| format!("\n  {id}")).collect();
             let count = several.len();
-            let message = format!(
-                "'{selector}' is the beginning of {count} ids; use one of these, or more digits:{list}"
-            );
+            let message = format!("'{selector}' is ambiguous: {count} ids begin with this text:{list}");
             Err(Failure::new(exit::USAGE, message))
         }
     }

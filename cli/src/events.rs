@@ -16,8 +16,10 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     let mut kept: Vec<(String, Option<Event>)> = get_lines(args, &format!("/v1/events?follow=false{of}"))
         .await?
         .into_iter()
-        .map(|line| (serde_json::from_str(&line).ok(), line))
-        .map(|(event, line)| (line, event))
+        .map(|line| {
+            let event = serde_json::from_str(&line).ok();
+            (line, event)
+        })
         .collect();
     let last = kept.iter().rev().find_map(|(_, event)| Some(event.as_ref()?.seq)).unwrap_or(0);
     kept.retain(|(_, event)| event.as_ref().is_some_and(|event| is_wanted(events, event)));

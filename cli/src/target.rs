@@ -42,7 +42,7 @@ impl fmt::Display for Target {
 impl Host {
     /// Parses a URL such as `http://127.0.0.1:9464`. Returns a sentence if the URL cannot be used.
     pub(crate) fn parse(url: &str, token_file: Option<PathBuf>) -> Result<Self, String> {
-        let example = "write it as in http://127.0.0.1:9464";
+        let example = "use a URL such as http://127.0.0.1:9464";
         let uri: Uri = url.parse().map_err(|error| format!("{error}; {example}"))?;
         match uri.scheme_str() {
             Some("http") => {}
