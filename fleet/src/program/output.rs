@@ -5,22 +5,12 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use bulkhead_api::JobOutcome;
+pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text::{escape, escape_json};
 use bulkhead_client::{Executed, JobError, Reply};
 use bulkhead_fleet::FleetError;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
-
-/// Exit codes other than those of outcomes.
-pub(crate) mod exit {
-    pub(crate) const OK: u8 = 0;
-    pub(crate) const FAILED: u8 = 1;
-    pub(crate) const USAGE: u8 = 2;
-    pub(crate) const NOT_FOUND: u8 = 66;
-    pub(crate) const UNREACHABLE: u8 = 69;
-    pub(crate) const OUTPUT_FAILED: u8 = 74;
-    pub(crate) const CANCELLED: u8 = 130;
-}
 
 /// The reason why the program exits early.
 #[derive(Debug)]
@@ -57,14 +47,7 @@ impl Failure {
 
 /// Writes bytes to standard output. Exits silently if the reader has closed the pipe.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    let written = standard_output::get().and_then(|out| {
-        let mut out = out.lock();
-        out.write_all(bytes).and_then(|()| out.flush())
-    });
-    written.map_err(|error| match error.kind() {
+    standard_output::write(bytes).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },
         _ => Failure::new(exit::OUTPUT_FAILED, format!("failed to write to standard output: {error}")),
     })

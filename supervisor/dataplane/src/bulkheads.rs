@@ -6,6 +6,7 @@
 
 mod compartments;
 mod counting;
+mod job_list;
 mod limits;
 mod metrics;
 mod snapshots;
@@ -27,6 +28,7 @@ use bulkhead_policy::{Bulkhead, Counters, Digest, Event, Limits, Time, WorkerId}
 use foldhash::quality::RandomState;
 
 pub(super) use compartments::Compartments;
+pub(super) use job_list::{JobListQueue, JobListSource};
 pub(super) use snapshots::{DescribeWorker, SnapshotQueue, SnapshotSource, WorkerDetails};
 pub(super) use tenants::Effect;
 

@@ -76,6 +76,11 @@ impl FallbackState {
         self.entry.1
     }
 
+    /// Returns the time at which the supervisor received the job.
+    pub(super) fn received(&self) -> Time {
+        self.received
+    }
+
     /// Returns true if the job was already passed on to a fallback.
     pub(super) fn is_at_fallback(&self) -> bool {
         self.earlier.is_some()

@@ -78,7 +78,7 @@ use tokio::sync::oneshot;
 use acceptor::Acceptor;
 use background::{Background, Done};
 use buffers::Buffers;
-use bulkheads::{Bulkheads, Compartments, SnapshotQueue, SnapshotSource};
+use bulkheads::{Bulkheads, Compartments, JobListQueue, JobListSource, SnapshotQueue, SnapshotSource};
 use commands::CommandQueue;
 use crashes::Crashes;
 use descriptors::Intake;
@@ -92,7 +92,7 @@ use pauses::PauseDetector;
 use rejections::RejectionReports;
 use replays::Replays;
 use reporter::Reporter;
-use sessions::Sessions;
+use sessions::{Session, Sessions};
 use shares::Owner;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::{Spans, Trace};
@@ -252,6 +252,7 @@ pub struct DataPlane {
     commands: CommandQueue,
     compartments: Compartments,
     crashes: Crashes,
+    job_lists: JobListQueue,
     leases: Leases,
     links: Links,
     /// Memory used by waiting data: queued jobs, kept payloads, and frames that workers have not read.
@@ -391,6 +392,7 @@ impl DataPlane {
             rejections: RejectionReports::default(),
             replays: Replays::default(),
             sessions: Sessions::new(),
+            job_lists: JobListQueue::default(),
             snapshots: SnapshotQueue::default(),
             spans: Spans::new(spans, counters.clone()),
             templates: Templates::default(),
@@ -617,7 +619,8 @@ impl DataPlane {
             || self.links.has_unfinished_reads()
             || self.sessions.has_input()
             || self.commands.is_waiting()
-            || !self.snapshots.is_empty();
+            || !self.snapshots.is_empty()
+            || !self.job_lists.is_empty();
         // Reporting a failed spawn can cause further failures, and workers may be waiting to be started.
         if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
@@ -889,9 +892,24 @@ impl DataPlane {
             snapshots.advance(&self.snapshot_source());
             self.snapshots = snapshots;
         }
+        if !self.job_lists.is_empty() {
+            self.update_job_lists(|lists, source| lists.advance(source));
+        }
         while let Some(command) = self.commands.next() {
             self.run_command(command);
         }
+    }
+
+    fn update_job_lists(&mut self, update: impl FnOnce(&mut JobListQueue, &JobListSource<'_>)) {
+        let mut lists = std::mem::take(&mut self.job_lists);
+        let source = JobListSource {
+            bulkheads: &self.bulkheads,
+            compartments: &self.compartments,
+            client: &|session| self.sessions.of(session).map(Session::client_name),
+            now: self.now,
+        };
+        update(&mut lists, &source);
+        self.job_lists = lists;
     }
 
     fn run_command(&mut self, command: Command) {
@@ -907,6 +925,12 @@ impl DataPlane {
                 let mut snapshots = std::mem::take(&mut self.snapshots);
                 snapshots.request(&self.snapshot_source(), bulkhead.as_deref(), reply);
                 self.snapshots = snapshots;
+            }
+            Command::ListJobs { request, reply } => {
+                self.update_job_lists(|lists, source| lists.request(source, request, reply));
+            }
+            Command::CancelJob { bulkhead, job, reply } => {
+                self.reply(reply, |it| it.cancel_job(&bulkhead, job));
             }
             Command::States { reply } => drop(reply.send(self.bulkheads.short_states(&self.compartments))),
             Command::Scrape { reply } => drop(reply.send(self.scrape())),

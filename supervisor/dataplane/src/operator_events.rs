@@ -2,7 +2,7 @@
 //! formats them as text.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
-use bulkhead_policy::{BreakerState, Death, JobOutcome, KillReason, OperatorEvent, Transition};
+use bulkhead_policy::{BreakerState, Death, JobOutcome, JobView, KillReason, OperatorEvent, Transition};
 use bulkhead_shared::Verdict;
 
 use super::JobData;
@@ -42,6 +42,19 @@ pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<Even
             attempts: answer.attempts,
         }
     })
+}
+
+/// Returns the event about a job that an operator cancels.
+pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind {
+    let record = view.record;
+    EventKind::JobCancelled {
+        job: view.id.to_string(),
+        operation: record.operation.to_string(),
+        tenant: record.tenant.to_string(),
+        trace_id: record.trace_id().map(str::to_owned),
+        pid: view.worker_pid,
+        state: view.progress.into(),
+    }
 }
 
 /// Returns the exit status or the signal of a death.

@@ -11,6 +11,7 @@ mod tests;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use bulkhead_api::Text;
 use bulkhead_linux::peer::Peer;
 use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
 use bulkhead_policy::Time;
@@ -126,6 +127,17 @@ impl Client {
 }
 
 impl Session {
+    /// Returns a short name of the client, for lists of jobs.
+    pub(super) fn client_name(&self) -> Text {
+        match (self.peer, self.owner, &self.end) {
+            (_, _, ClientEndpoint::InProcess(_)) => "application".into(),
+            (Some(Peer { pid: Some(pid), .. }), ..) => format!("pid:{pid}").into(),
+            (Some(Peer { uid, .. }), ..) => format!("uid:{uid}").into(),
+            (None, Owner::Token(_), _) => "token".into(),
+            (None, ..) => "http".into(),
+        }
+    }
+
     /// Extends the timeouts by the length of a pause of the supervisor, during which the client could make no
     /// progress.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {

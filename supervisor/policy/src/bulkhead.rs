@@ -44,7 +44,9 @@ use recovery::Suspicion;
 use withheld::Withheld;
 
 pub use size::Activity;
-pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView};
+pub use view::{
+    BulkheadState, Counters, HeldJob, JobProgress, JobView, PostMortem, TenantView, WorkerSummary, WorkerView,
+};
 
 /// A bulkhead. `T` is the caller's record of a job.
 pub struct Bulkhead<T> {

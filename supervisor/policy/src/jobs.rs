@@ -213,6 +213,16 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_mut().expect("each index in use has a job")
     }
 
+    /// Returns the length of the table, including free entries.
+    pub(crate) fn positions(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Returns the job at a position in the table, if there is one.
+    pub(crate) fn at(&self, position: usize) -> Option<&Job<T>> {
+        self.table.get(position)?.as_ref()
+    }
+
     pub(crate) fn state(&self, index: u32) -> Option<JobState> {
         self.table.get(index as usize)?.as_ref().map(|job| job.state)
     }

@@ -46,7 +46,8 @@ pub use adaptive::{AdaptiveLimits, AdaptiveMode, AdaptiveView};
 pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
 pub use bulkhead::{
-    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView,
+    Activity, Bulkhead, BulkheadState, Counters, HeldJob, JobProgress, JobView, PostMortem, TenantView,
+    WorkerSummary, WorkerView,
 };
 pub use ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 pub use limits::{

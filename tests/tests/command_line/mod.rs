@@ -2,6 +2,8 @@
 
 mod advise;
 mod commands;
+mod operate;
+mod running;
 mod service;
 mod service_manager;
 mod submit_input;

@@ -7,7 +7,9 @@ use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::{SteerAction, SteerError};
 use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{BreakerState, Event, LimitChange, RateLimit, RatePer};
+use bulkhead_shared::JobId;
 
+use crate::operator_events::job_cancelled_event;
 use crate::slab::BulkheadIndex;
 use crate::{DataPlane, Incoming};
 
@@ -38,6 +40,17 @@ impl DataPlane {
         if is_isolated {
             self.reporter.bulkhead_event(Severity::Info, &self.bulkheads[bulkhead].name, what);
         }
+        Ok(())
+    }
+
+    /// Cancels a job on behalf of an operator. The client gets the outcome `cancelled`.
+    pub(crate) fn cancel_job(&mut self, name: &str, job: JobId) -> Result<(), SteerError> {
+        let (index, view) = self.bulkheads.find_job(&self.compartments, self.now, (name, job))?;
+        let what = job_cancelled_event(&view);
+        self.apply(index, Event::Cancel { job, unless_begun: false }, Incoming::None);
+        let compartment = &self.compartments[index];
+        let subject = (&self.bulkheads.owner(compartment).name, &compartment.tenant);
+        self.reporter.compartment_event(Severity::Info, subject, what, None);
         Ok(())
     }
 

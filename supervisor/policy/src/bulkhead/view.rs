@@ -189,6 +189,41 @@ pub struct HeldJob {
     pub digest: Option<Digest>,
 }
 
+vocabulary! {
+    /// Progress of a job whose client waits for the outcome.
+    JobProgress {
+        /// The job waits for a permit.
+        Queued = "queued",
+        /// The job was sent to a worker, which has not begun it.
+        Prefetched = "prefetched",
+        /// A worker runs the job.
+        Running = "running",
+    }
+}
+
+/// Job whose client waits for the outcome, for lists of jobs.
+#[derive(Debug)]
+pub struct JobView<'a, T> {
+    /// Job id.
+    pub id: JobId,
+    /// The caller's record.
+    pub record: &'a T,
+    /// Progress of the job.
+    pub progress: JobProgress,
+    /// Time at which the bulkhead received the job.
+    pub received: Time,
+    /// True if another bulkhead passed the job on.
+    pub is_fallback: bool,
+    /// Time since the last dispatch, or `None` if no worker runs the job.
+    pub ran: Option<Duration>,
+    /// Time until the client gets an outcome at the latest.
+    pub left: Duration,
+    /// Number of attempts, including the current one.
+    pub attempts: u32,
+    /// Process id of the worker that has the job.
+    pub worker_pid: Option<u32>,
+}
+
 /// State of one tenant, for snapshots.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
@@ -372,6 +407,39 @@ impl<T> Bulkhead<T> {
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
         let jobs = self.workers.by_id(worker).map(|worker| &worker.jobs);
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
+    }
+
+    /// Returns the number of positions that [`Self::job_at`] knows. The number can exceed the number of jobs.
+    pub fn job_positions(&self) -> usize {
+        self.jobs.positions()
+    }
+
+    /// Returns the job at a position. Returns `None` if the position is free, or if the client already has the
+    /// outcome. A job keeps its position.
+    pub fn job_at(&self, now: Time, position: usize) -> Option<JobView<'_, T>> {
+        let job = self.jobs.at(position)?;
+        let (progress, place, since) = match job.state {
+            JobState::Unplaced => return None,
+            JobState::Queued | JobState::WaitingSuspect => (JobProgress::Queued, None, None),
+            JobState::Prefetched { worker } => (JobProgress::Prefetched, Some(worker), None),
+            JobState::InFlight { worker, since, .. } => (JobProgress::Running, Some(worker), Some(since)),
+        };
+        Some(JobView {
+            id: self.jobs.id(position as u32),
+            record: job.record.as_ref()?,
+            progress,
+            received: job.received,
+            is_fallback: job.is_fallback,
+            ran: since.map(|since| now.since(since)),
+            left: since.map_or(job.deadline_at, |since| job.answer_by(since)).since(now),
+            attempts: job.attempts,
+            worker_pid: place.and_then(|place| self.workers.get(place)).and_then(|worker| worker.pid),
+        })
+    }
+
+    /// Returns the job with this id. Returns `None` if the client already has the outcome.
+    pub fn job(&self, now: Time, id: JobId) -> Option<JobView<'_, T>> {
+        self.job_at(now, self.jobs.find(id)? as usize)
     }
 
     /// Returns a job in flight, for a report about its program's death.

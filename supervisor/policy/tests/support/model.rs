@@ -16,7 +16,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Action, Activity, BreakerState, Bulkhead, Counters, Digest, KillReason, Limits, TenantId, Time, WorkerId,
+    Action, Activity, BreakerState, Bulkhead, Counters, Digest, JobProgress, KillReason, Limits, TenantId,
+    Time, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, Verdict};
 
@@ -410,6 +411,10 @@ impl Model {
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
         assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or has two outcomes");
         assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.prefetched_waiting());
+        let listed = (0..bulkhead.job_positions()).filter_map(|position| bulkhead.job_at(self.now, position));
+        let (running, waiting): (Vec<_>, Vec<_>) =
+            listed.map(|view| view.progress).partition(|progress| *progress == JobProgress::Running);
+        assert_eq!((running.len() as u64, waiting.len()), (bulkhead.in_flight(), bulkhead.queued()));
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
         let limit: usize = available.iter().map(|w| self.capacity(w)).sum();
