@@ -354,7 +354,7 @@ fn workers_start_under_filter_for_containers() {
     for user in [None, Some(NOBODY)].into_iter().take(1 + usize::from(is_root())) {
         for sandbox in [DEFAULT, STRICT] {
             let bulkheads = bulkhead("x", WORKER, sandbox);
-            let start = |filter: &'static [&'static str]| {
+            let start = |filter: &[&str]| {
                 let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
                 let told = only(&place, "x");
                 (told.missing, told.namespaces, told.landlock, told.is_filtered)
