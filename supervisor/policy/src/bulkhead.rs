@@ -5,6 +5,7 @@
 
 mod adapt;
 mod admission;
+mod handover;
 mod life;
 mod oversized;
 mod permits;
@@ -39,6 +40,7 @@ use crate::worker::{Phase, Worker};
 use crate::workers::Workers;
 
 use admission::Evictions;
+use handover::Handover;
 use prefetch::time_to_begin;
 use recovery::Suspicion;
 use withheld::Withheld;
@@ -93,6 +95,7 @@ pub struct Bulkhead<T> {
     /// True if queue pressure was reported and has not subsided since.
     is_pressure_reported: bool,
     evictions: Evictions,
+    handover: Handover,
     last_failure: String,
     /// Actions caused by the current event. The memory is the caller's buffer.
     actions: Vec<Action<T>>,
@@ -153,6 +156,7 @@ impl<T> Bulkhead<T> {
             retry_after_values: Default::default(),
             is_pressure_reported: false,
             evictions: Evictions::default(),
+            handover: Handover::default(),
             last_failure: String::new(),
             actions: Vec::new(),
             deferred_events: Vec::new(),
@@ -225,6 +229,12 @@ impl<T> Bulkhead<T> {
             Event::AnnounceStart => self.announce_start(now),
             Event::ForceBreaker { open } => self.force_breaker(now, open),
             Event::Stop { by } => self.stop(now, by),
+            Event::CapPermits { most } => self.handover.permits_max = most,
+            Event::PredecessorHolds { permits, waiting } => {
+                self.handover.predecessor_permits = permits;
+                self.handover.predecessor_waiting = waiting;
+            }
+            Event::Quarantine { digest } => self.poison.quarantine(now, digest),
         }
         self.fill_from_spares(now);
         while self.release_slots(now) {

@@ -18,9 +18,10 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the number of jobs that can currently run at once. Each ready worker contributes `max_in_flight`, or
-    /// less if it was started with a lower value and cannot change it. The sum is capped by the adaptive limit.
+    /// less if it was started with a lower value and cannot change it. The sum is capped by the adaptive limit, and during an
+    /// upgrade excludes the permits of the other supervisor.
     pub fn limit(&self) -> u64 {
-        self.workers.totals().permits.min(self.adaptive_bound())
+        self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }
 
     /// Returns true if there are fewer permits than configured because workers are missing. A lowered adaptive limit
