@@ -427,7 +427,7 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
 }
 
 /// Passes each line of a response to `handle` as it arrives, until the response ends or the user presses ^C.
-async fn lines(
+pub(crate) async fn lines(
     response: Response<Incoming>,
     mut handle: impl FnMut(&str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {

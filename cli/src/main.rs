@@ -15,6 +15,7 @@ mod reload;
 mod severity;
 mod submit;
 mod top;
+mod upgrade;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -79,6 +80,7 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Resume { name } => admin::steer(args, name, "resume").await,
         Command::Reset { name } => admin::steer(args, name, "reset").await,
         Command::Reload { dry_run } => reload::run(args, *dry_run).await,
+        Command::Upgrade(upgrade) => upgrade::run(args, upgrade).await,
         Command::Resize(resize) => admin::resize(args, resize).await,
         Command::Advise { name } => advise::run(args, name.as_deref()).await,
         Command::Crashes(crashes) => crashes::run(args, crashes).await,

@@ -18,6 +18,7 @@ mod embedded;
 mod inherited;
 pub mod own_folder;
 pub mod supervisor;
+pub mod take_over;
 
 pub use embedded::{Builder, KeeperProgram, LocalSupervisor, StartError, Supervisor, keeper_main_if_asked};
 pub use supervisor::RunError;

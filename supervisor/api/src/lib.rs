@@ -27,7 +27,7 @@ pub use events::{Event, EventKind, Severity};
 pub use histogram::Histogram;
 pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
-pub use responses::{Done, LogLine, Readiness, ShortState};
+pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};
 pub use snapshot::{
     Adaptive, Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker,
 };

@@ -4,6 +4,7 @@
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -28,6 +29,9 @@ pub struct BoundSocket {
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
+    /// False while another supervisor serves the socket: before this one has taken over, or after it has handed
+    /// over.
+    is_owner: bool,
 }
 
 /// The jobs socket and the admin socket. They are shared, so that their files can be checked while other
@@ -57,7 +61,35 @@ impl BoundSocket {
         let lock = lock(path).map_err(fail)?;
         let (listener, identity) = listen_at(path, mode).map_err(fail)?;
         let listener = Some(listener);
-        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock })
+        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock, is_owner: true })
+    }
+
+    /// Uses the socket of the previous supervisor of an upgrade, which still serves it.
+    pub fn inherit(
+        path: &Path,
+        (mode, folder_mode): (u32, u32),
+        listener: UnixListener,
+        lock: OwnedFd,
+    ) -> Self {
+        // Without a file, the identity matches no file, and the socket can be recreated.
+        let identity = identity(path).unwrap_or_default();
+        let (path, listener, lock) = (path.to_owned(), Some(listener), lock.into());
+        Self { path, mode, folder_mode, identity, listener, lock, is_owner: false }
+    }
+
+    /// Sets whether this supervisor serves the socket. Only then the file is checked, recreated and removed.
+    pub fn set_owner(&mut self, is_owner: bool) {
+        self.is_owner = is_owner;
+    }
+
+    /// Returns true if this supervisor serves the socket.
+    pub fn is_owner(&self) -> bool {
+        self.is_owner
+    }
+
+    /// Returns a duplicate of the lock, which another supervisor can hold.
+    pub fn lock_descriptor(&self) -> io::Result<OwnedFd> {
+        Ok(self.lock.try_clone()?.into())
     }
 
     /// Returns the path of the socket.
@@ -96,7 +128,7 @@ impl Drop for BoundSocket {
     fn drop(&mut self) {
         // The file is only removed if it belongs to this socket, because another supervisor may have bound a
         // socket at the path. An error is ignored, because the file may be missing.
-        if identity(&self.path).is_ok_and(|found| found == self.identity) {
+        if self.is_owner && identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
