@@ -75,6 +75,19 @@ impl Client {
         Ok(Self { client, server: Arc::new(server) })
     }
 
+    /// Sets whether the jobs of this client are retried; see [`crate::Client::retry`].
+    #[must_use = "returns a client with this setting"]
+    pub fn retry(self, retries: bool) -> Self {
+        Self { client: self.client.retry(retries), server: self.server }
+    }
+
+    /// Sets the maximum time that jobs of this client wait for a reconnection; see
+    /// [`crate::Client::reconnect_timeout`].
+    #[must_use = "returns a client with this setting"]
+    pub fn reconnect_timeout(self, limit: Duration) -> Self {
+        Self { client: self.client.reconnect_timeout(limit), server: self.server }
+    }
+
     /// Creates a job for `bulkhead`.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
         Job { job: self.client.job(bulkhead, payload), server: self.server.clone() }
@@ -126,8 +139,11 @@ forward! {
     /// Sets the cost of the job for rate limiting. The default is 1.
     cost(cost: u32);
 
-    /// Declares whether the job can safely run twice.
+    /// Declares whether the job can safely run twice; see [`crate::Job::idempotent`].
     idempotent(is_idempotent: bool);
+
+    /// Sets whether [`Job::send`] retries the job; see [`crate::Job::retry`].
+    retry(retries: bool);
 
     /// Sets a W3C `traceparent`, which is passed to the handler.
     traceparent(text: impl Into<String>);
@@ -141,8 +157,7 @@ impl Job {
 
     /// Sends the job and waits for the outcome.
     ///
-    /// Returns an error for every outcome other than `ok`, and [`JobError::Disconnected`] if the connection
-    /// fails.
+    /// Returns the same errors as [`crate::Job::send`].
     pub fn send(self) -> Result<Reply, JobError> {
         self.server.wait(self.job.send())
     }

@@ -1,9 +1,10 @@
 //! The [`Client`], and the task that serves the client's connection and reconnects after a loss.
 
+use std::convert::Infallible;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -19,8 +20,9 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
+use crate::budget::RetryBudget;
 use crate::handle::JobHandle;
-use crate::job_request::JobRequest;
+use crate::job_request::{JobRequest, RECONNECT_TIMEOUT};
 use crate::reply::{JobError, Progress};
 use crate::requests::{Frames, Requests, SubmitError};
 use crate::transport::Transport;
@@ -28,8 +30,8 @@ use crate::transport::Transport;
 /// Maximum time for the supervisor to accept the connection and send the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time that jobs wait for a reconnection, measured from the loss of the connection.
-const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Shortest interval between checks for jobs that have waited too long for a reconnection.
+const OVERDUE_CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
 
 /// Pause before the second attempt to reconnect. The pause doubles after each attempt, up to
 /// [`RECONNECT_PAUSE_MAX`]. It is reset by a connection that lasts at least [`RECONNECT_PAUSE_MAX`].
@@ -89,9 +91,17 @@ bulkhead_shared::debug_by_display!(ConnectError);
 ///
 /// The connection closes when all clones, all [`Job`](crate::Job)s and all [`JobHandle`]s have been dropped.
 /// Jobs can therefore outlive the client that created them.
+///
+/// When the connection is lost, the client sends two kinds of jobs again over the next connection: jobs that were
+/// not sent completely, and [idempotent](crate::Job::idempotent) jobs. All other jobs end as
+/// [`JobError::Disconnected`] with `executed: unknown`.
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
+    /// Default of [`Job::retry`](crate::Job::retry).
+    pub(crate) retries: bool,
+    /// Maximum time that jobs wait for a reconnection, if the caller has set one.
+    pub(crate) reconnect_timeout: Option<Duration>,
 }
 
 /// A function that opens connections to a supervisor in the same process. An error of kind `NotConnected`
@@ -128,6 +138,11 @@ impl Target {
             Self::InProcess(_) => IN_PROCESS.to_owned(),
         }
     }
+
+    /// Describes a missing connection.
+    fn problem(&self, reason: &str) -> String {
+        format!("the supervisor {} is not reachable ({reason})", self.describe())
+    }
 }
 
 /// Text that messages about an in-process supervisor contain in place of a socket path.
@@ -139,6 +154,10 @@ struct Shared {
     current: watch::Receiver<Connection>,
     /// Notified when there is a job to send and no connection.
     needed: Arc<Notify>,
+    /// Budget for retries.
+    budget: Mutex<RetryBudget>,
+    /// Time of the client's creation, from which the budget counts.
+    created: Instant,
 }
 
 /// Result of an attempt to send a job immediately.
@@ -178,9 +197,9 @@ impl Client {
     /// Connects to the jobs socket of a supervisor. Error messages suggest a fix.
     ///
     /// If the connection is lost, the client reconnects automatically, with pauses of up to a second between
-    /// attempts. Jobs that are sent before the client has reconnected wait until their deadline, but at most
-    /// until five seconds after the loss. Five seconds after the loss or later, each new job triggers another
-    /// attempt to reconnect and waits for the result.
+    /// attempts. Until then, jobs with a [deadline](crate::Job::deadline) wait until their deadline. Jobs without
+    /// a deadline wait until five seconds after the loss; later, each of them triggers another attempt to
+    /// reconnect and waits for the result. [`Client::reconnect_timeout`] sets another limit for all jobs.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let target = Target::Path(path.as_ref().to_owned());
         let requests = open(&target).await?;
@@ -210,8 +229,44 @@ impl Client {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
         let needed = Arc::<Notify>::default();
-        let driver = Driver { target: target.clone(), requests, current: sender, needed: needed.clone() };
-        (Self { shared: Arc::new(Shared { target, current, needed }) }, driver.run())
+        let lost = Vec::new();
+        let driver =
+            Driver { target: target.clone(), requests, lost, current: sender, needed: needed.clone() };
+        let shared =
+            Arc::new(Shared { target, current, needed, budget: Mutex::default(), created: Instant::now() });
+        (Self { shared, retries: false, reconnect_timeout: None }, driver.run())
+    }
+
+    /// Sets whether the jobs of this client are retried: the default of [`Job::retry`](crate::Job::retry). Other
+    /// clones of the client keep their setting. All clones share one retry budget.
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+    /// let client = bulkhead_client::Client::connect("jobs.sock").await?.retry(true);
+    /// let reply = client.job("thumbnail", "...").send().await?;
+    /// # drop(reply);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use = "returns a client with this setting"]
+    pub fn retry(mut self, retries: bool) -> Self {
+        self.retries = retries;
+        self
+    }
+
+    /// Sets the maximum time that jobs of this client wait for a reconnection after a loss, in addition to their
+    /// deadline. With zero, jobs end when the connection is lost, and no job is sent again. Other clones of the
+    /// client keep their setting.
+    #[must_use = "returns a client with this setting"]
+    pub fn reconnect_timeout(mut self, limit: Duration) -> Self {
+        self.reconnect_timeout = Some(limit);
+        self
+    }
+
+    /// Applies `use_budget` to the budget for retries, which all clones share, and to the present time.
+    pub(crate) fn with_budget<T>(&self, use_budget: impl FnOnce(&mut RetryBudget, Duration) -> T) -> T {
+        let now = self.shared.created.elapsed();
+        use_budget(&mut self.shared.budget.lock().unwrap_or_else(PoisonError::into_inner), now)
     }
 
     /// Sends a job, after waiting for a connection or for space if necessary. Progress reports of the job are
@@ -252,29 +307,24 @@ impl Client {
         progress: &mut Option<mpsc::Sender<Progress>>,
         mut broken: Option<Arc<Requests>>,
     ) -> Result<JobHandle, JobError> {
-        let began = Instant::now();
-        let deadline = job.options.deadline;
-        let remaining = || deadline.map(|limit| limit.saturating_sub(began.elapsed()));
+        let deadline = job.deadline.map(|deadline| Instant::from_std(deadline.at));
         loop {
-            let requests = self.wait_for_connection(broken.as_ref(), remaining()).await?;
+            let requests = self.wait_for_connection(broken.as_ref(), job).await?;
             let mut position = requests.queue();
             let mut space = pin!(requests.space.notified());
             // Registers for notifications before the first attempt, so that none is missed.
             space.as_mut().enable();
             loop {
-                job.options.deadline = remaining();
-                if job.options.deadline.is_some_and(|left| left.is_zero()) {
-                    return Err(job.deadline_error(deadline.unwrap_or_default()));
-                }
+                job.update_remaining()?;
                 match position.submit(job, progress) {
                     Ok(sent) => return Ok(JobHandle::new(sent)),
                     Err(SubmitError::Rejected(error)) => return Err(error),
                     Err(SubmitError::Full) => {}
                     Err(SubmitError::Closed) => break,
                 }
-                match job.options.deadline {
+                match deadline {
                     // The next iteration of the loop checks the deadline.
-                    Some(left) => drop(tokio::time::timeout(left, space.as_mut()).await),
+                    Some(at) => drop(tokio::time::timeout_at(at, space.as_mut()).await),
                     None => space.as_mut().await,
                 }
                 space.set(requests.space.notified());
@@ -284,10 +334,12 @@ impl Client {
         }
     }
 
+    /// Waits for a connection other than `broken`. After the time limit for reconnections, waits only for one
+    /// more attempt to reconnect.
     async fn wait_for_connection(
         &self,
         broken: Option<&Arc<Requests>>,
-        remaining: Option<Duration>,
+        job: &JobRequest,
     ) -> Result<Arc<Requests>, JobError> {
         let mut current = self.shared.current.clone();
         let is_replacement = |connection: &Connection| match connection {
@@ -298,18 +350,23 @@ impl Client {
             Connection::Up(_) => None,
             Connection::Down(loss) => Some(loss.clone()),
         };
-        let left = loss.as_ref().map(|loss| RECONNECT_TIMEOUT.saturating_sub(loss.since.elapsed()));
-        let has_timed_out = left.is_some_and(|left| left.is_zero());
-        let timeout = left.filter(|left| !left.is_zero()).unwrap_or(RECONNECT_TIMEOUT);
+        let since = loss.as_ref().map_or_else(Instant::now, |loss| loss.since);
+        let limit = job.reconnect_limit().and_then(|limit| since.checked_add(limit));
+        let has_timed_out = limit.is_some_and(|limit| limit <= Instant::now());
+        let limit = if has_timed_out { Some(Instant::now() + RECONNECT_TIMEOUT) } else { limit };
+        let deadline = job.deadline.map(|deadline| Instant::from_std(deadline.at));
         let attempts_before = loss.map_or(0, |loss| loss.attempts);
         let is_usable = |connection: &Connection| match connection {
             Connection::Up(_) => is_replacement(connection),
-            Connection::Down(loss) => has_timed_out && loss.attempts > attempts_before,
+            Connection::Down(loss) => loss.is_final || has_timed_out && loss.attempts > attempts_before,
         };
         self.shared.needed.notify_one();
         // If the driver is gone, the wait fails immediately.
         let wait = current.wait_for(is_usable);
-        let _ = tokio::time::timeout(remaining.unwrap_or(timeout).min(timeout), wait).await;
+        match limit.into_iter().chain(deadline).min() {
+            Some(until) => drop(tokio::time::timeout_at(until, wait).await),
+            None => drop(wait.await),
+        }
         let found = current.borrow();
         match &*found {
             Connection::Up(requests) if is_replacement(&found) => Ok(requests.clone()),
@@ -323,12 +380,7 @@ impl Client {
     }
 
     fn unreachable(&self, reason: &str) -> JobError {
-        let place = self.shared.target.describe();
-        let message = format!(
-            "the supervisor {place} is not reachable ({reason}); the job was not sent: check that the \
-             supervisor is running, then send the job again"
-        );
-        JobError::Disconnected { executed: Executed::No, message }
+        JobError::unreachable(Executed::No, &self.shared.target.problem(reason))
     }
 }
 
@@ -480,6 +532,8 @@ struct Driver {
     target: Target,
     /// `None` before the first connection.
     requests: Option<Arc<Requests>>,
+    /// Lost connections, oldest first, with jobs that wait to be sent over the next connection.
+    lost: Vec<Arc<Requests>>,
     current: watch::Sender<Connection>,
     needed: Arc<Notify>,
 }
@@ -488,20 +542,26 @@ impl Driver {
     async fn run(mut self) {
         let mut pause = Duration::ZERO;
         loop {
-            if let Some(requests) = &self.requests {
+            if let Some(requests) = self.requests.clone() {
                 let began = Instant::now();
-                let message = tokio::select! {
-                    message = serve(requests) => message,
-                    () = self.wait_until_unused(requests) => return,
+                let mut serving = pin!(serve(&requests));
+                let message = loop {
+                    tokio::select! {
+                        message = &mut serving => break message,
+                        () = self.send_again(&requests), if !self.lost.is_empty() => self.lost.clear(),
+                        never = self.end_overdue_jobs() => match never {},
+                        () = self.wait_until_unused() => return,
+                    }
                 };
                 if began.elapsed() >= RECONNECT_PAUSE_MAX {
                     pause = Duration::ZERO;
                 }
-                self.disconnect(&message);
+                self.disconnect(&message, self.can_reconnect());
             }
             let reconnected = tokio::select! {
                 requests = self.reconnect(&mut pause) => requests,
-                () = self.current.closed() => return,
+                never = self.end_overdue_jobs() => match never {},
+                () = self.wait_until_unused() => return,
             };
             let Some(reconnected) = reconnected else { return };
             self.requests = Some(reconnected.clone());
@@ -510,17 +570,55 @@ impl Driver {
     }
 
     /// Waits until no further job can be sent and no job is pending.
-    async fn wait_until_unused(&self, requests: &Requests) {
+    async fn wait_until_unused(&self) {
         self.current.closed().await;
-        requests.idle().await;
+        // Jobs move from a lost connection to the present one.
+        for requests in self.lost.iter().chain(&self.requests) {
+            requests.idle().await;
+        }
+    }
+
+    /// Returns true if jobs can be sent again after a loss. A supervisor in the same process ends only with the
+    /// application, or permanently.
+    fn can_reconnect(&self) -> bool {
+        matches!(self.target, Target::Path(_))
     }
 
     /// Closes the connection. Marks the connection as lost before the pending jobs get an error, so that a
-    /// caller that retries at once does not use the broken connection.
-    fn disconnect(&self, message: &str) {
+    /// caller that retries at once does not use the broken connection. If `is_replaced` is true, jobs that can
+    /// be sent again wait for the next connection.
+    fn disconnect(&mut self, message: &str, is_replaced: bool) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
-        if let Some(requests) = &self.requests {
-            requests.close(message);
+        if let Some(requests) = self.requests.take() {
+            requests.close(message, is_replaced);
+            self.lost.push(requests);
+        }
+        self.lost.retain(|lost| lost.has_detached_jobs());
+    }
+
+    /// Sends the jobs of lost connections again. Never returns if the connection is unusable.
+    async fn send_again(&self, requests: &Arc<Requests>) {
+        for lost in &self.lost {
+            if !lost.move_jobs(requests).await {
+                std::future::pending().await
+            }
+        }
+    }
+
+    /// Ends jobs that have waited for a connection until their time was up.
+    async fn end_overdue_jobs(&self) -> Infallible {
+        loop {
+            let Some(first) = self.lost.iter().filter_map(|lost| lost.first_wait_ends()).min() else {
+                return std::future::pending().await;
+            };
+            let earliest = Instant::now() + OVERDUE_CHECK_INTERVAL_MIN;
+            tokio::time::sleep_until(Instant::from_std(first).max(earliest)).await;
+            let reason = match &*self.current.borrow() {
+                Connection::Down(loss) => loss.reason.clone(),
+                Connection::Up(_) => "too many jobs wait to be sent".to_owned(),
+            };
+            let problem = self.target.problem(&reason);
+            self.lost.iter().for_each(|lost| lost.end_overdue(&problem));
         }
     }
 
@@ -569,7 +667,9 @@ impl Drop for Driver {
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
             return;
         }
-        self.disconnect("the async runtime that served the connection has ended");
+        const REASON: &str = "the async runtime that served the connection has ended";
+        self.lost.iter().for_each(|lost| lost.close(REASON, false));
+        self.disconnect(REASON, false);
     }
 }
 

@@ -5,6 +5,7 @@ use std::task::{Context, Poll};
 
 use tokio::sync::mpsc;
 
+use crate::job_request::JobRequest;
 use crate::reply::{JobError, Progress, Reply};
 use crate::requests::PendingOutcome;
 
@@ -30,7 +31,7 @@ impl JobHandle {
     }
 
     /// Asks the supervisor to cancel the job. The outcome still arrives: `cancelled`, or another outcome if
-    /// the job ended first. To cancel without waiting for the outcome, drop the handle.
+    /// the job ended first. While there is no connection, the job ends at once. To cancel without waiting for the outcome, drop the handle.
     pub fn cancel(&self) {
         self.outcome.cancel(false);
     }
@@ -40,6 +41,11 @@ impl JobHandle {
     /// the job continues.
     pub fn cancel_unless_begun(&self) {
         self.outcome.cancel(true);
+    }
+
+    /// Takes a job that may be retried, after its outcome.
+    pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
+        self.outcome.take_request()
     }
 
     #[inline]

@@ -5,18 +5,25 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use bulkhead_shared::Priority;
+use bulkhead_shared::{Executed, Priority};
 use tokio::sync::mpsc;
 
+use crate::budget::RetryBudget;
 use crate::connection::{Client, SubmitAttempt};
 use crate::handle::JobHandle;
-use crate::job_request::{JobRequest, Source};
+use crate::job_request::{Deadline, JobRequest, Source};
 use crate::reply::{JobError, Reply};
 
 /// Maximum number of unread progress reports per job. Further reports are dropped.
 pub(crate) const PROGRESS_MAX: usize = 16;
+
+/// Maximum number of retries of a job; see [`Job::retry`].
+const RETRIES_MAX: u32 = 3;
+
+/// Pause before the first retry of a job, if the supervisor gave no time. The pause doubles with each retry.
+const RETRY_PAUSE_MIN: Duration = Duration::from_millis(100);
 
 /// Builder for a job. Nothing is sent until [`Job::send`] or [`Job::start`] is called.
 #[must_use = "a job does nothing until the job is sent"]
@@ -29,7 +36,12 @@ pub struct Job {
 impl Client {
     /// Creates a job for `bulkhead`.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
-        Job { client: self.clone(), request: JobRequest::new(bulkhead.into(), payload.into()) }
+        let request = JobRequest {
+            retries: self.retries,
+            reconnect_timeout: self.reconnect_timeout,
+            ..JobRequest::new(bulkhead.into(), payload.into())
+        };
+        Job { client: self.clone(), request }
     }
 }
 
@@ -49,7 +61,7 @@ fn read_whole(file: &File) -> io::Result<Vec<u8>> {
 impl Job {
     /// Uses the contents of a file as the payload, replacing the payload given to [`Client::job`]. This call
     /// fixes the size of the payload. The file is read when the job is sent, on the thread that sends the
-    /// job. If the client has a memory file, the payload is read directly into shared memory.
+    /// job, and read once more if the job is sent again over another connection. If the client has a memory file, the payload is read directly into shared memory.
     ///
     /// Only regular files are accepted. Pipes, sockets and devices have no known size and cause an error of
     /// kind `InvalidInput`. Files that report a size of 0, such as those in `/proc`, are read immediately.
@@ -72,7 +84,7 @@ impl Job {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         match usize::try_from(metadata.len()).map_err(io::Error::other)? {
-            0 => (self.request.payload, self.request.source) = (read_whole(&file)?, None),
+            0 => (self.request.payload, self.request.source) = (read_whole(&file)?.into(), None),
             bytes => self.request.source = Some(Source::File(Arc::new(file), bytes)),
         }
         Ok(self)
@@ -115,7 +127,8 @@ impl Job {
     /// [`Outcome::deadline`](crate::Outcome::deadline).
     ///
     /// The supervisor measures the time from receipt of the job. The client subtracts the time that the job
-    /// has waited for a connection or for space in the send queue.
+    /// has waited for a connection or for space in the send queue, and the time before an earlier connection
+    /// was lost.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.request.options.deadline = Some(limit);
         self
@@ -155,9 +168,34 @@ impl Job {
         self
     }
 
-    /// Declares whether the job can safely run twice.
+    /// Declares whether the job can safely run twice. An idempotent job can run again after the death of its
+    /// worker, and is sent again after a lost connection, at most three times.
     pub fn idempotent(mut self, is_idempotent: bool) -> Self {
         self.request.options.is_idempotent = is_idempotent;
+        self
+    }
+
+    /// Sets whether [`Job::send`] retries the job after an error that [is
+    /// retryable](crate::JobError::is_retryable). The default is [`Client::retry`](crate::Client::retry).
+    /// [`Job::start`] never retries.
+    ///
+    /// A retry waits for the time that the supervisor [asks for](crate::JobError::retry_after), otherwise for
+    /// 100 ms, then 200 ms, then 400 ms. A job is retried at most three times, and never beyond its deadline. In
+    /// any ten seconds, a client retries at most 20 % of the jobs for which retries are enabled, but ten
+    /// retries are always allowed. If there is no further retry, the last error is returned; if an attempt
+    /// [may have run](crate::JobError::executed) and later ones did not, the error of that attempt.
+    ///
+    /// ```no_run
+    /// # use std::time::Duration;
+    /// # async fn example(client: bulkhead_client::Client) -> Result<(), bulkhead_client::JobError> {
+    /// let job = client.job("thumbnail", "...").deadline(Duration::from_secs(10));
+    /// let reply = job.idempotent(true).retry(true).send().await?;
+    /// # drop(reply);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn retry(mut self, retries: bool) -> Self {
+        self.request.retries = retries;
         self
     }
 
@@ -169,8 +207,8 @@ impl Job {
 
     /// Sends the job and waits for the outcome. Dropping the future cancels the job.
     ///
-    /// Returns an error for every outcome other than `ok`, and [`JobError::Disconnected`] if the connection
-    /// fails.
+    /// Returns an error for every outcome other than `ok`. Returns [`JobError::Disconnected`] if the connection
+    /// fails and the job cannot be sent again.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) {
@@ -183,6 +221,14 @@ impl Job {
     /// ```
     pub async fn send(mut self) -> Result<Reply, JobError> {
         self.request.check()?;
+        self.request.begin();
+        if self.request.retries {
+            return Box::pin(self.send_with_retries()).await;
+        }
+        self.attempt().await
+    }
+
+    async fn attempt(&mut self) -> Result<Reply, JobError> {
         let mut handle: Option<JobHandle> = None;
         // A single future sends the job and waits for the outcome, so that the task's waker is registered
         // when the job is sent.
@@ -197,12 +243,56 @@ impl Job {
                 SubmitAttempt::Waits(broken) => Poll::Ready(Err(broken)),
             },
         });
-        match result.await {
+        let result = match result.await {
             Ok(result) => result,
-            // Boxed because this path is rare and would enlarge the future of every job.
             Err(broken) => {
-                Box::pin(self.client.submit_when_connected(&mut self.request, &mut None, broken)).await?.await
+                // Boxed because this path is rare and would enlarge the future of every job.
+                let mut no_progress = None;
+                let sending = self.client.submit_when_connected(&mut self.request, &mut no_progress, broken);
+                match Box::pin(sending).await {
+                    Ok(sent) => handle.insert(sent).await,
+                    Err(error) => Err(error),
+                }
             }
+        };
+        if let Some(request) = handle.as_mut().and_then(JobHandle::take_request) {
+            self.request = *request;
+        }
+        result
+    }
+
+    /// Sends the job and retries it; see [`Job::retry`].
+    async fn send_with_retries(mut self) -> Result<Reply, JobError> {
+        self.client.with_budget(RetryBudget::job);
+        let ran = |error: &JobError| error.executed() != Executed::No;
+        let mut reported: Option<JobError> = None;
+        let mut backoff = RETRY_PAUSE_MIN;
+        let mut retries = 0;
+        loop {
+            let error = match self.attempt().await {
+                Ok(reply) => return Ok(reply),
+                Err(error) => error,
+            };
+            let pause = error.retry_after().unwrap_or(backoff);
+            let until = Instant::now().checked_add(pause);
+            let fits = |deadline: Deadline| until.is_some_and(|until| until < deadline.at);
+            let is_retried = retries < RETRIES_MAX
+                && error.is_retryable()
+                && self.request.deadline.is_none_or(fits)
+                && self.client.with_budget(RetryBudget::try_retry);
+            // The error of a retry that did not run does not say that an earlier attempt may have run.
+            let error = match reported.take() {
+                Some(earlier) if ran(&earlier) && !ran(&error) => earlier,
+                _ => error,
+            };
+            if !is_retried {
+                return Err(error);
+            }
+            reported = Some(error);
+            tokio::time::sleep(pause).await;
+            retries += 1;
+            backoff *= 2;
+            self.request.begin_again();
         }
     }
 
@@ -224,6 +314,8 @@ impl Job {
     /// ```
     pub async fn start(mut self) -> Result<JobHandle, JobError> {
         self.request.check()?;
+        self.request.begin();
+        self.request.retries = false;
         let (sender, progress) = mpsc::channel(PROGRESS_MAX);
         let mut handle = self.client.submit(&mut self.request, &mut Some(sender)).await?;
         handle.progress = Some(progress);

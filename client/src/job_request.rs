@@ -5,11 +5,11 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use bulkhead_shared::codec::tag;
-use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
-use bulkhead_shared::{JobOptions, Outcome, RejectReason, Verdict};
+use bulkhead_shared::connection::Payload;
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::{Executed, JobOptions, Outcome, RejectReason, Verdict};
 
 use crate::reply::JobError;
 
@@ -52,13 +52,97 @@ impl fmt::Debug for Source {
     }
 }
 
-/// A job to be sent.
+/// Maximum number of times that a job is sent again after it may have reached a supervisor. The limit ends a
+/// loop in which a job crashes each supervisor that it is sent to.
+pub(crate) const RESENDS_MAX: u32 = 3;
+
+/// Maximum time that a job without a deadline waits for a reconnection.
+pub(crate) const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The payload of a job. The client keeps it until the outcome, and shares a large payload with the send queue,
+/// so that keeping it takes no copy.
 #[derive(Clone, Debug)]
+pub(crate) enum KeptPayload {
+    Owned(Vec<u8>),
+    Shared(Arc<Vec<u8>>),
+}
+
+impl Default for KeptPayload {
+    fn default() -> Self {
+        Self::Owned(Vec::new())
+    }
+}
+
+impl From<Vec<u8>> for KeptPayload {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::Owned(bytes)
+    }
+}
+
+impl std::ops::Deref for KeptPayload {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Owned(bytes) => bytes,
+            Self::Shared(bytes) => bytes,
+        }
+    }
+}
+
+impl KeptPayload {
+    /// Returns the payload for the send queue.
+    pub(crate) fn to_send(&mut self) -> Payload<'_> {
+        if let Self::Owned(bytes) = self
+            && bytes.len() > INLINE_PAYLOAD_BYTES_MAX
+        {
+            *self = Self::Shared(Arc::new(std::mem::take(bytes)));
+        }
+        match self {
+            Self::Owned(bytes) => Payload::Copied(bytes),
+            Self::Shared(bytes) => Payload::Shared(bytes.clone()),
+        }
+    }
+
+    /// Takes a payload that is too large to be sent inline. Returns its buffer, unless the send queue still uses
+    /// it.
+    pub(crate) fn take_large(&mut self) -> Option<Vec<u8>> {
+        if self.len() <= INLINE_PAYLOAD_BYTES_MAX {
+            return None;
+        }
+        match std::mem::take(self) {
+            Self::Owned(bytes) => Some(bytes),
+            Self::Shared(bytes) => Arc::into_inner(bytes),
+        }
+    }
+}
+
+/// The deadline of a job.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Deadline {
+    /// Time limit that the caller has set.
+    pub(crate) limit: Duration,
+    /// Time at which the limit passes.
+    pub(crate) at: Instant,
+}
+
+/// A job to be sent.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct JobRequest {
     pub(crate) bulkhead: String,
-    pub(crate) payload: Vec<u8>,
+    pub(crate) payload: KeptPayload,
     /// Source of the payload; `None` if `payload` contains the payload.
     pub(crate) source: Option<Source>,
+    /// The deadline, from the first submission. [`JobOptions::deadline`] is the remaining time.
+    pub(crate) deadline: Option<Deadline>,
+    /// Maximum time to wait for a reconnection, if the caller has set one.
+    pub(crate) reconnect_timeout: Option<Duration>,
+    /// Number of connections that were lost after the job had been sent over them.
+    pub(crate) losses: u32,
+    /// Time until which a job waits for a reconnection, if its connection was lost.
+    pub(crate) waits_until: Option<Instant>,
+    /// True if the job is retried after an outcome that permits it.
+    pub(crate) retries: bool,
     /// True if a large result stays in the memory file instead of being copied.
     pub(crate) maps_result: bool,
     pub(crate) options: JobOptions<String>,
@@ -69,12 +153,67 @@ impl JobRequest {
     pub(crate) fn new(bulkhead: String, payload: Vec<u8>) -> Self {
         Self {
             bulkhead,
-            payload,
-            source: None,
-            maps_result: false,
+            payload: payload.into(),
             options: JobOptions { cost: 1, ..JobOptions::default() },
-            traceparent: None,
+            ..Self::default()
         }
+    }
+
+    /// Starts the time limit of the job.
+    pub(crate) fn begin(&mut self) {
+        // A limit beyond the range of the clock is no limit for the client.
+        self.deadline = self
+            .options
+            .deadline
+            .and_then(|limit| Instant::now().checked_add(limit).map(|at| Deadline { limit, at }));
+    }
+
+    /// Prepares the job for a retry. The remaining time was checked before.
+    pub(crate) fn begin_again(&mut self) {
+        (self.losses, self.waits_until) = (0, None);
+        if let Some(deadline) = self.deadline {
+            self.options.deadline = Some(deadline.at.saturating_duration_since(Instant::now()));
+        }
+    }
+
+    /// Updates the remaining time. Returns an error if the deadline has passed.
+    pub(crate) fn update_remaining(&mut self) -> Result<(), JobError> {
+        let Some(deadline) = self.deadline else { return Ok(()) };
+        let left = deadline.at.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(self.deadline_error(deadline.limit));
+        }
+        self.options.deadline = Some(left);
+        Ok(())
+    }
+
+    /// Records a lost connection. `was_sent` is true if the job was sent completely over the connection.
+    pub(crate) fn lost(&mut self, was_sent: bool) {
+        if was_sent {
+            self.losses += 1;
+            self.waits_until = None;
+        }
+        if self.waits_until.is_none() {
+            let limit = self.reconnect_limit().and_then(|limit| Instant::now().checked_add(limit));
+            let deadline = self.deadline.map(|deadline| deadline.at);
+            self.waits_until = limit.into_iter().chain(deadline).min();
+        }
+    }
+
+    /// Returns the maximum time to wait for a reconnection. Returns `None` if the job waits until its deadline.
+    pub(crate) fn reconnect_limit(&self) -> Option<Duration> {
+        self.reconnect_timeout.or(self.deadline.is_none().then_some(RECONNECT_TIMEOUT))
+    }
+
+    /// Returns true if the job may be sent again after its connection was lost.
+    pub(crate) fn can_be_sent_again(&self) -> bool {
+        let may_run_again = self.losses == 0 || self.options.is_idempotent && self.losses <= RESENDS_MAX;
+        may_run_again && self.reconnect_timeout.is_none_or(|limit| !limit.is_zero())
+    }
+
+    /// Returns whether the handler began, for a job without an outcome that is not being sent.
+    pub(crate) fn executed(&self) -> Executed {
+        if self.losses == 0 { Executed::No } else { Executed::Unknown }
     }
 
     pub(crate) fn payload_bytes(&self) -> usize {
@@ -95,14 +234,12 @@ impl JobRequest {
         }
     }
 
-    /// Loads the payload from its source into `payload`.
-    pub(crate) fn load(&mut self) -> Result<(), JobError> {
-        if let Some(source) = &self.source {
-            let mut payload = vec![0; source.bytes()];
-            self.fill(&mut payload)?;
-            (self.payload, self.source) = (payload, None);
-        }
-        Ok(())
+    /// Reads the payload from its source. Returns `None` if the job has no source.
+    pub(crate) fn load(&self) -> Result<Option<Vec<u8>>, JobError> {
+        let Some(source) = &self.source else { return Ok(None) };
+        let mut payload = vec![0; source.bytes()];
+        self.fill(&mut payload)?;
+        Ok(Some(payload))
     }
 
     /// Returns an error if a name or the traceparent is too long.
@@ -137,7 +274,22 @@ impl JobRequest {
         JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
     }
 
-    /// Returns the outcome of a job that the supervisor never received.
+    /// Returns the error for a job that the caller cancelled while there was no connection. Returns `None` if
+    /// the job continues, because it may have begun.
+    pub(crate) fn cancelled(&self, unless_begun: bool) -> Option<JobError> {
+        let executed = self.executed();
+        if unless_begun && executed != Executed::No {
+            return None;
+        }
+        Some(JobError::Cancelled(Box::new(self.unsent_outcome(Verdict::Cancelled { executed }))))
+    }
+
+    /// Returns the error for a job that waited for a reconnection until its time was up.
+    pub(crate) fn not_reconnected(&self, problem: &str) -> JobError {
+        JobError::unreachable(self.executed(), problem)
+    }
+
+    /// Returns the outcome of a job for which the supervisor reported none.
     fn unsent_outcome(&self, verdict: Verdict) -> Outcome {
         Outcome {
             job: None,
@@ -148,15 +300,15 @@ impl JobRequest {
             worker_pid: None,
             retryable: verdict.is_retryable(self.options.is_idempotent),
             retry_after: None,
-            deadline: self.options.deadline.unwrap_or_default(),
+            deadline: self
+                .deadline
+                .map(|deadline| deadline.limit)
+                .or(self.options.deadline)
+                .unwrap_or_default(),
             run_limit: self.options.run_limit,
             status: None,
             report: None,
             verdict,
         }
-    }
-
-    pub(crate) fn trace_extension(&self) -> Option<(u16, &[u8])> {
-        self.traceparent.as_ref().map(|text| (tag::TRACEPARENT, text.as_bytes()))
     }
 }

@@ -19,11 +19,12 @@
 //! ```
 //!
 //! A client has a single connection, which any number of concurrent jobs and all clones of the client share.
-//! Dropping the future or handle of a job cancels the job. When the connection is lost, unfinished jobs end
-//! as [`JobError::Disconnected`], and the client reconnects automatically. [`blocking`] provides the same
-//! functions without async.
+//! Dropping the future or handle of a job cancels the job. When the connection is lost, the client reconnects,
+//! and sends unsent and idempotent jobs again; all others end as [`JobError::Disconnected`]. [`Job::retry`]
+//! retries rejected jobs within a budget. [`blocking`] provides the same functions without async.
 
 pub mod blocking;
+mod budget;
 mod connection;
 mod handle;
 mod job;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::OutcomeMessage;
-use bulkhead_shared::{Executed, Outcome, Verdict};
+use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
 
 use crate::mapped::MappedResult;
 use crate::success::SuccessRecord;
@@ -124,6 +124,44 @@ impl JobError {
         };
         let message = format!("the connection to the supervisor was lost ({reason}); {advice}");
         Self::Disconnected { executed, message }
+    }
+
+    /// Returns the error for a job that waited without success for a connection.
+    pub(crate) fn unreachable(executed: Executed, problem: &str) -> Self {
+        let advice = match executed {
+            Executed::No => {
+                "the job was not sent: check that the supervisor is running, then send the job again"
+            }
+            _ => {
+                "whether the job ran is unknown: check that the supervisor is running, then send the job again \
+                 only if a rerun is safe"
+            }
+        };
+        Self::Disconnected { executed, message: format!("{problem}; {advice}") }
+    }
+
+    /// Corrects the error of a job that had been sent over an earlier connection, which was lost. The job may
+    /// have run there, even if the supervisor of the later connection reports that the job did not run.
+    pub(crate) fn after_loss(self) -> Self {
+        if self.executed() != Executed::No {
+            return self;
+        }
+        match self {
+            Self::Rejected(outcome) | Self::DeadlineExceeded(outcome) => {
+                let message = format!(
+                    "the connection to the supervisor was lost while the job was in progress; sent again, the job \
+                     ended as {outcome}"
+                );
+                let verdict = Verdict::Crashed { reason: CrashReason::Stopped, status: None, message };
+                Self::Crashed(Box::new(Outcome { verdict, ..*outcome }))
+            }
+            Self::Cancelled(outcome) => {
+                let verdict = Verdict::Cancelled { executed: Executed::Unknown };
+                Self::Cancelled(Box::new(Outcome { verdict, ..*outcome }))
+            }
+            Self::Disconnected { message, .. } => Self::Disconnected { executed: Executed::Unknown, message },
+            other => other,
+        }
     }
 
     /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.

@@ -2,10 +2,13 @@
 
 mod frames;
 
+use std::collections::VecDeque;
 use std::io;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::Instant;
 
 use bulkhead_shared::client_protocol::{Submit, capability, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
@@ -21,7 +24,7 @@ use crate::job_request::JobRequest;
 use crate::leases::{Lease, LeaseOwner, LeaseSearch, Leases};
 use crate::reply::{JobError, Progress};
 use crate::transport::Transport;
-use crate::waiters::{JobResult, Waiter, Waiters};
+use crate::waiters::{Ended, Fate, JobResult, Move, Polled, Taken, Waiter, Waiters};
 
 pub(crate) use frames::Frames;
 
@@ -59,7 +62,7 @@ enum Phase {
     Ending,
     /// A write has failed. The driver will determine the reason.
     Broken,
-    /// The connection is closed. Pending jobs end with an error.
+    /// The connection is closed. Jobs that are still pending are sent over another connection.
     Closed,
 }
 
@@ -78,6 +81,8 @@ struct State {
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
+    /// Numbers of the jobs to send over another connection, in the order in which they were submitted.
+    detached: VecDeque<u64>,
 }
 
 /// The requests of one connection.
@@ -173,16 +178,20 @@ impl Requests {
         if payload_bytes > INLINE_PAYLOAD_BYTES_MAX && self.capabilities & capability::MEMORY_FILES != 0 {
             lease = self.take_lease(&mut state, job, payload_bytes);
         }
+        let mut loaded = None;
         if lease.is_some() || job.source.is_some() {
             drop(state);
             let written = match &mut lease {
-                Some(lease) => job.fill(lease.payload.first_mut(payload_bytes)),
+                Some(lease) => job.fill(lease.payload.first_mut(payload_bytes)).map(|()| None),
                 None => job.load(),
             };
-            if let Err(error) = written {
-                lease.into_iter().for_each(|lease| self.reuse_lease(*lease));
-                return Err(SubmitError::Rejected(error));
-            }
+            loaded = match written {
+                Ok(loaded) => loaded,
+                Err(error) => {
+                    lease.into_iter().for_each(|lease| self.reuse_lease(*lease));
+                    return Err(SubmitError::Rejected(error));
+                }
+            };
             state = self.lock();
             if lease.is_none() {
                 state.check_space(queued_max)?;
@@ -190,29 +199,26 @@ impl Requests {
                 return Err(SubmitError::Closed);
             }
         }
-        let lease_ref =
-            lease.as_ref().map(|lease| LeaseRef { lease: lease.number, bytes: payload_bytes as u64 });
         let waiter = Waiter {
-            bulkhead: String::new(),
             progress: progress.take(),
-            frame_end: 0,
             lease,
             maps_result: job.maps_result,
+            may_have_run: job.losses > 0,
+            ..Waiter::default()
         };
-        let number = state.waiters.insert(waiter, waker);
-        // `Payload::Owned` avoids a copy of large payloads.
-        let payload = std::mem::take(&mut job.payload);
-        let payload = if lease_ref.is_some() { Payload::NONE } else { Payload::Owned(payload) };
-        if state.push_job(number, job, lease_ref, payload).is_err() {
+        let number = state.waiters.insert(std::mem::take(job), waiter, waker);
+        if state.push_job(number, loaded, payload_bytes).is_err() {
             let left = state.waiters.remove(number);
             drop(state);
-            drop(left);
             let message = "the job does not fit in a frame: send a smaller payload".into();
-            return Err(SubmitError::Rejected(job.rejection(RejectReason::TooLarge, message)));
+            let rejection = left.as_ref().map(|left| left.request.rejection(RejectReason::TooLarge, message));
+            return Err(SubmitError::Rejected(
+                rejection.unwrap_or_else(|| unreachable!("the job was inserted")),
+            ));
         }
         self.schedule_flush(&mut state);
         drop(state);
-        Ok(PendingOutcome { requests: Some(self.clone()), number })
+        Ok(PendingOutcome { requests: Some(self.clone()), number, request: None })
     }
 
     /// Returns a free lease that fits the job. If there is none, requests a lease for later jobs from the
@@ -308,7 +314,8 @@ impl Requests {
         let mut state = self.lock();
         let Some(mut left) = state.waiters.remove(number) else { return };
         self.notify_if_idle(&state);
-        if let Some(waiter) = left.waiter.take().filter(|_| state.phase != Phase::Closed) {
+        let is_sent = |waiter: &Waiter| state.phase != Phase::Closed && !waiter.is_detached();
+        if let Some(waiter) = left.waiter.take().filter(is_sent) {
             state.push_empty(kind::CANCEL, number);
             if let Some(lease) = waiter.lease {
                 // The cancellation must be sent before the lease is returned.
@@ -326,8 +333,20 @@ impl Requests {
         let extension: &[u8] = &[];
         let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
+        if let Some(pending) = state.waiters.cancel_elsewhere(number, unless_begun) {
+            // Connections are always locked in the order in which they were opened.
+            pending.cancel(unless_begun);
+            return;
+        }
         let is_known = !unless_begun || self.capabilities & capability::CANCEL_UNLESS_BEGUN != 0;
-        if is_known && state.phase != Phase::Closed && state.waiters.get(number).is_some() {
+        let Some(waiter) = state.waiters.get(number) else { return };
+        if waiter.is_detached() {
+            let ended = state.waiters.end_detached(number, unless_begun);
+            self.notify_if_idle(&state);
+            drop(state);
+            ended.wake();
+        } else if is_known {
+            waiter.is_cancelled = true;
             // A cancellation always fits in a frame.
             let _ = state.push(kind::CANCEL, number, &Empty, only.as_slice(), Payload::NONE);
             self.flush_now(&mut state);
@@ -345,22 +364,24 @@ impl Requests {
 
     /// Notifies the driver if the last job has ended.
     fn notify_if_idle(&self, state: &State) {
-        if state.phase == Phase::Ending && state.waiters.waiting() == 0 {
+        if state.phase != Phase::Open && state.waiters.waiting() == 0 {
             self.idle.notify_one();
         }
     }
 
-    /// Polls for the outcome of a request.
+    /// Polls for the outcome of a request. If the job may be retried, moves the job to `request` with the outcome.
     #[inline]
-    fn poll(&self, number: u64, cx: &Context<'_>) -> Poll<JobResult> {
+    fn poll(&self, number: u64, cx: &Context<'_>, request: &mut Option<Box<JobRequest>>) -> Poll<Polled> {
         // The replaced waker is dropped after the lock is released.
-        let mut replaced = None;
-        self.lock().waiters.poll(number, cx, &mut replaced).map(|result| {
-            result.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "the outcome was already taken")))
-        })
+        let mut taken = Taken::default();
+        let polled = self.lock().waiters.poll(number, cx, &mut taken);
+        if let Some(job) = taken.request.filter(|job| job.retries) {
+            *request = Some(Box::new(job));
+        }
+        polled
     }
 
-    /// Waits until no job is pending. Must be called only when no further job can be submitted.
+    /// Waits until no job is pending. Must be called only when no further job will be submitted.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -376,11 +397,11 @@ impl Requests {
         }
     }
 
-    /// Closes the connection. Every pending job ends with an error.
-    pub(crate) fn close(&self, reason: &str) {
+    /// Closes the connection. If `is_replaced` is true, jobs that can be sent again stay pending, and
+    /// [`Requests::move_jobs`] sends them over another connection. All other jobs end with an error.
+    pub(crate) fn close(&self, reason: &str, is_replaced: bool) {
         let mut state = self.lock();
         state.phase = Phase::Closed;
-        let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         drop(state);
         // Closes the connection explicitly, so that the supervisor notices immediately even if other
         // references to the socket exist.
@@ -388,14 +409,118 @@ impl Requests {
             self.transport.close();
         }
         self.space.notify_waiters();
-        let (_left, wakers) = self.lock().waiters.finish_all(|waiter| {
+        state = self.lock();
+        let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
+        // Releases the payloads, which the jobs keep.
+        let unsent = std::mem::take(&mut state.outbox);
+        let ended = state.detach(reason, |waiter, job| {
             // The supervisor begins a job only after the complete frame has arrived.
-            let is_unsent = waiter.is_some_and(|waiter| waiter.frame_end > sent_bytes);
-            let executed = if is_unsent { Executed::No } else { Executed::Unknown };
-            Err(JobError::lost(executed, reason))
+            job.lost(waiter.frame_end <= sent_bytes);
+            let is_sent_again = is_replaced && !waiter.is_cancelled && job.can_be_sent_again();
+            if is_sent_again { Fate::SentAgain } else { Fate::Ends(JobError::lost(job.executed(), reason)) }
         });
-        wakers.into_iter().for_each(Waker::wake);
+        self.notify_if_idle(&state);
+        drop(state);
+        drop(unsent);
+        ended.wake();
     }
+
+    // Jobs that are sent over another connection.
+
+    /// Sends the detached jobs over another connection. Returns true once all of them were sent or have ended,
+    /// and false if the other connection is unusable.
+    pub(crate) async fn move_jobs(&self, to: &Arc<Self>) -> bool {
+        let mut position = to.queue();
+        let mut space = pin!(to.space.notified());
+        loop {
+            // Registers for notifications before the attempt, so that none is missed.
+            space.as_mut().enable();
+            match self.move_next(&mut position) {
+                Moved::One => {
+                    // A payload may have been read from a file. Lets other tasks of the runtime run.
+                    tokio::task::coop::consume_budget().await;
+                }
+                Moved::Full => {
+                    space.as_mut().await;
+                    space.set(to.space.notified());
+                }
+                Moved::All => return true,
+                Moved::Closed => return false,
+            }
+        }
+    }
+
+    fn move_next(&self, position: &mut QueuePosition<'_>) -> Moved {
+        let (number, mut job, mut progress) = {
+            let mut state = self.lock();
+            loop {
+                let Some(number) = state.detached.pop_front() else { return Moved::All };
+                // The handle of the job may have been dropped.
+                if let Some((job, progress)) = state.waiters.begin_move(number) {
+                    break (number, job, progress);
+                }
+            }
+        };
+        let may_have_run = job.losses > 0;
+        let corrected = |error: JobError| if may_have_run { error.after_loss() } else { error };
+        let sent = match job.update_remaining() {
+            Ok(()) => position.submit(&mut job, &mut progress),
+            Err(error) => Err(SubmitError::Rejected(error)),
+        };
+        let (moved, result) = match sent {
+            Ok(pending) => (Move::Sent(pending), Moved::One),
+            Err(SubmitError::Rejected(error)) => (Move::Ended(corrected(error)), Moved::One),
+            Err(SubmitError::Full) => (Move::PutBack(Box::new(job), progress), Moved::Full),
+            Err(SubmitError::Closed) => (Move::PutBack(Box::new(job), progress), Moved::Closed),
+        };
+        let mut state = self.lock();
+        if matches!(moved, Move::PutBack(..)) {
+            state.detached.push_front(number);
+        }
+        let end = state.waiters.end_move(number, moved);
+        self.notify_if_idle(&state);
+        drop(state);
+        if let Some(waker) = end.waker {
+            waker.wake();
+        }
+        result
+    }
+
+    /// Returns true if jobs still wait to be sent over another connection.
+    pub(crate) fn has_detached_jobs(&self) -> bool {
+        !self.lock().detached.is_empty()
+    }
+
+    /// Returns the time at which the first detached job stops waiting.
+    pub(crate) fn first_wait_ends(&self) -> Option<Instant> {
+        let mut state = self.lock();
+        let State { waiters, detached, .. } = &mut *state;
+        let ends = |number: &u64| waiters.get_with_request(*number).and_then(|(_, job)| job.waits_until);
+        detached.iter().filter_map(ends).min()
+    }
+
+    /// Ends the detached jobs whose waiting time is over. `problem` says why there is no connection.
+    pub(crate) fn end_overdue(&self, problem: &str) {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let ended = state.detach(problem, |waiter, job| match job.waits_until {
+            Some(until) if waiter.is_detached() && until <= now => Fate::Ends(job.not_reconnected(problem)),
+            _ => Fate::Stays,
+        });
+        self.notify_if_idle(&state);
+        drop(state);
+        ended.wake();
+    }
+}
+
+/// Result of an attempt to send the next detached job.
+enum Moved {
+    One,
+    All,
+    /// The other connection has no space at the moment.
+    Full,
+    /// The other connection is unusable.
+    Closed,
 }
 
 /// Position of a submitter in the queue for space in the outbox. Dropping the position wakes the next
@@ -438,6 +563,17 @@ impl LeaseOwner for Requests {
 }
 
 impl State {
+    /// Decides about every pending job. Jobs that are sent again are added to `detached`.
+    fn detach(&mut self, problem: &str, mut fate: impl FnMut(&mut Waiter, &mut JobRequest) -> Fate) -> Ended {
+        let (again, ended) = self.waiters.detach(|job| match job {
+            Some((waiter, job)) => fate(waiter, job),
+            // The outcome could not be processed, because the supervisor violated the protocol.
+            None => Fate::Ends(JobError::lost(Executed::Unknown, problem)),
+        });
+        self.detached.extend(again);
+        ended
+    }
+
     fn check_space(&self, queued_max: usize) -> Result<(), SubmitError> {
         match self.phase {
             Phase::Open => {}
@@ -471,17 +607,27 @@ impl State {
         Ok(())
     }
 
+    /// Queues the frame of a job. `loaded` is a payload that was read from its source. The payload of a job with
+    /// a lease is in a memory file.
     fn push_job(
         &mut self,
         number: u64,
-        job: &mut JobRequest,
-        lease_ref: Option<LeaseRef>,
-        payload: Payload<'_>,
+        loaded: Option<Vec<u8>>,
+        payload_bytes: usize,
     ) -> Result<(), codec::CodecError> {
+        let Self { waiters, outbox, pool, pushed_bytes, .. } = self;
+        let Some((waiter, job)) = waiters.get_with_request(number) else { return Ok(()) };
+        let lease_ref = waiter.lease.as_ref().map(|lease| lease.number);
+        let lease_ref = lease_ref.map(|lease| LeaseRef { lease, bytes: payload_bytes as u64 }.to_bytes());
+        let limit = job.options.run_limit.map(encode_run_limit);
+        let payload = match loaded {
+            _ if lease_ref.is_some() => Payload::NONE,
+            // `Payload::Owned` avoids a copy of large payloads.
+            Some(loaded) => Payload::Owned(loaded),
+            None => job.payload.to_send(),
+        };
         let submit = Submit::new(&job.bulkhead, &job.options);
-        let trace = job.trace_extension();
-        let (lease_ref, limit) =
-            (lease_ref.map(LeaseRef::to_bytes), job.options.run_limit.map(encode_run_limit));
+        let trace = job.traceparent.as_ref().map(|text| (tag::TRACEPARENT, text.as_bytes()));
         let lease_ref = lease_ref.as_ref().map(|lease_ref| (tag::LEASE, &lease_ref[..]));
         let limit = limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
         let (mut given, mut count) = ([(0, &[][..]); 3], 0);
@@ -489,12 +635,10 @@ impl State {
             given[count] = extension;
             count += 1;
         }
-        self.push(kind::SUBMIT, number, &submit, &given[..count], payload)?;
-        let frame_end = self.pushed_bytes;
-        if let Some(waiter) = self.waiters.get(number) {
-            waiter.frame_end = frame_end;
-            waiter.bulkhead = std::mem::take(&mut job.bulkhead);
-        }
+        let before = outbox.waiting_bytes();
+        outbox.push_pooled(kind::SUBMIT, number, &submit, &given[..count], payload, pool)?;
+        *pushed_bytes += (outbox.waiting_bytes() - before) as u64;
+        waiter.frame_end = *pushed_bytes;
         Ok(())
     }
 }
@@ -504,6 +648,8 @@ impl State {
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
     number: u64,
+    /// A job that may be retried, once the outcome was taken.
+    request: Option<Box<JobRequest>>,
 }
 
 impl PendingOutcome {
@@ -516,14 +662,26 @@ impl PendingOutcome {
     /// Polls for the outcome.
     #[inline]
     pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<JobResult> {
-        let Some(requests) = &self.requests else {
-            return Poll::Ready(Err(JobError::lost(Executed::Unknown, "the outcome was already taken")));
-        };
-        let result = requests.poll(self.number, cx);
-        if result.is_ready() {
+        loop {
+            let Some(requests) = &self.requests else {
+                return Poll::Ready(Err(JobError::lost(Executed::Unknown, "the outcome was already taken")));
+            };
+            let polled = match requests.poll(self.number, cx, &mut self.request) {
+                Poll::Ready(polled) => polled,
+                Poll::Pending => return Poll::Pending,
+            };
             self.requests = None;
+            match polled {
+                Polled::Outcome(result) => return Poll::Ready(result),
+                Polled::Moved(pending) => *self = pending,
+                Polled::Missing => {}
+            }
         }
-        result
+    }
+
+    /// Takes a job that may be retried, after the outcome was taken.
+    pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
+        self.request.take()
     }
 }
 
@@ -628,7 +786,7 @@ mod tests {
         codec::encode(&message, &[(tag::LEASE, &lease_ref)], &mut metadata).unwrap();
         let header = header(kind::OUTCOME, pending.number, &metadata);
         let reason = Frames::new(&requests).handle(header, &metadata, Vec::new()).unwrap_err();
-        requests.close(&reason);
+        requests.close(&reason, false);
         let result = pending.poll(&Context::from_waker(Waker::noop()));
         let Poll::Ready(Err(error)) = result else { panic!("{result:?}") };
         assert_eq!(error.executed(), Executed::Unknown, "{error}");
@@ -644,11 +802,11 @@ mod tests {
         let mut requests =
             Requests::new(Transport::Socket(tokio::net::UnixStream::from_std(here).unwrap()), 1 << 20, 0);
         requests.owner = std::process::id() + 1;
-        requests.close("the child has ended");
+        requests.close("the child has ended", false);
         let open = there.read(&mut [0]).unwrap_err();
         assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the parent's connection stays open");
         requests.owner = std::process::id();
-        requests.close("the parent has ended");
+        requests.close("the parent has ended", true);
         assert_eq!(there.read(&mut [0]).unwrap(), 0);
     }
 }

@@ -1,5 +1,6 @@
 //! Slots for pending jobs. The number of a request contains the index of a slot, so that finding the slot
-//! needs no search. A slot keeps the outcome until the handle of the job takes it.
+//! needs no search. A slot keeps the job, so that the job can be sent again over another connection, and keeps
+//! the outcome until the handle of the job takes it.
 //!
 //! The caller must release the lock before dropping values taken from a slot, because dropping them can take
 //! the lock: a waker can hold the last reference to a task that owns job handles, and a mapped result returns
@@ -9,45 +10,120 @@ use std::task::{Context, Poll, Waker};
 
 use tokio::sync::mpsc;
 
+use crate::job_request::JobRequest;
 use crate::leases::Lease;
 use crate::reply::{JobError, Progress, Reply};
+use crate::requests::PendingOutcome;
 
 pub(crate) type JobResult = Result<Reply, JobError>;
 
 /// State of a job whose outcome has not arrived.
+#[derive(Default)]
 pub(crate) struct Waiter {
-    /// Name of the requested bulkhead. The string is reused in the outcome if the outcome names the same
-    /// bulkhead.
+    /// Name of the requested bulkhead, once the outcome has arrived. The string is reused in the outcome if the
+    /// outcome names the same bulkhead.
     pub(crate) bulkhead: String,
+    /// Large payload of the job, once the outcome has arrived. The buffer can be reused.
+    pub(crate) buffer: Option<Vec<u8>>,
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
     /// Total number of bytes appended to the outbox up to the end of the job's frame.
     pub(crate) frame_end: u64,
     /// Lease whose memory files contain the payload, and possibly the result.
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) maps_result: bool,
+    /// True if the caller has asked for a cancellation. The job is then not sent again.
+    pub(crate) is_cancelled: bool,
+    /// True if an earlier connection was lost after the job had been sent over that connection.
+    pub(crate) may_have_run: bool,
 }
 
+#[derive(Default)]
 enum SlotState {
+    #[default]
     Free,
     Waiting(Waiter),
     /// The outcome has arrived and is being processed.
     Processing,
+    /// The job is being sent over another connection. `cancel` is the argument of a cancellation during this
+    /// time.
+    Moving {
+        cancel: Option<bool>,
+    },
+    /// The job was sent over another connection.
+    Moved(PendingOutcome),
     Done(JobResult),
 }
 
+#[derive(Default)]
 struct Slot {
     /// Number of requests that have used this slot. This is the upper half of a request's number.
     generation: u32,
     state: SlotState,
     /// Waker of the waiting task.
     waker: Option<Waker>,
+    /// The job, until the outcome was taken. The task that takes the outcome drops the job, because memory is
+    /// freed faster on the thread that allocated it.
+    request: JobRequest,
+}
+
+/// Position of a detached job's frame, which is in no outbox.
+const DETACHED: u64 = u64::MAX;
+
+impl Waiter {
+    /// Returns true if the job waits to be sent over another connection.
+    pub(crate) fn is_detached(&self) -> bool {
+        self.frame_end == DETACHED
+    }
 }
 
 /// Contents of a slot whose handle was dropped.
 pub(crate) struct Removed {
     /// The waiter, if the outcome had not arrived.
     pub(crate) waiter: Option<Waiter>,
+    pub(crate) request: JobRequest,
     _rest: (SlotState, Option<Waker>),
+}
+
+/// Values taken from a slot by a poll, to be dropped after the lock is released.
+#[derive(Default)]
+pub(crate) struct Taken {
+    /// The job, if the outcome was taken.
+    pub(crate) request: Option<JobRequest>,
+    /// The replaced waker.
+    pub(crate) waker: Option<Waker>,
+}
+
+/// Result of a poll for an outcome.
+#[derive(Debug)]
+pub(crate) enum Polled {
+    Outcome(JobResult),
+    /// The job was sent over another connection.
+    Moved(PendingOutcome),
+    /// There is no such request.
+    Missing,
+}
+
+/// The consequence of a lost connection for a job.
+pub(crate) enum Fate {
+    /// The job stays, because the supervisor has accepted it.
+    Stays,
+    /// The job is sent again over another connection.
+    SentAgain,
+    Ends(JobError),
+}
+
+/// Values to drop and wakers to call after the lock is released, when jobs have ended.
+#[derive(Default)]
+pub(crate) struct Ended {
+    _waiters: Vec<Waiter>,
+    wakers: Vec<Waker>,
+}
+
+impl Ended {
+    /// Wakes the tasks that wait for the jobs.
+    pub(crate) fn wake(self) {
+        self.wakers.into_iter().for_each(Waker::wake);
+    }
 }
 
 /// Slots for the pending jobs of one connection.
@@ -64,16 +140,16 @@ impl Waiters {
         self.waiting
     }
 
-    /// Adds a waiter. Returns the request's number.
+    /// Adds a job. Returns the request's number.
     #[inline]
-    pub(crate) fn insert(&mut self, waiter: Waiter, waker: Option<Waker>) -> u64 {
+    pub(crate) fn insert(&mut self, request: JobRequest, waiter: Waiter, waker: Option<Waker>) -> u64 {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot { generation: 0, state: SlotState::Free, waker: None });
+            self.slots.push(Slot::default());
             self.slots.len() as u32 - 1
         });
         let slot = &mut self.slots[index as usize];
         slot.generation = slot.generation.wrapping_add(1);
-        (slot.state, slot.waker) = (SlotState::Waiting(waiter), waker);
+        (slot.state, slot.waker, slot.request) = (SlotState::Waiting(waiter), waker, request);
         self.waiting += 1;
         u64::from(slot.generation) << 32 | u64::from(index)
     }
@@ -87,19 +163,34 @@ impl Waiters {
     /// Returns the waiter of a request.
     #[inline]
     pub(crate) fn get(&mut self, number: u64) -> Option<&mut Waiter> {
-        match &mut self.slot(number)?.state {
-            SlotState::Waiting(waiter) => Some(waiter),
+        self.get_with_request(number).map(|(waiter, _)| waiter)
+    }
+
+    /// Returns the waiter of a request, and the job.
+    #[inline]
+    pub(crate) fn get_with_request(&mut self, number: u64) -> Option<(&mut Waiter, &mut JobRequest)> {
+        let slot = self.slot(number)?;
+        match &mut slot.state {
+            SlotState::Waiting(waiter) => Some((waiter, &mut slot.request)),
             _ => None,
         }
     }
 
-    /// Takes the waiter of a request whose outcome has arrived. Must be followed by [`Waiters::finish`].
+    /// Takes the waiter of a request whose outcome has arrived, with the parts of the job that the outcome
+    /// needs. Must be followed by [`Waiters::finish`].
     #[inline]
     pub(crate) fn take(&mut self, number: u64) -> Option<Waiter> {
-        let state = &mut self.slot(number)?.state;
-        match state {
-            SlotState::Waiting(_) => match std::mem::replace(state, SlotState::Processing) {
-                SlotState::Waiting(waiter) => Some(waiter),
+        let slot = self.slot(number)?;
+        match &mut slot.state {
+            SlotState::Waiting(_) => match std::mem::replace(&mut slot.state, SlotState::Processing) {
+                SlotState::Waiting(mut waiter) => {
+                    // A job that may be retried is still needed.
+                    if !slot.request.retries {
+                        waiter.bulkhead = std::mem::take(&mut slot.request.bulkhead);
+                        waiter.buffer = slot.request.payload.take_large();
+                    }
+                    Some(waiter)
+                }
                 _ => None,
             },
             _ => None,
@@ -121,68 +212,173 @@ impl Waiters {
         }
     }
 
-    /// Returns the outcome of a request, or `Ready(None)` if there is no such request. If the outcome has not
-    /// arrived, registers the task's waker and moves the previous waker to `replaced`.
+    /// Polls for the outcome of a request. If the outcome has not arrived, registers the task's waker.
     #[inline]
-    pub(crate) fn poll(
-        &mut self,
-        number: u64,
-        cx: &Context<'_>,
-        replaced: &mut Option<Waker>,
-    ) -> Poll<Option<JobResult>> {
-        let Some(slot) = self.slot(number) else { return Poll::Ready(None) };
-        if matches!(slot.state, SlotState::Waiting(_) | SlotState::Processing) {
+    pub(crate) fn poll(&mut self, number: u64, cx: &Context<'_>, taken: &mut Taken) -> Poll<Polled> {
+        let Some(slot) = self.slot(number) else { return Poll::Ready(Polled::Missing) };
+        if matches!(slot.state, SlotState::Waiting(_) | SlotState::Processing | SlotState::Moving { .. }) {
             if !slot.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
-                *replaced = slot.waker.replace(cx.waker().clone());
+                taken.waker = slot.waker.replace(cx.waker().clone());
             }
             return Poll::Pending;
         }
-        let SlotState::Done(result) = std::mem::replace(&mut slot.state, SlotState::Free) else {
-            return Poll::Ready(None);
+        let polled = match std::mem::take(&mut slot.state) {
+            SlotState::Done(result) => Polled::Outcome(result),
+            SlotState::Moved(pending) => Polled::Moved(pending),
+            _ => return Poll::Ready(Polled::Missing),
         };
+        taken.request = Some(std::mem::take(&mut slot.request));
         self.free.push(number as u32);
-        Poll::Ready(Some(result))
+        Poll::Ready(polled)
     }
 
     /// Removes a request whose handle was dropped.
     pub(crate) fn remove(&mut self, number: u64) -> Option<Removed> {
         let slot = self.slot(number)?;
-        let state = std::mem::replace(&mut slot.state, SlotState::Free);
-        let waker = slot.waker.take();
+        let state = std::mem::take(&mut slot.state);
+        let (waker, request) = (slot.waker.take(), std::mem::take(&mut slot.request));
         match state {
             SlotState::Free => return None,
-            SlotState::Done(_) => {}
-            SlotState::Waiting(_) | SlotState::Processing => self.waiting -= 1,
+            SlotState::Done(_) | SlotState::Moved(_) => {}
+            SlotState::Waiting(_) | SlotState::Processing | SlotState::Moving { .. } => self.waiting -= 1,
         }
         self.free.push(number as u32);
         Some(match state {
-            SlotState::Waiting(waiter) => Removed { waiter: Some(waiter), _rest: (SlotState::Free, waker) },
-            other => Removed { waiter: None, _rest: (other, waker) },
+            SlotState::Waiting(waiter) => {
+                Removed { waiter: Some(waiter), request, _rest: (SlotState::Free, waker) }
+            }
+            other => Removed { waiter: None, request, _rest: (other, waker) },
         })
     }
 
-    /// Sets the outcome of every pending job to the return value of `result`. The argument of `result` is
-    /// `None` for a job whose outcome was being processed when the connection failed. Returns the removed
-    /// waiters and the wakers to call.
-    pub(crate) fn finish_all(
-        &mut self,
-        result: impl Fn(Option<&Waiter>) -> JobResult,
-    ) -> (Vec<Waiter>, Vec<Waker>) {
-        let (mut waiters, mut wakers) = (Vec::new(), Vec::new());
-        for slot in &mut self.slots {
-            let result = match &slot.state {
-                SlotState::Waiting(waiter) => result(Some(waiter)),
-                SlotState::Processing => result(None),
-                SlotState::Free | SlotState::Done(_) => continue,
-            };
-            if let SlotState::Waiting(waiter) = std::mem::replace(&mut slot.state, SlotState::Done(result)) {
-                waiters.push(waiter);
+    /// Records a cancellation of a job that is not waiting in this connection. Returns the pending outcome on
+    /// the other connection, if the job was moved.
+    pub(crate) fn cancel_elsewhere(&mut self, number: u64, unless_begun: bool) -> Option<&PendingOutcome> {
+        match &mut self.slot(number)?.state {
+            SlotState::Moved(pending) => Some(pending),
+            SlotState::Moving { cancel } => {
+                // A complete cancellation takes precedence.
+                *cancel = Some(unless_begun && *cancel != Some(false));
+                None
             }
-            wakers.extend(slot.waker.take());
-            self.waiting -= 1;
+            _ => None,
         }
-        (waiters, wakers)
     }
+
+    // Jobs that leave the connection.
+
+    /// Decides about every job that waits. `fate` gets `None` for a job whose outcome was being processed when
+    /// the connection failed. Returns the numbers of the jobs to send again, in the order in which they were
+    /// sent.
+    pub(crate) fn detach(
+        &mut self,
+        mut fate: impl FnMut(Option<(&mut Waiter, &mut JobRequest)>) -> Fate,
+    ) -> (Vec<u64>, Ended) {
+        let (mut again, mut ended) = (Vec::new(), Ended::default());
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            let decided = match &mut slot.state {
+                SlotState::Waiting(waiter) => fate(Some((waiter, &mut slot.request))),
+                SlotState::Processing => fate(None),
+                _ => continue,
+            };
+            match (decided, &mut slot.state) {
+                (Fate::Ends(error), state) => {
+                    if let SlotState::Waiting(waiter) = std::mem::replace(state, SlotState::Done(Err(error)))
+                    {
+                        ended._waiters.push(waiter);
+                    }
+                    ended.wakers.extend(slot.waker.take());
+                    self.waiting -= 1;
+                }
+                (Fate::SentAgain, SlotState::Waiting(waiter)) => {
+                    let number = u64::from(slot.generation) << 32 | index as u64;
+                    again.push((waiter.frame_end, number));
+                    waiter.frame_end = DETACHED;
+                    let lease = waiter.lease.take();
+                    ended._waiters.push(Waiter { lease, ..Waiter::default() });
+                }
+                _ => {}
+            }
+        }
+        again.sort_unstable();
+        (again.into_iter().map(|(_, number)| number).collect(), ended)
+    }
+
+    /// Ends a detached job that was cancelled, unless the job may have begun and `unless_begun` is true.
+    pub(crate) fn end_detached(&mut self, number: u64, unless_begun: bool) -> Ended {
+        let mut ended = Ended::default();
+        let Some((_, request)) = self.get_with_request(number) else { return ended };
+        let Some(error) = request.cancelled(unless_begun) else { return ended };
+        self.waiting -= 1;
+        if let Some(slot) = self.slot(number) {
+            if let SlotState::Waiting(waiter) =
+                std::mem::replace(&mut slot.state, SlotState::Done(Err(error)))
+            {
+                ended._waiters.push(waiter);
+            }
+            ended.wakers.extend(slot.waker.take());
+        }
+        ended
+    }
+
+    /// Takes a job, to send it over another connection. Must be followed by [`Waiters::end_move`].
+    pub(crate) fn begin_move(&mut self, number: u64) -> Option<(JobRequest, Option<mpsc::Sender<Progress>>)> {
+        let slot = self.slot(number)?;
+        let SlotState::Waiting(waiter) = &mut slot.state else { return None };
+        let progress = waiter.progress.take();
+        slot.state = SlotState::Moving { cancel: None };
+        Some((std::mem::take(&mut slot.request), progress))
+    }
+
+    /// Ends the move of a job. The caller must drop the returned values after releasing the lock: the state
+    /// that was not stored because the handle was dropped, and the waker to call. If the job was cancelled
+    /// during the move, returns the argument of the cancellation.
+    pub(crate) fn end_move(&mut self, number: u64, moved: Move) -> MoveEnd {
+        let slot = match self.slot(number) {
+            Some(slot) if matches!(slot.state, SlotState::Moving { .. }) => slot,
+            _ => return MoveEnd { _dropped: Some(moved), waker: None },
+        };
+        let SlotState::Moving { cancel } = std::mem::take(&mut slot.state) else {
+            unreachable!("checked above")
+        };
+        slot.state = match moved {
+            Move::PutBack(request, progress) => {
+                match cancel.and_then(|unless_begun| request.cancelled(unless_begun)) {
+                    Some(error) => SlotState::Done(Err(error)),
+                    None => {
+                        slot.request = *request;
+                        let waiter = Waiter { progress, frame_end: DETACHED, ..Waiter::default() };
+                        slot.state = SlotState::Waiting(waiter);
+                        return MoveEnd { _dropped: None, waker: None };
+                    }
+                }
+            }
+            Move::Sent(pending) => {
+                if let Some(unless_begun) = cancel {
+                    pending.cancel(unless_begun);
+                }
+                SlotState::Moved(pending)
+            }
+            Move::Ended(error) => SlotState::Done(Err(error)),
+        };
+        let waker = slot.waker.take();
+        self.waiting -= 1;
+        MoveEnd { _dropped: None, waker }
+    }
+}
+
+/// End of an attempt to send a job over another connection.
+pub(crate) enum Move {
+    Sent(PendingOutcome),
+    Ended(JobError),
+    /// The job could not be sent and stays where it is.
+    PutBack(Box<JobRequest>, Option<mpsc::Sender<Progress>>),
+}
+
+/// Values to drop after the lock is released, and the waker to call.
+pub(crate) struct MoveEnd {
+    _dropped: Option<Move>,
+    pub(crate) waker: Option<Waker>,
 }
 
 #[cfg(test)]
@@ -202,13 +398,21 @@ mod tests {
         }
     }
 
-    fn waiter() -> Waiter {
-        let bulkhead = "resize".to_owned();
-        Waiter { bulkhead, progress: None, frame_end: 0, lease: None, maps_result: false }
+    fn insert(waiters: &mut Waiters, waker: Option<Waker>) -> u64 {
+        let request = JobRequest::new("resize".to_owned(), b"picture".to_vec());
+        waiters.insert(request, Waiter::default(), waker)
     }
 
     fn lost() -> JobResult {
         Err(JobError::lost(bulkhead_shared::Executed::No, "test"))
+    }
+
+    fn outcome(waiters: &mut Waiters, number: u64, cx: &Context<'_>) -> Option<JobResult> {
+        match waiters.poll(number, cx, &mut Taken::default()) {
+            Poll::Ready(Polled::Outcome(result)) => Some(result),
+            Poll::Ready(Polled::Missing) => None,
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
@@ -216,13 +420,13 @@ mod tests {
         let mut waiters = Waiters::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
-        let number = waiters.insert(waiter(), Some(tasks[0].clone()));
-        let mut replaced = None;
+        let number = insert(&mut waiters, Some(tasks[0].clone()));
+        let mut taken = Taken::default();
         let cx = Context::from_waker(&tasks[0]);
-        assert!(waiters.poll(number, &cx, &mut replaced).is_pending() && replaced.is_none());
+        assert!(waiters.poll(number, &cx, &mut taken).is_pending() && taken.waker.is_none());
         let cx = Context::from_waker(&tasks[1]);
-        assert!(waiters.poll(number, &cx, &mut replaced).is_pending());
-        assert!(replaced.as_ref().unwrap().will_wake(&tasks[0]));
+        assert!(waiters.poll(number, &cx, &mut taken).is_pending());
+        assert!(taken.waker.as_ref().unwrap().will_wake(&tasks[0]));
 
         assert!(waiters.finish(number, lost()).is_err(), "`finish` requires a preceding `take`");
         assert!(waiters.take(number).is_some());
@@ -231,17 +435,17 @@ mod tests {
         waiters.finish(number, lost()).unwrap().unwrap().wake();
         assert_eq!(wakers.iter().map(|woken| woken.0.load(Ordering::SeqCst)).collect::<Vec<_>>(), [0, 1]);
         assert_eq!(waiters.waiting(), 0);
-        assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(Some(lost())));
-        assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(None));
+        assert_eq!(outcome(&mut waiters, number, &cx), Some(lost()));
+        assert_eq!(outcome(&mut waiters, number, &cx), None);
         assert!(waiters.remove(number).is_none(), "the slot is freed only once");
     }
 
     #[test]
     fn reused_slot_rejects_number_of_earlier_request() {
         let mut waiters = Waiters::default();
-        let first = waiters.insert(waiter(), None);
+        let first = insert(&mut waiters, None);
         assert!(waiters.remove(first).unwrap().waiter.is_some());
-        let second = waiters.insert(waiter(), None);
+        let second = insert(&mut waiters, None);
         assert_eq!(first as u32, second as u32);
         assert!(
             waiters.get(first).is_none() && waiters.take(first).is_none() && waiters.remove(first).is_none()
@@ -251,25 +455,62 @@ mod tests {
         assert!(waiters.take(second).is_some());
         assert!(waiters.remove(second).unwrap().waiter.is_none());
         assert!(waiters.finish(second, lost()).is_err());
-        let third = waiters.insert(waiter(), None);
+        let third = insert(&mut waiters, None);
         assert!(waiters.finish(second, lost()).is_err());
         assert!(waiters.get(third).is_some());
         assert_eq!(waiters.waiting(), 1);
     }
 
     #[test]
-    fn finish_all_keeps_results_received_earlier() {
+    fn detached_jobs_keep_results_received_earlier() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
-        let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();
+        let numbers: Vec<u64> = (0..4).map(|_| insert(&mut waiters, Some(task.clone()))).collect();
         waiters.take(numbers[1]);
         let revoked = || Err(JobError::result_revoked());
         waiters.finish(numbers[1], revoked()).unwrap();
         waiters.take(numbers[3]);
-        let (left, wakers) = waiters.finish_all(|_| lost());
-        assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 3, 0));
+        let (again, ended) = waiters.detach(|_| Fate::Ends(lost().unwrap_err()));
+        assert_eq!((again.len(), ended._waiters.len(), ended.wakers.len()), (0, 2, 3));
+        assert_eq!(waiters.waiting(), 0);
         let cx = Context::from_waker(&task);
-        let result: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();
-        assert_eq!(result, [lost(), revoked(), lost(), lost()].map(|result| Poll::Ready(Some(result))));
+        let result: Vec<_> = numbers.iter().map(|number| outcome(&mut waiters, *number, &cx)).collect();
+        assert_eq!(result, [lost(), revoked(), lost(), lost()].map(Some));
+    }
+
+    #[test]
+    fn detached_jobs_are_sent_again_in_order_of_submission() {
+        let mut waiters = Waiters::default();
+        let numbers: Vec<u64> = (0..3).map(|_| insert(&mut waiters, None)).collect();
+        for (number, frame_end) in numbers.iter().zip([30, 10, 20]) {
+            waiters.get(*number).unwrap().frame_end = frame_end;
+        }
+        let (again, _) = waiters.detach(|_| Fate::SentAgain);
+        assert_eq!(again, [numbers[1], numbers[2], numbers[0]]);
+        assert_eq!(waiters.waiting(), 3, "a detached job still waits for an outcome");
+    }
+
+    #[test]
+    fn cancellation_during_a_move_is_not_lost() {
+        let mut waiters = Waiters::default();
+        let cx = Context::from_waker(Waker::noop());
+        for unless_begun in [false, true] {
+            let number = insert(&mut waiters, None);
+            let (request, progress) = waiters.begin_move(number).unwrap();
+            assert!(waiters.begin_move(number).is_none(), "a job is moved once");
+            assert!(waiters.cancel_elsewhere(number, unless_begun).is_none());
+            waiters.end_move(number, Move::PutBack(Box::new(request), progress));
+            let error = outcome(&mut waiters, number, &cx).unwrap().unwrap_err();
+            assert!(matches!(error, JobError::Cancelled(_)), "{error}");
+        }
+        // The handle was dropped during the move, and its slot is used by another job.
+        let number = insert(&mut waiters, None);
+        let (request, progress) = waiters.begin_move(number).unwrap();
+        waiters.remove(number).unwrap();
+        let other = insert(&mut waiters, None);
+        waiters.end_move(number, Move::PutBack(Box::new(request), progress));
+        assert_eq!(other as u32, number as u32);
+        assert!(waiters.get(other).is_some() && waiters.get(number).is_none());
+        assert_eq!(waiters.waiting(), 1);
     }
 }

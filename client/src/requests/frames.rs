@@ -60,9 +60,18 @@ impl<'r> Frames<'r> {
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         // A job without a waiter was cancelled, so the outcome is ignored.
         let Some(mut waiter) = state.waiters.take(number) else { return Ok(()) };
+        if let Some(buffer) = waiter.buffer.take() {
+            state.pool.put(buffer);
+        }
         let bulkhead = std::mem::take(&mut waiter.bulkhead);
+        let may_have_run = waiter.may_have_run;
+        let corrected = |result: JobResult| match result {
+            Err(error) if may_have_run => Err(error.after_loss()),
+            result => result,
+        };
         if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
-            let result = state.waiters.finish(number, job_result(&message, bulkhead, &extensions, payload));
+            let result = job_result(&message, bulkhead, &extensions, payload);
+            let result = state.waiters.finish(number, corrected(result));
             self.requests.notify_if_idle(state);
             if let Ok(waker) = result {
                 self.wakers.extend(waker);
@@ -74,7 +83,7 @@ impl<'r> Frames<'r> {
         self.state = None;
         let result = self.requests.finish_leased_job(waiter, &message, (bulkhead, &extensions), payload)?;
         let state = self.state.insert(self.requests.lock());
-        let result = state.waiters.finish(number, result);
+        let result = state.waiters.finish(number, corrected(result));
         self.requests.notify_if_idle(state);
         match result {
             Ok(waker) => self.wakers.extend(waker),

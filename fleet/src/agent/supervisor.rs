@@ -45,7 +45,8 @@ impl Supervisor {
         if self.client.get().is_none()
             && let Ok(client) = Client::connect(&self.socket).await
         {
-            let _ = self.client.set(client);
+            // Another host can run a job sooner than this supervisor comes back.
+            let _ = self.client.set(client.reconnect_timeout(Duration::ZERO));
         }
     }
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from . import _wire
-from ._client import BaseClient, as_buffer, submission_with
+from . import _again, _wire
+from ._client import BaseClient, as_buffer, submission_with, too_old
 from ._connection import lost_error, open_connection
 from ._reply import Reply
 from .errors import Disconnected, JobError
@@ -37,10 +38,14 @@ class AsyncJob(asyncio.Future[Reply]):
     bulkhead's ``grace`` if it does not.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, job: _again.Job) -> None:
         super().__init__(loop=loop)
+        #: The job, until it has an outcome.
+        self._job: _again.Job | None = job
         self._job_connection: _Connection | None = None
         self._job_number = 0
+        #: Number of bytes queued on the connection up to the end of the job's frame.
+        self._job_end = 0
         self._job_listeners: list[Callable[[float, str], object]] = []
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
@@ -50,23 +55,43 @@ class AsyncJob(asyncio.Future[Reply]):
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
             return False
+        self._job = None
         if self._job_connection is not None:
             self._job_connection.cancel(self._job_number)
         return True
 
+    def _fail_job(self, error: JobError) -> None:
+        """Sets the exception of a job that has no result."""
+        self._job = self._job_connection = None
+        if not self.done():
+            self.set_exception(error)
+
 
 class _Connection:
-    """A connection to the supervisor. A lost connection is never restored."""
+    """A connection to the supervisor. A lost connection is never restored.
+
+    ``send_again`` gets the jobs that the connection has lost and that may be sent again.
+    """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, link: _socket.socket, reader: _wire.Reader, capabilities: int
+        self,
+        loop: asyncio.AbstractEventLoop,
+        send_again: Callable[[list[AsyncJob]], None],
+        link: _socket.socket,
+        reader: _wire.Reader,
+        capabilities: int,
     ) -> None:
         self._loop = loop
+        self._send_again = send_again
         self._socket = link
         self._reader = reader
         self._capabilities = capabilities
         self.is_lost = False
+        #: Time of the loss.
+        self.lost_at = 0.0
         self._last = 0
+        # Numbers of bytes that were ever queued and sent.
+        self._queued_bytes = self._sent_bytes = 0
         self._jobs: dict[int, AsyncJob] = {}
         self._outgoing: deque[_wire.Buffer] = deque()
         self._is_flush_due = False
@@ -76,28 +101,34 @@ class _Connection:
 
     # Sending.
 
-    def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool) -> None:
+    def start(self, job: AsyncJob) -> None:
         """Sends a job, or sets an exception if the job cannot be sent."""
-        if self.is_lost:
-            job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
+        kept = job._job
+        assert kept is not None
+        if kept.options[_again.RUN_LIMIT] is not None and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
+            job._fail_job(too_old())
             return
-        if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
-            job.set_exception(Disconnected("the supervisor is too old for run_limit: update the supervisor"))
-            return
+        metadata, payload = kept.metadata, kept.payload
         self._last = number = self._last + 1
         job._job_connection, job._job_number = self, number
         if len(payload) <= _wire.INLINE_BYTES_MAX:
-            self._outgoing.append(_wire.frame(_wire.SUBMIT, number, metadata, payload))
+            self._queue(_wire.frame(_wire.SUBMIT, number, metadata, payload))
         else:
-            self._outgoing.extend((_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload))
+            self._queue(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
+        job._job_end = self._queued_bytes
         is_alone = not self._jobs
         self._jobs[number] = job
         self._flush_soon(is_alone)
 
+    def _queue(self, *buffers: _wire.Buffer) -> None:
+        for buffer in buffers:
+            self._outgoing.append(buffer)
+            self._queued_bytes += len(buffer)
+
     def cancel(self, number: int) -> None:
         """Requests the cancellation of a job."""
         if not self.is_lost and number in self._jobs:
-            self._outgoing.append(_wire.frame(_wire.CANCEL, number))
+            self._queue(_wire.frame(_wire.CANCEL, number))
             # Sent immediately, because the loop may be about to stop.
             self._flush_soon(at_once=True)
 
@@ -120,6 +151,7 @@ class _Connection:
                     sent = self._socket.send(outgoing[0])
                 else:
                     sent = self._socket.sendmsg(islice(outgoing, BUFFERS_MAX))
+                self._sent_bytes += sent
                 while sent:
                     size = len(outgoing[0])
                     if sent < size:
@@ -168,11 +200,12 @@ class _Connection:
                 job = jobs.pop(number, None)
                 if job is None or job.done():
                     continue
-                job._job_connection = None
+                kept, job._job, job._job_connection = job._job, None, None
                 if _wire.is_ok(metadata):
                     job.set_result(Reply(payload, metadata))
                 else:
-                    job.set_exception(_wire.error(metadata, payload))
+                    error = _wire.error(metadata, payload)
+                    job.set_exception(error if kept is None else kept.corrected(error))
             elif kind == _wire.PROGRESS:
                 job = jobs.get(number)
                 if job is not None and not job.done() and job._job_listeners:
@@ -185,11 +218,12 @@ class _Connection:
 
     # The end.
 
-    def lose(self, reason: str) -> None:
-        """Closes the connection, and fails all jobs on it."""
+    def lose(self, reason: str, *, is_replaced: bool = True) -> None:
+        """Closes the connection. Jobs on it fail, or are sent again if ``is_replaced`` is true."""
         if self.is_lost:
             return
         self.is_lost = True
+        self.lost_at = time.monotonic()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
             if self._is_full:
@@ -199,10 +233,18 @@ class _Connection:
         self._outgoing.clear()
         if self._loop.is_closed():
             return
+        again = []
         for job in jobs.values():
-            job._job_connection = None
-            if not job.done():
-                job.set_exception(lost_error(reason))
+            kept, job._job_connection = job._job, None
+            if kept is None or job.done():
+                continue
+            # The supervisor begins a job only after the whole frame has arrived.
+            if kept.lost(job._job_end <= self._sent_bytes) and is_replaced:
+                again.append(job)
+            else:
+                job._fail_job(lost_error(reason, kept.executed))
+        if again:
+            self._send_again(again)
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because the event loop and the jobs belong to the parent."""
@@ -222,54 +264,128 @@ class _LoopState:
         self._loop = loop
         self.connection: _Connection | None = None
         self.connecting: asyncio.Task[None] | None = None
-        self.waiting: list[tuple[AsyncJob, bytes, _wire.Buffer, bool]] = []
+        #: Jobs that wait for a connection, in the order in which they will be sent.
+        self._waiting: dict[AsyncJob, None] = {}
+        #: Reason why the last attempt to connect failed.
+        self._problem: JobError | None = None
+        self._pause = _again.RECONNECT_PAUSE_MIN
 
-    async def connect(self) -> None:
-        """Connects, and sends the waiting jobs."""
+    def start(self, job: AsyncJob) -> None:
+        """Sends a job as soon as there is a connection."""
+        connection = self.connection
+        if connection is not None:
+            if not connection.is_lost:
+                connection.start(job)
+                return
+            kept = job._job
+            if kept is not None and kept.lost(False, connection.lost_at):
+                self._set_limit(job, kept)
+        self._waiting[job] = None
+        if self.connecting is None:
+            self.connecting = self._loop.create_task(self._connect())
+
+    def _send_again(self, jobs: list[AsyncJob]) -> None:
+        """Sends the jobs of a lost connection again, before other jobs."""
+        for job in jobs:
+            if job._job is not None:
+                self._set_limit(job, job._job)
+        self._waiting = dict.fromkeys(jobs) | self._waiting
+        if self.connecting is None:
+            self.connecting = self._loop.create_task(self._connect())
+
+    def _set_limit(self, job: AsyncJob, kept: _again.Job) -> None:
+        """Fails a job when its waiting time is over. If the time is over already, one attempt to connect decides."""
+        if kept.waits_until is not None and not kept.is_overdue():
+            self._loop.call_later(kept.waits_until - time.monotonic(), self._end_overdue, job)
+
+    def _end_overdue(self, job: AsyncJob) -> None:
+        kept = job._job
+        if kept is None or job not in self._waiting or not kept.is_overdue():
+            return
+        del self._waiting[job]
+        silent = Disconnected(f"the supervisor at {self._client.path} does not answer; the job was not sent")
+        job._fail_job(kept.unreachable(self._problem or silent))
+
+    async def _connect(self) -> None:
+        """Connects, and sends the waiting jobs. Repeats the attempt if an earlier connection was lost."""
         client, loop = self._client, self._loop
         try:
-            connection = _Connection(loop, *await loop.run_in_executor(None, open_connection, client.path))
-        except JobError as error:
-            self._fail_waiting(error)
+            while self._waiting:
+                try:
+                    opened = await loop.run_in_executor(None, open_connection, client.path)
+                except JobError as error:
+                    self._problem = error
+                    if self.connection is None or not error.retryable or client._is_closed:
+                        self._fail_waiting(error)
+                        return
+                    for job in list(self._waiting):
+                        self._end_overdue(job)
+                    await asyncio.sleep(self._pause)
+                    self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
+                    continue
+                self.connection = connection = _Connection(loop, self._send_again, *opened)
+                self._problem = None
+                if client._is_closed:
+                    self._fail_waiting(lost_error("this program closed the client", "no"))
+                    connection.lose("this program closed the client", is_replaced=False)
+                    return
+                self._send_waiting(connection)
+                if connection.is_lost:
+                    await asyncio.sleep(self._pause)
+                    self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
+                else:
+                    self._pause = _again.RECONNECT_PAUSE_MIN
         except BaseException as error:
             self._fail_waiting(Disconnected(f"the connection failed: {error!r}; the job was not sent"))
             raise
-        else:
-            waiting, self.waiting = self.waiting, []
-            self.connection, self.connecting = connection, None
-            if client._is_closed:
-                connection.lose("this program closed the client")
-            for job, metadata, payload, has_run_limit in waiting:
-                if not job.done():
-                    connection.start(job, metadata, payload, has_run_limit)
+        finally:
+            self.connecting = None
+
+    def _send_waiting(self, connection: _Connection) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for job in waiting:
+            kept = job._job
+            if kept is None or job.done():
+                continue
+            try:
+                if kept.waits_until is not None:
+                    kept.update_remaining()
+                connection.start(job)
+            except JobError as error:
+                job._fail_job(error)
 
     def _fail_waiting(self, error: JobError) -> None:
-        waiting, self.waiting = self.waiting, []
-        self.connecting = None
-        for job, *_ in waiting:
-            if not job.done():
-                # Each job gets a copy of the exception, because each raise modifies the traceback.
-                kind, arguments = error.__reduce__()
-                job.set_exception(kind(*arguments))
+        waiting, self._waiting = self._waiting, {}
+        for job in waiting:
+            if job._job is not None:
+                job._fail_job(job._job.unreachable(error))
 
     def lose(self, reason: str) -> None:
-        """Closes the connection, if there is one."""
+        """Closes the connection, if there is one. All jobs fail."""
         if self.connection is not None:
-            self.connection.lose(reason)
+            self.connection.lose(reason, is_replaced=False)
+            self._fail_waiting(lost_error(reason, "no"))
 
 
 class AsyncClient(BaseClient):
     """Sends jobs to a supervisor from asyncio. Has the methods of ``Client``. A program needs only one client.
 
     Each event loop that uses the client has a separate connection, so loops can run in different threads. Cancelling a
-    task that waits for a job cancels the job, so ``asyncio.timeout`` works as expected.
+    task that waits for a job cancels the job, so ``asyncio.timeout`` works as expected. The parameters are those of
+    ``Client``.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        retry: bool = False,
+        reconnect_timeout: float | None = None,
+    ) -> None:
         self._states: dict[asyncio.AbstractEventLoop, _LoopState] = {}
         # Guards changes of the dictionary, because loops can run in different threads.
         self._changing = threading.Lock()
-        super().__init__(path)
+        super().__init__(path, retry, reconnect_timeout)
 
     async def call(
         self,
@@ -284,10 +400,21 @@ class AsyncClient(BaseClient):
         idempotent: bool = False,
         cost: int = 1,
         traceparent: str | None = None,
+        retry: bool | None = None,
     ) -> Reply:
         """Submits a job and waits for its result, like ``Client.call``. Cancelling the coroutine cancels the job."""
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
-        return await self._start(options, payload)
+        if not (self.retry if retry is None else retry):
+            return await self._start(options, payload)
+        retries = _again.Retries(self._budget, options)
+        while True:
+            try:
+                return await self._start(retries.options(), payload)
+            except JobError as error:
+                pause = retries.pause_after(error)
+                if self._is_closed:
+                    raise
+            await asyncio.sleep(pause)
 
     def submit(
         self,
@@ -312,20 +439,13 @@ class AsyncClient(BaseClient):
 
     def _start(self, options: tuple[Any, ...], payload: _wire.Buffer) -> AsyncJob:
         metadata = submission_with(self._submissions, options)
-        has_run_limit = options[8] is not None
         data = payload if type(payload) is bytes else bytes(as_buffer(payload))
         if self._is_closed:
             raise RuntimeError("the client is closed")
         loop = asyncio.get_running_loop()
         state = self._states.get(loop) or self._state_of(loop)
-        job = AsyncJob(loop)
-        connection = state.connection
-        if connection is not None and not connection.is_lost:
-            connection.start(job, metadata, data, has_run_limit)
-        else:
-            state.waiting.append((job, metadata, data, has_run_limit))
-            if state.connecting is None:
-                state.connecting = loop.create_task(state.connect())
+        job = AsyncJob(loop, _again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout))
+        state.start(job)
         return job
 
     def _state_of(self, loop: asyncio.AbstractEventLoop) -> _LoopState:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
+from collections import deque
+from functools import partial
 
-from . import _wire
-from ._connection import Connection, NotSent
+from . import _again, _wire
+from ._connection import HANDSHAKE_SECONDS_MAX, Connection, Lost, NotSent, lost_error, of_parent
 from ._reply import Reply
-from .errors import Disconnected
+from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,11 +58,21 @@ def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any
     return metadata
 
 
-class BaseClient:
-    """Base class of both clients. Holds the path of the socket and the cached options."""
+def too_old() -> Rejected:
+    """Returns the error for a job with a run limit that the supervisor does not support."""
+    return Rejected(Outcome("rejected", "invalid", "the supervisor is too old for run_limit: update the supervisor"))
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+
+class BaseClient:
+    """Base class of both clients. Holds the path of the socket, the default options and the retry budget."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, retry: bool, reconnect_timeout: float | None) -> None:
         self.path = os.fspath(path) if path is not None else default_socket()
+        self.retry = retry
+        if reconnect_timeout is not None and not reconnect_timeout >= 0:
+            raise ValueError(f"reconnect_timeout must be at least 0 seconds, not {reconnect_timeout!r}")
+        self.reconnect_timeout = reconnect_timeout
+        self._budget = _again.RetryBudget()
         self._submissions: dict[tuple[Any, ...], bytes] = {}
         self._is_closed = False
         _clients.add(self)
@@ -79,13 +92,30 @@ class Client(BaseClient):
     forked child. ``path`` is the path of the jobs socket. The default is ``$BULKHEAD_SOCKET``, or the supervisor's
     default path. Closing the client, or ending the program, cancels its jobs. Code inside a worker cannot use a client,
     because the supervisor rejects its own workers.
+
+    After a connection was lost, the client sends jobs again that it had not sent completely, and idempotent jobs (at
+    most three times). Other jobs raise ``Disconnected``. Until the supervisor answers again, jobs wait until their
+    deadline; jobs without a deadline wait until five seconds after the loss. ``reconnect_timeout`` is another limit for
+    all jobs, in seconds; with 0, no job waits or is sent again.
+
+    ``retry`` is the default of the parameter ``retry`` of ``call``.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        retry: bool = False,
+        reconnect_timeout: float | None = None,
+    ) -> None:
         # Reentrant, because a signal handler can use the client while the client connects.
         self._lock = threading.RLock()
         self._connection: Connection | None = None
-        super().__init__(path)
+        #: Futures whose jobs wait for a connection. One thread sends them.
+        self._waiting: deque[JobFuture] = deque()
+        self._sender: threading.Thread | None = None
+        self._closed = threading.Event()
+        super().__init__(path, retry, reconnect_timeout)
 
     def call(
         self,
@@ -100,6 +130,7 @@ class Client(BaseClient):
         idempotent: bool = False,
         cost: int = 1,
         traceparent: str | None = None,
+        retry: bool | None = None,
     ) -> Reply:
         """Submits a job and waits for its result. Raises a ``JobError`` for any outcome other than ``ok``.
 
@@ -107,21 +138,75 @@ class Client(BaseClient):
         from now to the outcome. ``run_limit`` is the maximum time of each attempt from its dispatch. Both are in
         seconds, and the bulkhead's limits are the defaults. ``priority`` is ``critical``, ``normal`` or
         ``best-effort``. ``cost`` is the number of units that a rate limit counts for this job. An ``idempotent`` job
-        can be run again after the death of its worker.
+        can be run again after the death of its worker, and after a lost connection.
 
-        Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost. Raises
-        ``DeadlineExceeded`` if a limit passed; the worker is then killed unless the job stops by itself.
-        ``KeyboardInterrupt`` cancels the job.
+        With ``retry``, a job whose error is ``retryable`` is retried at most three times, and never beyond its
+        deadline. A retry waits for ``retry_after``, otherwise for 0.1 s, then 0.2 s, then 0.4 s. In any ten seconds, a
+        client retries at most 20 % of the jobs for which retries are enabled, but ten retries are always allowed. If
+        there is no further retry, the last error is raised; if an attempt may have run (``executed``) and later ones
+        did not, the error of that attempt.
+
+        Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost and the job cannot be
+        sent again. Raises ``DeadlineExceeded`` if a limit passed; the worker is then killed unless the job stops by
+        itself. ``KeyboardInterrupt`` cancels the job.
         """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         metadata = submission_with(self._submissions, options)
         data = as_buffer(payload)
+        if not (self.retry if retry is None else retry):
+            return self._call(options, metadata, data)
+        retries = _again.Retries(self._budget, options)
         while True:
-            connection, is_fresh = self._connected(run_limit)
             try:
-                return connection.call(metadata, data)
-            except NotSent:
-                self._retire(connection, is_fresh)
+                return self._call(options, metadata, data)
+            except JobError as error:
+                pause = retries.pause_after(error)
+                if self._closed.wait(pause):
+                    raise
+            options = retries.options()
+            metadata = _wire.submission(*options)
+
+    def _call(self, options: tuple[Any, ...], metadata: bytes, data: _wire.Buffer) -> Reply:
+        began = 0.0 if options[_again.DEADLINE] is None else time.monotonic()
+        connection = self._connection
+        try:
+            return self._connected(options).call(metadata, data)
+        except (NotSent, Lost, Disconnected) as error:
+            if isinstance(error, Disconnected) and (connection is None or connection.lost is None):
+                # An outcome that cannot be read, or no connection at all.
+                raise
+            problem: Exception = error
+        job = _again.Job(options, metadata, data, began, self.reconnect_timeout)
+        return self._call_again(job, connection, problem)
+
+    def _call_again(self, job: _again.Job, connection: Connection | None, problem: Exception) -> Reply:
+        """Sends a job after its connection was lost, or while the client has lost its connection."""
+        pause = _again.RECONNECT_PAUSE_MIN
+        while True:
+            if isinstance(problem, JobError):
+                # No connection could be made.
+                since = None if connection is None else connection.lost_at
+                may_wait = job.lost(False, since) and problem.retryable
+                left = (job.waits_until or 0.0) - time.monotonic()
+                if not may_wait or left <= 0 or self._closed.wait(min(pause, left)) or job.is_overdue():
+                    raise job.unreachable(problem) from None
+                pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
+            elif not job.lost(isinstance(problem, Lost)) or self._closed.is_set():
+                if isinstance(problem, Lost):
+                    raise problem.error from None
+                raise lost_error("the job could not be sent", job.executed) from None
+            try:
+                connected = self._connected(job.options)
+            except JobError as error:
+                problem = error
+                continue
+            try:
+                job.update_remaining()
+                return connected.call(job.metadata, job.payload)
+            except (NotSent, Lost) as error:
+                problem, connection = error, connected
+            except JobError as error:
+                raise job.corrected(error) from None
 
     def submit(
         self,
@@ -139,52 +224,160 @@ class Client(BaseClient):
     ) -> JobFuture:
         """Submits a job and returns a future without waiting for the result. The parameters are those of ``call``.
 
-        ``cancel()`` of the future also ends a running job. Raises an exception only if the job could not be sent.
+        ``cancel()`` of the future also ends a running job. Raises an exception only if the job could not be sent, and
+        no earlier connection was lost. A payload other than ``bytes`` is copied. There are no retries.
         """
         from ._future import JobFuture
 
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
-        future = JobFuture()
         metadata = submission_with(self._submissions, options)
         data = as_buffer(payload)
-        while True:
-            connection, is_fresh = self._connected(run_limit)
-            try:
-                connection.start(metadata, data, future)
-                return future
-            except NotSent:
-                self._retire(connection, is_fresh)
-
-    def _connected(self, run_limit: float | None) -> tuple[Connection, bool]:
-        """Returns a connection that is not known to be lost, and true if the connection was made just now."""
+        if not isinstance(data, bytes):
+            # The client keeps the payload after this method has returned.
+            data = bytes(data)
+        future = JobFuture(_again.Job(options, metadata, data, time.monotonic(), self.reconnect_timeout))
         connection = self._connection
-        is_fresh = False
+        try:
+            self._connected(options).start(future)
+        except (NotSent, Lost) as error:
+            self._send_again([future], "the job could not be sent", was_sent=isinstance(error, Lost))
+        except JobError as error:
+            if connection is None or connection.lost is None:
+                raise
+            self._wait_for_connection([future], error, connection.lost_at)
+        return future
+
+    def _connected(self, options: tuple[Any, ...], seconds: float = HANDSHAKE_SECONDS_MAX) -> Connection:
+        """Returns a connection that is not known to be lost."""
+        connection = self._connection
         if connection is None or connection.lost is not None:
             with self._lock:
                 connection = self._connection
                 if self._is_closed:
                     raise RuntimeError("the client is closed")
                 if connection is None or connection.lost is not None:
-                    connection = Connection(self.path)
+                    connection = Connection(self.path, partial(_send_lost_again, weakref.ref(self), self.path), seconds)
                     if self._is_closed:
                         connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")
                     self._connection = connection
-                    is_fresh = True
-        if run_limit is not None and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
-            raise Disconnected("the supervisor is too old for run_limit: update the supervisor")
-        return connection, is_fresh
+        if options[_again.RUN_LIMIT] is not None and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
+            raise too_old()
+        return connection
 
-    def _retire(self, connection: Connection, is_fresh: bool) -> None:
-        """Drops a connection that could not send a job. An old connection may belong to a supervisor that has ended."""
-        connection.lose("the job could not be sent")
-        if is_fresh:
-            raise Disconnected("the supervisor closed the connection immediately; the job was not sent") from None
+    # Futures that wait for a connection.
+
+    def _send_again(self, futures: list[JobFuture], reason: str, was_sent: bool) -> None:
+        """Sends jobs again after their connection was lost. Jobs that cannot be sent again fail."""
+        waiting = []
+        for future in futures:
+            job = future.job
+            if job is None or future.cancelled():
+                continue
+            if job.lost(was_sent) and not self._is_closed:
+                waiting.append(future)
+            else:
+                future.lose(lost_error(reason, job.executed))
+        self._send_later(waiting)
+
+    def _wait_for_connection(self, futures: list[JobFuture], error: JobError, since: float) -> None:
+        """Sends jobs as soon as there is a connection. ``error`` says why the connection is missing ``since`` a time."""
+        for future in futures:
+            job = future.job
+            assert job is not None
+            if not job.lost(False, since) or not error.retryable or (job.waits_until or 0.0) <= time.monotonic():
+                raise error
+        self._send_later(futures)
+
+    def _send_later(self, futures: list[JobFuture]) -> None:
+        if not futures:
+            return
+        with self._lock:
+            self._waiting.extend(futures)
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_waiting, name="bulkhead-reconnect", daemon=True)
+                try:
+                    self._sender.start()
+                except BaseException:
+                    # No thread can be started now.
+                    self._sender = None
+                    self._fail_waiting(Disconnected("no thread for the reconnection could be started"))
+
+    def _send_waiting(self) -> None:
+        """Sends the waiting jobs, and reconnects as often as necessary. The only method of its thread."""
+        pause = _again.RECONNECT_PAUSE_MIN
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._sender = None
+                    return
+                future = self._waiting[0]
+            if self._closed.is_set():
+                self._fail_waiting(lost_error("this program closed the client"))
+                continue
+            job = future.job
+            if job is None or future.cancelled():
+                self._waiting.popleft()
+                continue
+            try:
+                connection = self._connected(job.options, self._handshake_seconds())
+            except JobError as error:
+                self._end_overdue(error)
+                self._closed.wait(min(pause, self._handshake_seconds()))
+                pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
+                continue
+            except RuntimeError:
+                # The client was closed.
+                continue
+            self._waiting.popleft()
+            if future.cancelled():
+                # Cancelled while this thread was connecting.
+                continue
+            try:
+                job.update_remaining()
+                connection.start(future)
+                pause = _again.RECONNECT_PAUSE_MIN
+            except (NotSent, Lost) as error:
+                self._send_again([future], "the job could not be sent", was_sent=isinstance(error, Lost))
+                self._closed.wait(pause)
+                pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
+            except JobError as error:
+                future.lose(error)
+            except BaseException as error:
+                future.lose(Disconnected(f"the job could not be sent: {error!r}", job.executed))
+
+    def _handshake_seconds(self) -> float:
+        """Returns the time until the first waiting job is overdue, but at most the timeout of the handshake."""
+        jobs = [future.job for future in list(self._waiting)]
+        ends = [job.waits_until for job in jobs if job is not None and job.waits_until is not None]
+        left = min(ends, default=HANDSHAKE_SECONDS_MAX) - time.monotonic() if ends else HANDSHAKE_SECONDS_MAX
+        return min(max(left, 0.001), HANDSHAKE_SECONDS_MAX)
+
+    def _end_overdue(self, error: JobError) -> None:
+        """Fails the jobs whose waiting time is over, or all jobs if another attempt to connect would be futile."""
+        now = time.monotonic()
+        for _ in range(len(self._waiting)):
+            future = self._waiting.popleft()
+            job = future.job
+            if job is None or future.cancelled():
+                continue
+            if error.retryable and (job.waits_until or 0.0) > now:
+                self._waiting.append(future)
+            else:
+                future.lose(job.unreachable(error))
+
+    def _fail_waiting(self, error: Disconnected) -> None:
+        while self._waiting:
+            future = self._waiting.popleft()
+            job = future.job
+            if job is not None:
+                future.lose(Disconnected(error.outcome.message, job.executed))
 
     def close(self) -> None:
         """Closes the connection and cancels all jobs that are in progress."""
         with self._lock:
             self._is_closed = True
+            self._closed.set()
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.lose("this program closed the client")
@@ -202,13 +395,25 @@ class Client(BaseClient):
             connection.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Client, (self.path,)
+        return partial(Client, retry=self.retry, reconnect_timeout=self.reconnect_timeout), (self.path,)
 
     def _after_fork(self) -> None:
         self._lock = threading.RLock()
+        is_closed, self._closed = self._closed.is_set(), threading.Event()
+        if is_closed:
+            self._closed.set()
+        waiting, self._waiting, self._sender = self._waiting, deque(), None
+        for future in waiting:
+            future.forget()
+            future.lose(of_parent())
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()
+
+
+def _send_lost_again(client: weakref.ref[Client], path: str, futures: list[JobFuture], reason: str) -> None:
+    """Sends the jobs of a lost connection again, also if the client of the connection was dropped."""
+    (client() or Client(path))._send_again(futures, reason, was_sent=True)
 
 
 _clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()

@@ -12,6 +12,7 @@ import errno
 import itertools
 import select
 import threading
+import time
 from collections import deque
 
 from . import _wire
@@ -20,6 +21,8 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._future import JobFuture
 
 
@@ -27,14 +30,29 @@ if TYPE_CHECKING:
 HANDSHAKE_SECONDS_MAX = 10.0
 
 
-def lost_error(reason: str) -> Disconnected:
+def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
     """Returns the error for a job whose connection was lost."""
     advice = "whether the job ran is unknown: send the job again only if a second run is safe"
-    return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", "unknown")
+    if executed == "no":
+        advice = "the job was not sent: send the job again"
+    return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", executed)
+
+
+def of_parent() -> Disconnected:
+    """Returns the error for a job in a forked child."""
+    return Disconnected("the job belongs to the parent process, from which this process was forked", "unknown")
 
 
 class NotSent(Exception):
     """The connection was lost before the job was sent, so the supervisor has not accepted the job."""
+
+
+class Lost(Exception):
+    """The connection was lost after the job was sent, so it is unknown whether the job ran."""
+
+    def __init__(self, error: Disconnected) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class _Call:
@@ -45,16 +63,25 @@ class _Call:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.outcome: tuple[bytes, bytes | bytearray] | None = None
-        self.error: JobError | None = None
+        self.error: Disconnected | None = None
         #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
         self.sleep_lock: threading.Lock | None = None
 
 
 class Connection:
-    """A connection to the supervisor, with its jobs. A lost connection is never restored."""
+    """A connection to the supervisor, with its jobs. A lost connection is never restored.
 
-    def __init__(self, path: str) -> None:
-        self._socket, self._reader, self.capabilities = open_connection(path)
+    ``send_again`` gets the futures that the connection has lost, and sends their jobs over another connection.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        send_again: Callable[[list[JobFuture], str], None],
+        seconds: float = HANDSHAKE_SECONDS_MAX,
+    ) -> None:
+        self._socket, self._reader, self.capabilities = open_connection(path, seconds)
+        self._send_again = send_again
         self._send = self._socket.send
         self._numbers = itertools.count(1)
         # Guards the attributes below, up to `lost`.
@@ -68,6 +95,8 @@ class Connection:
         self._thread_sleep_lock: threading.Lock | None = None
         self._thread_sleeps = False
         self.lost: Disconnected | None = None
+        #: Time of the loss.
+        self.lost_at = 0.0
         # Guards the queue of outgoing buffers. Each buffer has a list with the sizes of the parts already sent.
         self._writing = threading.RLock()
         self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
@@ -201,7 +230,7 @@ class Connection:
     # Jobs.
 
     def call(self, metadata: bytes, payload: _wire.Buffer) -> Reply:
-        """Submits a job and waits for the result. Raises ``JobError``, or ``NotSent``."""
+        """Submits a job and waits for the result. Raises ``JobError``, ``NotSent`` or ``Lost``."""
         number = next(self._numbers)
         call = _Call()
         if self._is_nested(call.thread):
@@ -214,9 +243,9 @@ class Connection:
             self._submit(number, metadata, payload)
             while call.outcome is None:
                 if call.error is not None:
-                    raise call.error
+                    raise Lost(call.error)
                 self._read_or_sleep(number, call)
-        except JobError:
+        except Lost:
             raise
         except BaseException:
             # NotSent, KeyboardInterrupt, or another exception from a signal handler, at any point.
@@ -228,9 +257,11 @@ class Connection:
             return Reply(result, metadata)
         raise _wire.error(metadata, result)
 
-    def start(self, metadata: bytes, payload: _wire.Buffer, future: JobFuture) -> None:
-        """Submits a job for a future. Raises ``NotSent``."""
+    def start(self, future: JobFuture) -> None:
+        """Submits the job of a future. Raises ``NotSent`` or ``Lost``."""
         number = next(self._numbers)
+        job = future.job
+        assert job is not None
         with self._lock:
             if self.lost is not None:
                 raise NotSent
@@ -244,23 +275,27 @@ class Connection:
                     self._thread_sleep_lock = None
                     raise
             future.started(self.cancel, number)
+            # If the connection is lost during the submission, this thread decides about the job.
+            job.is_sending = True
             self._futures[number] = future
             self._wake_reader()
         try:
-            self._submit(number, metadata, payload)
+            self._submit(number, job.metadata, job.payload)
             if future.cancelled():
                 self.cancel(number)
-        except NotSent:
-            # The thread that lost the connection may have settled the future already.
+        except BaseException as error:
             with self._lock:
-                is_pending = self._futures.pop(number, None) is not None
-            if is_pending:
-                raise
-        except BaseException:
-            with self._lock:
+                job.is_sending = False
                 self._futures.pop(number, None)
-            self.cancel(number)
+            if not isinstance(error, NotSent):
+                self.cancel(number)
             raise
+        with self._lock:
+            job.is_sending = False
+            is_lost = self.lost is not None and self._futures.pop(number, None) is not None
+        if is_lost:
+            assert self.lost is not None
+            raise Lost(self.lost)
 
     def _is_nested(self, thread: int) -> bool:
         """Returns true if an outer frame of this thread is reading outcomes, or is sending or waiting for a job."""
@@ -427,13 +462,17 @@ class Connection:
     # The end.
 
     def lose(self, reason: str) -> None:
-        """Closes the connection, and fails all jobs on it."""
+        """Closes the connection. Jobs on it fail or are sent again."""
         with self._lock:
             if self.lost is not None:
                 return
+            self.lost_at = time.monotonic()
             self.lost = lost_error(reason)
             calls, self._calls = self._calls, {}
-            futures, self._futures = self._futures, {}
+            # Other threads are still sending the remaining futures.
+            futures = {number: future for number, future in self._futures.items() if not future.is_sending()}
+            for number in futures:
+                self._futures.pop(number, None)
             for call in calls.values():
                 call.error = lost_error(reason)
                 self._wake(call)
@@ -445,8 +484,8 @@ class Connection:
         except OSError:
             pass
         self._close()
-        for future in futures.values():
-            future.lose(lost_error(reason))
+        if futures:
+            self._send_again(list(futures.values()), reason)
 
     def _close(self) -> None:
         """Closes the descriptor if no thread uses it, because its number may soon refer to another file."""
@@ -471,7 +510,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because it belongs to the parent."""
-        self.lost = Disconnected("the job belongs to the parent process, from which this process was forked", "unknown")
+        self.lost = of_parent()
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
         for future in self._futures.values():

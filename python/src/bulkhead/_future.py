@@ -13,6 +13,7 @@ from . import _wire
 from ._reply import Reply
 
 if TYPE_CHECKING:
+    from ._again import Job
     from .errors import JobError
 
 T = TypeVar("T")
@@ -85,8 +86,10 @@ class JobFuture(CancellableFuture[Reply]):
     the job is sent. Callbacks run in the thread that reads the connection or cancels the job, so they must be short.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job | None = None) -> None:
         super().__init__()
+        #: The job, until it has an outcome.
+        self.job = job
         self._cancel_job: Callable[[int], None] | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
@@ -119,13 +122,18 @@ class JobFuture(CancellableFuture[Reply]):
             if self._state == _states.PENDING:
                 self._state = _states.RUNNING
 
+    def is_sending(self) -> bool:
+        """Returns true while a thread sends the job."""
+        return self.job is not None and self.job.is_sending
+
     def settle(self, metadata: bytes, payload: bytes | bytearray) -> None:
         """Sets the result or exception from a received outcome."""
         try:
             if _wire.is_ok(metadata):
                 self._resolve(Reply(payload, metadata), None, is_repeated=True)
             else:
-                self._resolve(None, _wire.error(metadata, payload), is_repeated=True)
+                error = _wire.error(metadata, payload)
+                self._resolve(None, error if self.job is None else self.job.corrected(error), is_repeated=True)
         except Exception as error:
             self._resolve(None, error)
 
@@ -160,6 +168,7 @@ class JobFuture(CancellableFuture[Reply]):
         exception in a signal handler interrupted the first notification.
         """
         self._cancel_job = None
+        self.job = None
         with self._condition:
             has_ended = self._state == _states.FINISHED
             if self._is_cancelled():

@@ -44,6 +44,9 @@ pub enum Payload<'p> {
     Copied(&'p [u8]),
     /// A buffer that the outbox takes over. A large buffer is sent without copying.
     Owned(Vec<u8>),
+    /// A buffer that the sender keeps as well, to send it again if the connection is lost. A large buffer is sent
+    /// without copying.
+    Shared(Arc<Vec<u8>>),
     /// The given number of bytes from the beginning of a file. The file must not be shorter.
     File(Arc<OwnedFd>, usize),
 }
@@ -57,6 +60,7 @@ impl Payload<'_> {
         match self {
             Self::Copied(bytes) => bytes.len(),
             Self::Owned(bytes) => bytes.len(),
+            Self::Shared(bytes) => bytes.len(),
             Self::File(_, bytes) => *bytes,
         }
     }
@@ -70,6 +74,7 @@ impl Payload<'_> {
 /// A contiguous part of the queued bytes.
 pub(super) enum Segment {
     Bytes(Vec<u8>),
+    Shared(Arc<Vec<u8>>),
     /// The given number of bytes from the beginning of a file.
     File(Arc<OwnedFd>, usize),
 }
@@ -78,6 +83,7 @@ impl Segment {
     fn len(&self) -> usize {
         match self {
             Self::Bytes(bytes) => bytes.len(),
+            Self::Shared(bytes) => bytes.len(),
             Self::File(_, bytes) => *bytes,
         }
     }
@@ -85,6 +91,7 @@ impl Segment {
     pub(super) fn bytes(&self) -> Option<&[u8]> {
         match self {
             Self::Bytes(bytes) => Some(bytes),
+            Self::Shared(bytes) => Some(bytes),
             Self::File(..) => None,
         }
     }
@@ -216,6 +223,11 @@ impl Outbox {
                 self.tail_is_open = false;
             }
             Payload::Owned(buffer) => self.append(&buffer),
+            Payload::Shared(buffer) if buffer.len() > INLINE_PAYLOAD_BYTES_MAX => {
+                self.segments.push_back(Segment::Shared(buffer));
+                self.tail_is_open = false;
+            }
+            Payload::Shared(buffer) => self.append(&buffer),
             Payload::Copied(bytes) => self.append(bytes),
             Payload::File(file, bytes) => {
                 self.segments.push_back(Segment::File(file, bytes));
@@ -288,6 +300,7 @@ impl Outbox {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let first = match &self.segments[0] {
             Segment::Bytes(bytes) => &bytes[self.sent..],
+            Segment::Shared(bytes) => &bytes[self.sent..],
             Segment::File(file, bytes) => return send_file_chunk(socket, file, self.sent..*bytes),
         };
         if self.segments.len() == 1 {

@@ -34,7 +34,11 @@ fn frames_of_all_sizes_arrive_in_order() {
     let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
     for (i, &size) in sizes.iter().enumerate() {
         let payload = vec![i as u8; size];
-        let payload = if i % 2 == 0 { Payload::Owned(payload) } else { Payload::Copied(&payload) };
+        let payload = match i % 3 {
+            0 => Payload::Owned(payload),
+            1 => Payload::Shared(payload.into()),
+            _ => Payload::Copied(&payload),
+        };
         outbox.push(kind::RESULT, i as u64, &Status { text: "x" }, &[], payload).unwrap();
     }
     let mut found = Vec::new();

@@ -217,6 +217,10 @@ impl HeldPayload {
                 self.copy = Some(bytes.as_slice().into());
                 Payload::Owned(bytes)
             }
+            Payload::Shared(bytes) => {
+                self.copy = Some(bytes.as_slice().into());
+                Payload::Shared(bytes)
+            }
             Payload::Copied(bytes) => {
                 self.copy = Some(bytes.into());
                 Payload::Copied(bytes)

@@ -14,7 +14,7 @@ use bulkhead_shared::{Outcome, RejectReason};
 use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for};
 use tempfile::TempDir;
 
-fn run<T>(future: impl Future<Output = T>) -> T {
+pub(super) fn run<T>(future: impl Future<Output = T>) -> T {
     // Tests block their thread while they wait for conditions, so the client needs another thread.
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(2).enable_all().build().unwrap();
@@ -24,7 +24,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
 }
 
 /// Returns whether the job ran, and the error message. Panics if the job succeeded or has an outcome.
-fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
+pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
     let error = result.expect_err("the job cannot have succeeded");
     assert!(error.outcome().is_none(), "{error}");
     assert_eq!(error.exit_code(), 69);
@@ -358,22 +358,22 @@ fn runtime_shutdown_fails_pending_jobs() {
 // A fake supervisor.
 
 /// A listening socket in place of a supervisor.
-struct Fake {
+pub(super) struct Fake {
     listener: UnixListener,
-    path: PathBuf,
+    pub(super) path: PathBuf,
     _folder: TempDir,
 }
 
 /// The supervisor's end of a client connection.
-struct Peer(UnixStream);
+pub(super) struct Peer(UnixStream);
 
-fn frame(kind: u8, flags: u8, number: u64, metadata: &[u8], payload: &[u8]) -> Vec<u8> {
+pub(super) fn frame(kind: u8, flags: u8, number: u64, metadata: &[u8], payload: &[u8]) -> Vec<u8> {
     let length = (metadata.len() + payload.len()) as u32;
     let header = Header { length, kind, flags, metadata_length: metadata.len() as u16, number };
     [&header.encode()[..], metadata, payload].concat()
 }
 
-fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
+pub(super) fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
     let mut bytes = Vec::new();
     codec::encode(message, &[], &mut bytes).unwrap();
     bytes
@@ -410,11 +410,11 @@ fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
     metadata(&OutcomeMessage { outcome, reason, ..OutcomeMessage::from_outcome(&told) })
 }
 
-fn outcome(number: u64, payload: &[u8]) -> Vec<u8> {
+pub(super) fn outcome(number: u64, payload: &[u8]) -> Vec<u8> {
     frame(kind::OUTCOME, 0, number, &outcome_metadata(0, 0), payload)
 }
 
-fn welcome(version: u16) -> Vec<u8> {
+pub(super) fn welcome(version: u16) -> Vec<u8> {
     let welcome =
         ClientWelcome { version, frame_bytes_max: 1 << 30, capabilities: 0, server_version: "fake" };
     frame(kind::CLIENT_WELCOME, 0, MAGIC, &metadata(&welcome), b"")
@@ -426,7 +426,7 @@ fn refused(message: &str) -> Vec<u8> {
 }
 
 impl Fake {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("jobs.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -436,7 +436,7 @@ impl Fake {
     }
 
     /// Accepts a client and reads the hello.
-    fn accept(&self) -> Peer {
+    pub(super) fn accept(&self) -> Peer {
         let mut peer = Peer(wait_for("a client connects", || self.listener.accept().ok()).0);
         peer.0.set_nonblocking(false).unwrap();
         peer.0.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -447,7 +447,7 @@ impl Fake {
         peer
     }
 
-    fn welcome(&self) -> Peer {
+    pub(super) fn welcome(&self) -> Peer {
         let mut peer = self.accept();
         peer.send(&welcome(1));
         peer
@@ -455,13 +455,13 @@ impl Fake {
 }
 
 impl Peer {
-    fn send(&mut self, bytes: &[u8]) {
+    pub(super) fn send(&mut self, bytes: &[u8]) {
         // The client may have closed the connection.
         let _ = self.0.write_all(bytes);
     }
 
     /// Returns the next frame as header, metadata and payload, or `None` if the client is gone.
-    fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
+    pub(super) fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
         let mut header = [0; HEADER_BYTES];
         self.0.read_exact(&mut header).ok()?;
         let header = Header::decode(&header);
@@ -472,21 +472,21 @@ impl Peer {
     }
 
     /// Returns the number of the next job.
-    fn job(&mut self) -> u64 {
+    pub(super) fn job(&mut self) -> u64 {
         let (header, ..) = self.next().expect("a job");
         assert_eq!(header.kind, kind::SUBMIT);
         header.number
     }
 
     /// Waits until the client closes the connection.
-    fn end(mut self) {
+    pub(super) fn end(mut self) {
         while self.next().is_some() {}
         assert!(matches!(self.0.read(&mut [0]), Ok(0) | Err(_)), "the client is still connected");
     }
 }
 
 /// Runs `script` as the supervisor of a client that runs `work`.
-fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
+pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
     let fake = Fake::new();
     let path = fake.path.clone();
     std::thread::scope(|scope| {
@@ -734,10 +734,14 @@ fn lost_connection_distinguishes_sent_and_unsent_jobs() {
             let (executed, text) = lost(sent.await);
             assert_eq!(executed, Executed::Unknown);
             assert!(text.contains("send the job again only if a rerun is safe"), "{text}");
+            // These jobs wait for a reconnection.
             for handle in others {
                 let (executed, text) = lost(handle.unwrap().await);
                 assert_eq!(executed, Executed::No);
-                assert!(text.contains("the job was not sent: send the job again"), "{text}");
+                assert!(
+                    text.contains("the job was not sent: check that the supervisor is running"),
+                    "{text}"
+                );
             }
             assert_eq!(lost(waiting).0, Executed::No);
         },

@@ -7,3 +7,4 @@ mod hostile;
 mod memory;
 mod memory_files;
 mod protocol;
+mod reconnect;

@@ -12,6 +12,7 @@ impl Outbox {
         while self.bytes > 0 {
             let written = match &self.segments[0] {
                 Segment::Bytes(bytes) => end.write(&bytes[self.sent..]),
+                Segment::Shared(bytes) => end.write(&bytes[self.sent..]),
                 Segment::File(file, bytes) => {
                     let mut chunk = vec![0; (bytes - self.sent).min(FILE_CHUNK_BYTES_MAX)];
                     match rustix::io::pread(file, &mut chunk, self.sent as u64) {

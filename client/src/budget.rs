@@ -1,0 +1,121 @@
+//! Budget for the retries of a client. Retries are limited to a share of the recent jobs, so that callers do not
+//! multiply the load on a supervisor that rejects jobs. The share within a window is taken from Finagle's
+//! `RetryBudget`; Envoy's `retry_budget` uses the same default.
+
+use std::time::Duration;
+
+/// Length of the window over which jobs and retries are counted, in seconds (Finagle's `ttl`).
+const WINDOW_SECONDS: usize = 10;
+
+/// Maximum number of retries per hundred jobs.
+const RETRIES_PERCENT: u64 = 20;
+
+/// Number of retries that are always allowed in a window, because the share of a few jobs is less than one
+/// retry. The supervisor has the same minimum for its own retries.
+const RETRIES_FLOOR: u64 = 10;
+
+/// Counter of the jobs and retries of one client.
+#[derive(Debug, Default)]
+pub(crate) struct RetryBudget {
+    /// Counts by second, indexed by the number of the second modulo [`WINDOW_SECONDS`].
+    seconds: [Second; WINDOW_SECONDS],
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Second {
+    number: u64,
+    jobs: u64,
+    retries: u64,
+}
+
+impl RetryBudget {
+    /// Counts a job that may be retried. `now` is the time since any fixed moment.
+    pub(crate) fn job(&mut self, now: Duration) {
+        self.second(now).jobs += 1;
+    }
+
+    /// Returns true if the budget allows a retry. If so, charges the retry to the budget.
+    pub(crate) fn try_retry(&mut self, now: Duration) -> bool {
+        let first = now.as_secs().saturating_sub(WINDOW_SECONDS as u64 - 1);
+        let recent = self.seconds.iter().filter(|second| (first..=now.as_secs()).contains(&second.number));
+        let (jobs, retries) =
+            recent.fold((0, 1), |(jobs, retries), second| (jobs + second.jobs, retries + second.retries));
+        let is_allowed = retries <= RETRIES_FLOOR || retries * 100 <= jobs * RETRIES_PERCENT;
+        self.second(now).retries += u64::from(is_allowed);
+        is_allowed
+    }
+
+    fn second(&mut self, now: Duration) -> &mut Second {
+        let number = now.as_secs();
+        let second = &mut self.seconds[(number % WINDOW_SECONDS as u64) as usize];
+        if second.number != number {
+            *second = Second { number, ..Second::default() };
+        }
+        second
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Uses up the budget and returns the number of retries that it allowed.
+    fn spend(budget: &mut RetryBudget, now: Duration) -> u64 {
+        (0..10_000).take_while(|_| budget.try_retry(now)).count() as u64
+    }
+
+    #[test]
+    fn few_jobs_get_the_minimum() {
+        let mut budget = RetryBudget::default();
+        assert_eq!(spend(&mut budget, Duration::ZERO), RETRIES_FLOOR);
+        budget.job(Duration::ZERO);
+        assert_eq!(spend(&mut budget, Duration::from_secs(9)), 0);
+        assert_eq!(spend(&mut budget, Duration::from_secs(10)), RETRIES_FLOOR);
+    }
+
+    #[test]
+    fn fifth_of_many_jobs_is_retried() {
+        let mut budget = RetryBudget::default();
+        (0..1000).for_each(|_| budget.job(Duration::from_secs(3)));
+        assert_eq!(spend(&mut budget, Duration::from_secs(4)), 200);
+        assert_eq!(spend(&mut budget, Duration::from_secs(12)), 0);
+        assert_eq!(spend(&mut budget, Duration::from_secs(60)), RETRIES_FLOOR);
+    }
+
+    /// Random histories, compared with a complete list of all events.
+    #[test]
+    fn retries_never_exceed_the_share_of_a_window() {
+        for seed in 1..=50_u64 {
+            let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            let mut below = |bound: u64| {
+                // xorshift64
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                state % bound
+            };
+            let (mut budget, mut now) = (RetryBudget::default(), Duration::ZERO);
+            let mut events: Vec<(u64, bool)> = Vec::new();
+            let retries_wanted = 1 + below(9);
+            for _ in 0..3_000 {
+                // Mostly small steps, and sometimes a pause longer than the window.
+                now += Duration::from_millis(if below(500) == 0 { below(30_000) } else { below(30) });
+                let in_window = |kind: bool, events: &[(u64, bool)]| {
+                    let recent = |&&(at, is): &&(u64, bool)| is == kind && at + 10 > now.as_secs();
+                    events.iter().filter(recent).count() as u64
+                };
+                if below(10) >= retries_wanted {
+                    budget.job(now);
+                    events.push((now.as_secs(), false));
+                    continue;
+                }
+                let (jobs, retries) = (in_window(false, &events), in_window(true, &events) + 1);
+                let expected = retries <= 10 || retries <= jobs / 5;
+                assert_eq!(budget.try_retry(now), expected, "seed {seed}: {retries} retries of {jobs} jobs");
+                if expected {
+                    events.push((now.as_secs(), true));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,226 @@
+"""Decisions about jobs that are sent again: after a lost connection, and as retries within a budget."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from . import _wire
+from .errors import Cancelled, Crashed, DeadlineExceeded, Disconnected, JobError, Outcome, Rejected
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+#: Maximum number of times that a job is sent again after it may have reached a supervisor. The limit ends a loop in
+#: which a job crashes each supervisor that it is sent to.
+RESENDS_MAX = 3
+#: Maximum time that a job without a deadline waits for a reconnection, in seconds.
+RECONNECT_SECONDS_MAX = 5.0
+#: Pause between two attempts to reconnect, in seconds. The pause doubles after each attempt.
+RECONNECT_PAUSE_MIN = 0.01
+RECONNECT_PAUSE_MAX = 1.0
+
+#: Maximum number of retries of a job.
+RETRIES_MAX = 3
+#: Pause before the first retry of a job, in seconds, if the supervisor gave no time. Doubles with each retry.
+RETRY_PAUSE_MIN = 0.1
+#: Length of the window over which jobs and retries are counted, in seconds.
+BUDGET_WINDOW = 10
+#: Maximum number of retries per hundred jobs in a window. Finagle's and Envoy's retry budgets have the same default.
+BUDGET_PERCENT = 20
+#: Number of retries that are always allowed in a window, because the share of a few jobs is less than one retry.
+BUDGET_FLOOR = 10
+
+#: Position of the deadline in a tuple of options.
+DEADLINE = 3
+#: Position of the flag ``idempotent`` in a tuple of options.
+IDEMPOTENT = 5
+#: Position of the run limit in a tuple of options.
+RUN_LIMIT = 8
+
+
+class Job:
+    """A job that the client keeps until its outcome, to send it again after a lost connection."""
+
+    __slots__ = (
+        "_ends_at",
+        "_reconnect_timeout",
+        "is_sending",
+        "losses",
+        "metadata",
+        "options",
+        "payload",
+        "waits_until",
+    )
+
+    def __init__(
+        self,
+        options: tuple[Any, ...],
+        metadata: bytes,
+        payload: _wire.Buffer,
+        began: float,
+        reconnect_timeout: float | None,
+    ) -> None:
+        self.options = options
+        self.metadata = metadata
+        self.payload = payload
+        deadline = options[DEADLINE]
+        self._ends_at: float | None = None if deadline is None else began + deadline
+        self._reconnect_timeout = reconnect_timeout
+        #: Number of connections that were lost after the job had been sent over them.
+        self.losses = 0
+        #: Time until which the job waits for a connection.
+        self.waits_until: float | None = None
+        #: True while a thread sends the job. That thread decides about the job if the connection is lost.
+        self.is_sending = False
+
+    def lost(self, was_sent: bool, since: float | None = None) -> bool:
+        """Records a lost connection. Returns true if the job may be sent again.
+
+        The job waits for a reconnection from the time ``since``, by default from now.
+        """
+        if was_sent:
+            self.losses += 1
+            self.waits_until = None
+        limit = self._reconnect_timeout
+        if self.waits_until is None:
+            if limit is None and self._ends_at is None:
+                limit = RECONNECT_SECONDS_MAX
+            ends = [] if self._ends_at is None else [self._ends_at]
+            if limit is not None:
+                ends.append((time.monotonic() if since is None else since) + limit)
+            self.waits_until = min(ends)
+        may_run_again = not self.losses or (self.options[IDEMPOTENT] and self.losses <= RESENDS_MAX)
+        return may_run_again and limit != 0
+
+    def is_overdue(self) -> bool:
+        """Returns true if the job has waited for a connection until its time was up."""
+        return self.waits_until is not None and self.waits_until <= time.monotonic()
+
+    @property
+    def executed(self) -> str:
+        """Whether the handler began, for a job without an outcome that is not being sent."""
+        return "unknown" if self.losses else "no"
+
+    def update_remaining(self) -> None:
+        """Encodes the remaining time in ``metadata``. Raises ``DeadlineExceeded`` if the deadline has passed."""
+        if self._ends_at is None:
+            return
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            limit = self.options[DEADLINE]
+            outcome = Outcome(
+                "deadline_exceeded", "queued", retryable=True, queued=limit, deadline=limit, bulkhead=self.options[0]
+            )
+            raise self.corrected(DeadlineExceeded(outcome))
+        self.metadata = _wire.submission(*with_deadline(self.options, left))
+
+    def corrected(self, error: JobError) -> JobError:
+        """Corrects the error of a job that had been sent over an earlier connection, which was lost.
+
+        The job may have run there, even if the supervisor of the later connection reports that the job did not run.
+        """
+        if not self.losses or error.executed != "no":
+            return error
+        if isinstance(error, (Rejected, DeadlineExceeded)):
+            message = (
+                "the connection to the supervisor was lost while the job was in progress; "
+                f"sent again, the job ended as {error.outcome}"
+            )
+            fields = {"outcome": "crashed", "reason": "stopped", "message": message, "executed": "unknown"}
+            return Crashed(Outcome(**{**error.outcome.to_dict(), **fields}))
+        if isinstance(error, Cancelled):
+            return Cancelled(Outcome(**{**error.outcome.to_dict(), "executed": "unknown"}))
+        return Disconnected(error.outcome.message, "unknown")
+
+    def unreachable(self, error: JobError) -> JobError:
+        """Returns the error for a job that waited for a connection until its time was up."""
+        if not self.losses:
+            return _copy(error)
+        text = error.outcome.message.removesuffix("; the job was not sent")
+        advice = "whether the job ran is unknown: send the job again only if a second run is safe"
+        return Disconnected(f"{text}; {advice}", "unknown")
+
+
+def _copy(error: JobError) -> JobError:
+    """Returns a copy of an exception, because each raise modifies the traceback."""
+    kind, arguments, *_ = error.__reduce__()
+    copied: JobError = kind(*arguments)
+    return copied
+
+
+def with_deadline(options: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+    """Returns the options with another deadline."""
+    return (*options[:DEADLINE], seconds, *options[DEADLINE + 1 :])
+
+
+class RetryBudget:
+    """Counts the jobs and retries of a client, so that retries do not multiply the load on a busy supervisor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # The number of each second, and the jobs and retries in this second.
+        self._seconds = [[-1, 0, 0] for _ in range(BUDGET_WINDOW)]
+
+    def _second(self, now: float) -> list[int]:
+        number = int(now)
+        second = self._seconds[number % BUDGET_WINDOW]
+        if second[0] != number:
+            second[:] = [number, 0, 0]
+        return second
+
+    def job(self, now: float) -> None:
+        """Counts a job that may be retried. ``now`` is a time in seconds."""
+        with self._lock:
+            self._second(now)[1] += 1
+
+    def try_retry(self, now: float) -> bool:
+        """Returns true if the budget allows a retry. If so, charges the retry to the budget."""
+        with self._lock:
+            recent = [second for second in self._seconds if int(now) - BUDGET_WINDOW < second[0] <= int(now)]
+            jobs = sum(second[1] for second in recent)
+            retries = sum(second[2] for second in recent) + 1
+            is_allowed = retries <= BUDGET_FLOOR or retries * 100 <= jobs * BUDGET_PERCENT
+            self._second(now)[2] += is_allowed
+            return is_allowed
+
+
+class Retries:
+    """Decides about the retries of one job."""
+
+    def __init__(self, budget: RetryBudget, options: tuple[Any, ...]) -> None:
+        now = time.monotonic()
+        self._budget = budget
+        self._options = options
+        deadline = options[DEADLINE]
+        self._ends_at: float | None = None if deadline is None else now + deadline
+        self._count = 0
+        self._reported: JobError | None = None
+        budget.job(now)
+
+    def pause_after(self, error: JobError) -> float:
+        """Returns the time to wait before the next attempt, in seconds. Raises the job's error if there is none."""
+        pause = error.retry_after
+        if pause is None:
+            pause = RETRY_PAUSE_MIN * 2**self._count
+        now = time.monotonic()
+        is_retried = (
+            self._count < RETRIES_MAX
+            and error.retryable
+            and (self._ends_at is None or now + pause < self._ends_at)
+            and self._budget.try_retry(now)
+        )
+        # The error of a retry that did not run does not say that an earlier attempt may have run.
+        if self._reported is None or self._reported.executed == "no" or error.executed != "no":
+            self._reported = error
+        if not is_retried:
+            raise self._reported from None
+        self._count += 1
+        return pause
+
+    def options(self) -> tuple[Any, ...]:
+        """Returns the options of the next attempt, with the remaining time."""
+        if self._ends_at is None:
+            return self._options
+        return with_deadline(self._options, max(1e-6, self._ends_at - time.monotonic()))

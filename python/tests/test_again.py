@@ -1,0 +1,483 @@
+"""Tests of jobs that are sent again: after the death of the supervisor, after a lost connection, and as retries."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pools import LONG, wait_for
+from running import WORKER, running
+
+import bulkhead
+from bulkhead import AsyncClient, Client, JobError, _again, _wire
+
+#: Number of jobs with an outcome before each kill of the supervisor.
+JOBS_PER_ROUND = 100
+KILLS = 3
+
+
+class Book:
+    """The clients' record of all jobs: the errors by the number of the job."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, list[JobError | None]] = collections.defaultdict(list)
+        self.is_over = False
+        self._lock = threading.Lock()
+
+    def note(self, number: int, error: JobError | None) -> None:
+        with self._lock:
+            self.results[number].append(error)
+
+    def count(self) -> int:
+        with self._lock:
+            return len(self.results)
+
+
+def job(number: int) -> dict[str, Any]:
+    """Returns the arguments of a job. Every second job is idempotent."""
+    payload = b"slow %d" % number if number % 3 else b"slow %d" % number + b" " * 100_000
+    return {"payload": payload, "operation": "once", "idempotent": number % 2 == 0, "deadline": LONG}
+
+
+def call_all(client: Client, book: Book, start: int) -> None:
+    for number in range(start, start + 1_000_000):
+        if book.is_over:
+            return
+        arguments = job(number)
+        try:
+            assert bytes(client.call("plain", **arguments).payload) == arguments["payload"]
+            book.note(number, None)
+        except JobError as error:
+            book.note(number, error)
+
+
+def submit_all(client: Client, book: Book, start: int) -> None:
+    for number in range(start, start + 1_000_000, 4):
+        if book.is_over:
+            return
+        futures = {number: client.submit("plain", **job(number)) for number in range(number, number + 4)}
+        for one, future in futures.items():
+            error = future.exception(LONG)
+            assert error is None or isinstance(error, JobError), error
+            book.note(one, error)
+
+
+def await_all(path: str, book: Book, start: int) -> None:
+    async def lane(client: AsyncClient, start: int) -> None:
+        for number in range(start, start + 1_000_000):
+            if book.is_over:
+                return
+            try:
+                await client.call("plain", **job(number))
+                book.note(number, None)
+            except JobError as error:
+                book.note(number, error)
+
+    async def all_lanes() -> None:
+        async with AsyncClient(path) as client:
+            await asyncio.gather(*(lane(client, start + (index << 24)) for index in range(4)))
+
+    asyncio.run(all_lanes())
+
+
+def test_killed_supervisor_repeats_only_idempotent_jobs(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    keys = {
+        **WORKER,
+        "env": {**WORKER["env"], "NOTES": str(notes)},
+        "processes": 2,
+        "max_in_flight": 2,
+        "sandbox": {"profile": "none"},
+    }
+    book = Book()
+    with running(plain=keys) as own, Client(own.socket) as client:
+        ways: list[tuple[Callable[..., None], Any]] = [(call_all, client)] * 4 + [(submit_all, client)] * 2
+        ways.append((await_all, own.socket))
+        threads = [
+            threading.Thread(target=way, args=(target, book, index << 32)) for index, (way, target) in enumerate(ways)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for round in range(KILLS + 1):
+                goal = book.count() + JOBS_PER_ROUND
+                wait_for("the clients go on", lambda goal=goal: book.count() >= goal)
+                if round < KILLS:
+                    own.kill()
+                    own.start()
+        finally:
+            book.is_over = True
+            for thread in threads:
+                thread.join(LONG)
+        assert not any(thread.is_alive() for thread in threads), "a job has no outcome"
+    begun = collections.Counter(int(line) for line in notes.read_text().split())
+    assert set(begun) <= set(book.results), "a job began that no client sent"
+    unknown = 0
+    for number, results in book.results.items():
+        [error] = results
+        what = f"job {number} began {begun[number]} times: {error!r}"
+        if number % 2 == 0:
+            assert error is None, what
+        else:
+            assert begun[number] <= 1, what
+        if error is None:
+            assert begun[number], what
+        elif error.executed == "no":
+            assert not begun[number], what
+        else:
+            assert error.executed == "unknown", what
+            unknown += 1
+    assert unknown, "jobs were in progress when the supervisor was killed"
+
+
+# A fake supervisor.
+
+
+class Peer:
+    """The supervisor's end of a connection."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self._reader = _wire.Reader(link.recv, link.recv_into)
+        assert self._next()[0] == _wire.HELLO
+
+    def _next(self) -> _wire.Frame:
+        while not self._reader.frames:
+            self._reader.read()
+        return self._reader.frames.popleft()
+
+    def welcome(self) -> None:
+        fixed = struct.pack("<HIQ", 1, 0xFFFF_FFFF, 0)
+        self.link.sendall(_wire.frame(_wire.CLIENT_WELCOME, 0, fixed + bytes(8) + _wire.EMPTY))
+
+    def job(self) -> tuple[int, bytes]:
+        """Returns the number and the payload of the next job."""
+        while True:
+            kind, number, _, payload = self._next()
+            if kind == _wire.SUBMIT:
+                return number, bytes(payload)
+
+    def end(self, number: int, verdict: int, reason: int = 0, retry_after: float | None = None) -> None:
+        """Sends an outcome."""
+        after = (0, 0) if retry_after is None else (1, round(retry_after * 1e6))
+        fixed = _wire._OUTCOME.pack(verdict, reason, 0, 1, 0, 0, 0, 0, 1_000_000, 0, *after, 0, 0)
+        self.link.sendall(_wire.frame(_wire.OUTCOME, number, fixed + bytes(24) + _wire.EMPTY))
+
+    def close(self) -> None:
+        self.link.close()
+
+
+OK, REJECTED, CANCELLED = (_wire.OUTCOMES.index(name) for name in ("ok", "rejected", "cancelled"))
+QUEUE_FULL = 1 + _wire.REASONS["rejected"].index("queue_full")
+
+
+class FakeSupervisor:
+    """A listening socket, with a script that runs in a thread."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(path)
+        self._listening.listen()
+
+    def accept(self) -> Peer:
+        return Peer(self._listening.accept()[0])
+
+    def welcome(self) -> Peer:
+        peer = self.accept()
+        peer.welcome()
+        return peer
+
+    def close(self) -> None:
+        self._listening.close()
+        os.unlink(self.path)
+
+    @contextlib.contextmanager
+    def running(self, script: Callable[[FakeSupervisor], object]) -> Iterator[str]:
+        problems: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                script(self)
+            except BaseException as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield self.path
+        thread.join(LONG)
+        assert not problems, problems
+        assert not thread.is_alive(), "the client keeps a connection, or lacks one"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeSupervisor:
+    return FakeSupervisor(str(tmp_path / "s"))
+
+
+def call_of(way: str, path: str, **options: Any) -> bytes:
+    """Runs a job of the given client. Returns the result."""
+    if way == "asyncio":
+
+        async def run() -> bytes:
+            async with AsyncClient(path) as client:
+                return bytes((await client.call("plain", b"x", **options)).payload)
+
+        return asyncio.run(run())
+    with Client(path) as client:
+        if way == "call":
+            return bytes(client.call("plain", b"x", **options).payload)
+        return bytes(client.submit("plain", b"x", **options).result(LONG).payload)
+
+
+WAYS = pytest.mark.parametrize("way", ["call", "submit", "asyncio"])
+
+
+@WAYS
+def test_idempotent_job_is_sent_again(fake: FakeSupervisor, way: str) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        for _ in range(3):
+            peer = fake.welcome()
+            assert peer.job()[1] == b"x"
+            peer.close()
+        peer = fake.welcome()
+        peer.end(peer.job()[0], OK)
+
+    with fake.running(script) as path:
+        assert call_of(way, path, idempotent=True, deadline=LONG) == b""
+
+
+@WAYS
+def test_job_that_ends_every_connection_is_sent_four_times(fake: FakeSupervisor, way: str) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        for _ in range(4):
+            peer = fake.welcome()
+            peer.job()
+            peer.close()
+
+    with fake.running(script) as path, pytest.raises(bulkhead.Disconnected) as caught:
+        call_of(way, path, idempotent=True)
+    assert caught.value.executed == "unknown"
+
+
+@WAYS
+def test_rejection_after_a_loss_leaves_execution_unknown(fake: FakeSupervisor, way: str) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        peer.close()
+        peer = fake.welcome()
+        peer.end(peer.job()[0], REJECTED, QUEUE_FULL, 0.05)
+
+    with fake.running(script) as path, pytest.raises(bulkhead.Crashed) as caught:
+        call_of(way, path, idempotent=True)
+    error = caught.value
+    assert (error.executed, error.retryable, error.retry_after) == ("unknown", True, 0.05)
+    assert "sent again, the job ended as rejected (queue_full)" in str(error)
+
+
+@WAYS
+@pytest.mark.parametrize("listens", [False, True])
+def test_job_ends_at_its_deadline_without_supervisor(fake: FakeSupervisor, way: str, listens: bool) -> None:
+    ended = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        if not listens:
+            fake.close()
+        peer.close()
+        # If the socket listens, the client connects, but gets no welcome.
+        assert ended.wait(LONG)
+
+    with fake.running(script) as path:
+        try:
+            with pytest.raises(bulkhead.Disconnected) as caught:
+                call_of(way, path, idempotent=True, deadline=0.4)
+        finally:
+            ended.set()
+    assert caught.value.executed == "unknown"
+    assert "whether the job ran is unknown" in str(caught.value)
+
+
+@WAYS
+def test_reconnect_timeout_of_zero_ends_jobs_with_the_connection(fake: FakeSupervisor, way: str) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        fake.close()
+        peer.close()
+
+    async def both(path: str) -> list[JobError]:
+        async with AsyncClient(path, reconnect_timeout=0) as client:
+            found = []
+            for _ in range(2):
+                with pytest.raises(bulkhead.Disconnected) as caught:
+                    await client.call("plain", idempotent=True, deadline=LONG)
+                found.append(caught.value)
+            return found
+
+    with fake.running(script) as path:
+        if way == "asyncio":
+            first, second = asyncio.run(both(path))
+        else:
+            with Client(path, reconnect_timeout=0) as client:
+                send: Any = client.call
+                if way == "submit":
+                    send = lambda *job, **options: client.submit(*job, **options).result(LONG)  # noqa: E731
+                with pytest.raises(bulkhead.Disconnected) as caught:
+                    send("plain", idempotent=True, deadline=LONG)
+                first = caught.value
+                with pytest.raises(bulkhead.Disconnected) as caught:
+                    send("plain", idempotent=True, deadline=LONG)
+                second = caught.value
+    assert (first.executed, second.executed) == ("unknown", "no")
+
+
+@pytest.mark.parametrize("way", ["submit", "asyncio"])
+def test_job_cancelled_while_disconnected_is_not_sent(fake: FakeSupervisor, way: str) -> None:
+    is_disconnected, go_on = threading.Event(), threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        peer.job()
+        peer.close()
+        peer = fake.accept()
+        is_disconnected.set()
+        assert go_on.wait(LONG)
+        peer.welcome()
+        number, payload = peer.job()
+        assert payload == b"stays"
+        peer.end(number, OK)
+
+    async def of_asyncio(path: str) -> None:
+        async with AsyncClient(path) as client:
+            cancelled = client.submit("plain", b"cancelled", idempotent=True)
+            stays = client.submit("plain", b"stays", idempotent=True)
+            await asyncio.get_running_loop().run_in_executor(None, is_disconnected.wait, LONG)
+            cancelled.cancel()
+            go_on.set()
+            await asyncio.wait_for(stays, LONG)
+
+    with fake.running(script) as path:
+        if way == "asyncio":
+            asyncio.run(of_asyncio(path))
+            return
+        with Client(path) as client:
+            cancelled = client.submit("plain", b"cancelled", idempotent=True)
+            stays = client.submit("plain", b"stays", idempotent=True)
+            assert is_disconnected.wait(LONG)
+            assert cancelled.cancel()
+            go_on.set()
+            stays.result(LONG)
+
+
+def test_closed_client_fails_jobs_that_wait_for_a_connection(fake: FakeSupervisor) -> None:
+    is_gone = threading.Event()
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        peer.job()
+        fake.close()
+        peer.close()
+        is_gone.set()
+
+    with fake.running(script) as path:
+        client = Client(path)
+        future = client.submit("plain", idempotent=True, deadline=LONG)
+        assert is_gone.wait(LONG)
+        wait_for("the client has lost its connection", lambda: client._connection.lost is not None)  # type: ignore[union-attr]
+        client.close()
+        error = future.exception(LONG)
+    assert isinstance(error, bulkhead.Disconnected)
+    assert error.executed == "unknown"
+
+
+# Retries.
+
+
+def reject(count: int, retry_after: float | None, seen: list[int]) -> Callable[[FakeSupervisor], None]:
+    """Returns a script that rejects the first jobs and accepts the others. Counts the jobs in ``seen``."""
+
+    def script(fake: FakeSupervisor) -> None:
+        peer = fake.welcome()
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                number, _ = peer.job()
+                seen.append(number)
+                if len(seen) <= count:
+                    peer.end(number, REJECTED, QUEUE_FULL, retry_after)
+                else:
+                    peer.end(number, OK)
+
+    return script
+
+
+@pytest.mark.parametrize("way", ["call", "asyncio"])
+def test_rejected_job_is_retried(fake: FakeSupervisor, way: str) -> None:
+    seen: list[int] = []
+    with fake.running(reject(3, 0.01, seen)) as path:
+        assert call_of(way, path, retry=True, deadline=LONG) == b""
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("way", ["call", "asyncio"])
+@pytest.mark.parametrize(("count", "retry_after", "expected"), [(9, 0.0, 4), (9, LONG + 1, 1)])
+def test_retries_end(fake: FakeSupervisor, way: str, count: int, retry_after: float, expected: int) -> None:
+    seen: list[int] = []
+    with fake.running(reject(count, retry_after, seen)) as path, pytest.raises(bulkhead.Rejected):
+        call_of(way, path, retry=True, deadline=LONG)
+    assert len(seen) == expected
+
+
+def test_client_can_retry_by_default(fake: FakeSupervisor) -> None:
+    seen: list[int] = []
+    with fake.running(reject(2, 0.0, seen)) as path, Client(path, retry=True) as client:
+        with pytest.raises(bulkhead.Rejected):
+            client.call("plain", retry=False)
+        client.call("plain")
+        # A future is not retried.
+        client.submit("plain").result(LONG)
+    assert len(seen) == 4
+
+
+def test_retries_never_exceed_the_share_of_a_window() -> None:
+    for seed in range(30):
+        choose = random.Random(seed)
+        budget, now = _again.RetryBudget(), 0.0
+        events: list[tuple[int, bool]] = []
+        share = choose.uniform(0.1, 0.9)
+        for _ in range(2_000):
+            # Mostly small steps, and sometimes a pause longer than the window.
+            now += choose.uniform(0, 30 if choose.random() < 0.002 else 0.03)
+            recent = [is_retry for at, is_retry in events if at > int(now) - 10]
+            if choose.random() > share:
+                budget.job(now)
+                events.append((int(now), False))
+                continue
+            retries = sum(recent) + 1
+            expected = retries <= 10 or retries <= (len(recent) - sum(recent)) / 5
+            assert budget.try_retry(now) == expected, (seed, now)
+            if expected:
+                events.append((int(now), True))
+
+
+def test_error_of_an_attempt_that_ran_is_reported() -> None:
+    options: tuple[Any, ...] = ("plain", "", "", None, "normal", False, 1, None, None)
+    failed = bulkhead.Failed(bulkhead.Outcome("failed", "busy", executed="yes", retryable=True))
+    rejected = bulkhead.Rejected(bulkhead.Outcome("rejected", "not_found"))
+    retries = _again.Retries(_again.RetryBudget(), options)
+    assert retries.pause_after(failed) == _again.RETRY_PAUSE_MIN
+    with pytest.raises(bulkhead.Failed):
+        retries.pause_after(rejected)

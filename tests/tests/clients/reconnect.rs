@@ -1,0 +1,525 @@
+//! Jobs whose connection is lost: jobs that are sent again, jobs that end, and retries.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use bulkhead_client::{Client, CrashReason, Executed, JobError, Reply, Verdict, blocking};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, Submit};
+use bulkhead_shared::codec;
+use bulkhead_shared::frame::kind;
+use bulkhead_shared::{Fault, HandlerFailure, Outcome, RejectReason};
+use bulkhead_tests::ledger::worker::{self, Mark};
+use bulkhead_tests::{Supervisor, programs, wait_for};
+
+use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
+
+/// Limit that no test reaches.
+const LONG: Duration = Duration::from_secs(100);
+
+// A supervisor that is killed.
+
+/// Number of jobs that run at the same time.
+const BOUND: usize = 4;
+
+/// A client's record of a job.
+#[derive(Debug)]
+struct Entry {
+    is_idempotent: bool,
+    /// Number of outcomes.
+    outcomes: usize,
+    result: Result<(), (Executed, String)>,
+}
+
+/// Tasks send jobs while the supervisor is killed and restarted. The records of the workers show which jobs
+/// began.
+#[test]
+fn killed_supervisor_repeats_only_idempotent_jobs() {
+    const TASKS: u64 = 16;
+    const KILLS: usize = 4;
+    /// Number of jobs with an outcome before each kill.
+    const JOBS_PER_ROUND: u64 = 150;
+    let notes = tempfile::tempdir().unwrap();
+    let keys = format!(
+        "[bulkhead.b]\ncommand = [{:?}, \"worker\", {:?}, \"b\", \"{BOUND}\"]\nprocesses = 2\nmax_in_flight = 2\n\
+         max_queue = 1000\ndeadline = \"60s\"\nsandbox = {{ profile = \"none\" }}\n",
+        programs().join("ledger"),
+        notes.path(),
+    );
+    let mut supervisor = Supervisor::start(&keys);
+    let socket = supervisor.socket();
+    let book: Mutex<HashMap<u64, Entry>> = Mutex::default();
+    let (done, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let payload_of = |number: u64| match number % 4 {
+        0 => worker::payload(number, 100_000),
+        _ => worker::payload(number, 64),
+    };
+    let job_of = |client: &blocking::Client, number: u64| {
+        let job = client.job("b", payload_of(number)).operation("sleep 2000");
+        job.idempotent(number % 2 == 0).deadline(LONG)
+    };
+    std::thread::scope(|scope| {
+        for task in 0..TASKS {
+            let (socket, book, done, is_over, file) = (&socket, &book, &done, &is_over, &file);
+            scope.spawn(move || {
+                let client = blocking::Client::connect(socket).unwrap();
+                let mut number = task << 32;
+                while !is_over.load(Ordering::SeqCst) {
+                    number += 1;
+                    let mut job = job_of(&client, number);
+                    if number % 50 == 0 {
+                        // Only this job uses this part of the number space, so the file is written once.
+                        let path = file.path().with_extension(number.to_string());
+                        std::fs::write(&path, payload_of(number)).unwrap();
+                        job = job.payload_file(std::fs::File::open(&path).unwrap()).unwrap();
+                        std::fs::remove_file(&path).unwrap();
+                    }
+                    let result = match job.send() {
+                        Ok(reply) if reply.payload() == payload_of(number) => Ok(()),
+                        Ok(reply) => panic!("job {number} has the result {:?}", reply.payload().get(..16)),
+                        Err(error) => Err((error.executed(), error.to_string())),
+                    };
+                    let mut book = book.lock().unwrap();
+                    let entry = book.entry(number).or_insert(Entry {
+                        is_idempotent: number % 2 == 0,
+                        outcomes: 0,
+                        result,
+                    });
+                    entry.outcomes += 1;
+                    done.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        let end = EndsTasks(&is_over);
+        for _ in 0..KILLS {
+            let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
+            wait_for("the clients go on", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
+            supervisor.child.kill().unwrap();
+            supervisor.wait();
+            let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+            supervisor = Supervisor::launch(folder, "", &keys);
+        }
+        let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
+        wait_for("the clients go on", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
+        drop(end);
+    });
+    let (mut begun, mut ended) = (HashMap::<u64, usize>::new(), HashMap::<u64, usize>::new());
+    for record in worker::read(notes.path()) {
+        match record.mark {
+            Mark::Begun => *begun.entry(record.job).or_default() += 1,
+            Mark::Ended => *ended.entry(record.job).or_default() += 1,
+            Mark::OverBound | Mark::Held => {}
+        }
+    }
+    let book = book.into_inner().unwrap();
+    let mut unknown = 0;
+    for (number, entry) in &book {
+        let begun = begun.get(number).copied().unwrap_or_default();
+        assert_eq!(entry.outcomes, 1, "{number}: {entry:?}");
+        assert!(entry.is_idempotent || begun <= 1, "job {number} began {begun} times: {entry:?}");
+        match &entry.result {
+            Ok(()) => assert!(ended.contains_key(number), "job {number} never ended: {entry:?}"),
+            Err((Executed::No, _)) => assert_eq!(begun, 0, "job {number} began: {entry:?}"),
+            Err((Executed::Unknown, _)) => unknown += 1,
+            Err((Executed::Yes, _)) => panic!("no job can fail after it has run: {entry:?}"),
+        }
+        assert!(!entry.is_idempotent || entry.result.is_ok(), "job {number}: {entry:?}");
+    }
+    assert!(begun.keys().all(|number| book.contains_key(number)), "a job began that no client sent");
+    let repeated = begun.values().filter(|&&times| times > 1).count();
+    println!("{} jobs, {unknown} unknown, {repeated} began more than once", book.len());
+    assert!(unknown > 0, "jobs were in progress when the supervisor was killed");
+}
+
+/// Makes the tasks end, even if the test panics.
+struct EndsTasks<'a>(&'a AtomicBool);
+
+impl Drop for EndsTasks<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+// A fake supervisor.
+
+/// Returns the remaining time in the next SUBMIT, and the job's number and payload.
+fn next_job(peer: &mut Peer) -> (u64, Duration, Vec<u8>) {
+    loop {
+        let (header, metadata, payload) = peer.next().expect("a job");
+        if header.kind == kind::SUBMIT {
+            let (submit, _) = codec::decode::<Submit<'_>>(&metadata, &[]).unwrap();
+            return (header.number, Duration::from_micros(submit.deadline_us), payload);
+        }
+    }
+}
+
+fn ended(number: u64, verdict: Verdict, retry_after: Option<Duration>) -> Vec<u8> {
+    let retryable = verdict.is_retryable(true);
+    let told = Outcome {
+        verdict,
+        job: None,
+        bulkhead: "b".into(),
+        attempts: 0,
+        queued: Duration::ZERO,
+        ran: Duration::ZERO,
+        worker_pid: None,
+        retryable,
+        retry_after,
+        deadline: Duration::from_secs(1),
+        run_limit: None,
+        status: None,
+        report: None,
+    };
+    frame(kind::OUTCOME, 0, number, &metadata(&OutcomeMessage::from_outcome(&told)), b"")
+}
+
+fn rejection(number: u64, reason: RejectReason, retry_after: Option<Duration>) -> Vec<u8> {
+    ended(number, Verdict::Rejected { reason, message: String::new() }, retry_after)
+}
+
+#[test]
+fn idempotent_job_is_sent_again_with_remaining_time() {
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            let (_, first, payload) = next_job(&mut peer);
+            assert_eq!(payload, b"x");
+            drop(peer);
+            let mut peer = fake.welcome();
+            let (number, second, payload) = next_job(&mut peer);
+            assert_eq!(payload, b"x");
+            assert!(first <= LONG && second < first, "{first:?}, then {second:?}");
+            let progress = Progress { fraction: 0.5, text: "half" };
+            peer.send(&frame(kind::PROGRESS, 0, number, &metadata(&progress), b""));
+            peer.send(&outcome(number, b"done"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let job = client.job("b", "x").idempotent(true).deadline(LONG);
+            let mut handle = job.start().await.unwrap();
+            // A job continues after its client was dropped.
+            drop(client);
+            assert_eq!(handle.progress().await.map(|progress| progress.text), Some("half".into()));
+            assert_eq!(handle.await.unwrap().payload(), b"done");
+        },
+    );
+}
+
+#[test]
+fn job_that_ends_every_connection_is_sent_four_times() {
+    against(
+        |fake| {
+            for _ in 0..4 {
+                let mut peer = fake.welcome();
+                next_job(&mut peer);
+            }
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            peer.send(&outcome(number, b"another"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let (executed, text) = lost(client.job("b", "x").idempotent(true).send().await);
+            assert_eq!(executed, Executed::Unknown, "{text}");
+            assert_eq!(client.job("b", "y").send().await.unwrap().payload(), b"another");
+        },
+    );
+}
+
+#[test]
+fn unsent_jobs_are_sent_again_in_order() {
+    let (end, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            next_job(&mut peer);
+            told.recv().unwrap();
+            drop(peer);
+            let mut peer = fake.welcome();
+            for index in 0..4 {
+                let (again, _, payload) = next_job(&mut peer);
+                assert_eq!((payload.len(), payload[0]), (3 << 20, index));
+                peer.send(&outcome(again, &payload[..1]));
+            }
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let sent = client.job("b", "small").start().await.unwrap();
+            let mut others = Vec::new();
+            for index in 0..3 {
+                // The payload does not fit into the socket buffer, so none of these jobs is sent completely.
+                others.push(client.job("b", vec![index; 3 << 20]).start().await.unwrap());
+            }
+            // The client's buffer has no room for this job, which has a payload that is read when the job is sent.
+            let fill = |buffer: &mut [u8]| buffer.fill(3);
+            let waiting = client.job("b", []).payload_in_place(3 << 20, fill).send();
+            let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
+            assert_eq!(lost(sent.await).0, Executed::Unknown);
+            for (index, handle) in others.into_iter().enumerate() {
+                assert_eq!(handle.await.unwrap().payload(), [index as u8]);
+            }
+            assert_eq!(waiting.unwrap().payload(), [3]);
+        },
+    );
+}
+
+#[test]
+fn jobs_cancelled_while_disconnected_are_not_sent() {
+    let (go_on, told) = mpsc::channel::<()>();
+    let (closed, is_closed) = tokio::sync::oneshot::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            for _ in 0..3 {
+                next_job(&mut peer);
+            }
+            drop(peer);
+            // The client connects again, but gets no welcome before the jobs were cancelled.
+            let mut peer = fake.accept();
+            closed.send(()).unwrap();
+            told.recv().unwrap();
+            peer.send(&welcome(1));
+            let (number, _, payload) = next_job(&mut peer);
+            assert_eq!(payload, b"stays");
+            peer.send(&outcome(number, b"done"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let start =
+                async |payload: &str| client.job("b", payload).idempotent(true).start().await.unwrap();
+            let (dropped, cancelled, stays) =
+                (start("dropped").await, start("cancelled").await, start("stays").await);
+            is_closed.await.unwrap();
+            drop(dropped);
+            // The job may have begun on the first connection.
+            stays.cancel_unless_begun();
+            cancelled.cancel();
+            let error = cancelled.await.unwrap_err();
+            assert!(matches!(error, JobError::Cancelled(_)), "{error}");
+            assert_eq!(error.executed(), Executed::Unknown);
+            go_on.send(()).unwrap();
+            assert_eq!(stays.await.unwrap().payload(), b"done");
+        },
+    );
+}
+
+/// The later supervisor knows nothing of the first attempt.
+#[test]
+fn rejection_after_a_loss_leaves_execution_unknown() {
+    let wait = Duration::from_millis(40);
+    let cases: [(Verdict, Option<Duration>); 3] = [
+        (Verdict::Rejected { reason: RejectReason::QueueFull, message: String::new() }, Some(wait)),
+        (Verdict::DeadlineQueued, None),
+        (Verdict::Cancelled { executed: Executed::No }, None),
+    ];
+    for (verdict, retry_after) in cases {
+        let answer = verdict.clone();
+        against(
+            move |fake| {
+                next_job(&mut fake.welcome());
+                let mut peer = fake.welcome();
+                let (number, ..) = next_job(&mut peer);
+                peer.send(&ended(number, answer, retry_after));
+                peer.end();
+            },
+            async |path| {
+                let client = Client::connect(path).await.unwrap();
+                let error = client.job("b", "x").idempotent(true).send().await.unwrap_err();
+                assert_eq!(error.executed(), Executed::Unknown, "{error}");
+                assert_eq!(error.retry_after(), retry_after);
+                match (&verdict, &error.outcome().unwrap().verdict) {
+                    (Verdict::Cancelled { .. }, Verdict::Cancelled { .. }) => {}
+                    (_, Verdict::Crashed { reason: CrashReason::Stopped, message, .. }) => {
+                        assert!(
+                            error.is_retryable() && message.contains("sent again, the job ended as"),
+                            "{error}"
+                        );
+                    }
+                    (_, other) => panic!("{other:?}"),
+                }
+            },
+        );
+    }
+}
+
+#[test]
+fn job_ends_at_its_deadline_while_no_supervisor_answers() {
+    let (end, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            next_job(&mut fake.welcome());
+            // The listener stays open without a welcome, until all jobs have ended.
+            told.recv().unwrap();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let limit = Duration::from_millis(400);
+            let sent = client.job("b", "x").idempotent(true).deadline(limit).send().await;
+            let (executed, text) = lost(sent);
+            assert_eq!(executed, Executed::Unknown, "{text}");
+            assert!(text.contains("whether the job ran is unknown"), "{text}");
+            let (executed, text) = lost(client.job("b", "x").deadline(limit).send().await);
+            assert_eq!(executed, Executed::No, "{text}");
+            assert!(text.contains("the job was not sent"), "{text}");
+            end.send(()).unwrap();
+        },
+    );
+}
+
+#[test]
+fn reconnect_timeout_of_zero_ends_jobs_with_the_connection() {
+    against(
+        |fake| {
+            next_job(&mut fake.welcome());
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap().reconnect_timeout(Duration::ZERO);
+            let job = client.job("b", "x").idempotent(true).deadline(LONG);
+            assert_eq!(lost(job.send().await).0, Executed::Unknown);
+            // The listener is gone, so one attempt to reconnect fails at once.
+            assert_eq!(lost(client.job("b", "x").deadline(LONG).send().await).0, Executed::No);
+        },
+    );
+}
+
+/// Threads that wait for their jobs in another order than the jobs were started need each job to be sent again
+/// without a poll of its handle.
+#[test]
+fn job_is_sent_again_before_its_handle_is_polled() {
+    let (seen, was_seen) = mpsc::channel::<()>();
+    let fake = Fake::new();
+    let path = fake.path.clone();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            next_job(&mut fake.welcome());
+            let mut peer = fake.welcome();
+            let (number, ..) = next_job(&mut peer);
+            seen.send(()).unwrap();
+            peer.send(&outcome(number, b"done"));
+            peer.end();
+        });
+        let client = blocking::Client::connect(path).unwrap();
+        let handle = client.job("b", "x").idempotent(true).start().unwrap();
+        was_seen.recv().unwrap();
+        assert_eq!(handle.wait().unwrap().payload(), b"done");
+    });
+}
+
+// Retries.
+
+/// Rejects the first `rejected` jobs and then accepts all. Returns the remaining times of all jobs.
+fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Duration> {
+    let mut peer = fake.welcome();
+    let mut times = Vec::new();
+    while let Some((header, submitted, _)) = peer.next() {
+        if header.kind != kind::SUBMIT {
+            continue;
+        }
+        let (submit, _) = codec::decode::<Submit<'_>>(&submitted, &[]).unwrap();
+        times.push(Duration::from_micros(submit.deadline_us));
+        if times.len() <= rejected {
+            peer.send(&rejection(header.number, RejectReason::QueueFull, retry_after));
+        } else {
+            peer.send(&outcome(header.number, b"done"));
+        }
+    }
+    times
+}
+
+/// Runs `work` against a supervisor that rejects jobs. Returns the remaining times of all jobs.
+fn while_rejected(
+    rejected: usize,
+    retry_after: Option<Duration>,
+    work: impl AsyncFnOnce(Client),
+) -> Vec<Duration> {
+    let (times, counted) = mpsc::channel();
+    against(
+        move |fake| times.send(reject(fake, rejected, retry_after)).unwrap(),
+        async |path| work(Client::connect(path).await.unwrap()).await,
+    );
+    counted.recv().unwrap()
+}
+
+fn is_full(result: Result<Reply, JobError>) -> bool {
+    matches!(result, Err(JobError::Rejected(outcome)) if outcome.retryable)
+}
+
+#[test]
+fn rejected_job_is_retried_with_remaining_time() {
+    let wait = Some(Duration::from_millis(20));
+    let times = while_rejected(3, wait, async |client| {
+        let job = client.job("b", vec![7; 100_000]).deadline(LONG).retry(true);
+        assert_eq!(job.send().await.unwrap().payload(), b"done");
+    });
+    assert_eq!(times.len(), 4);
+    assert!(times.is_sorted_by(|before, after| *after + wait.unwrap() <= *before), "{times:?}");
+
+    // The client's default, a job without retries, and too many rejections.
+    let times = while_rejected(5, Some(Duration::from_millis(1)), async |client| {
+        let client = client.retry(true);
+        assert!(is_full(client.job("b", "x").retry(false).send().await));
+        assert!(is_full(client.job("b", "x").send().await), "three retries are rejected as well");
+        // Handles are not retried.
+        assert_eq!(client.job("b", "x").start().await.unwrap().await.unwrap().payload(), b"done");
+    });
+    assert_eq!(times.len(), 6);
+}
+
+#[test]
+fn job_is_not_retried_beyond_its_deadline() {
+    let times = while_rejected(9, Some(Duration::from_secs(30)), async |client| {
+        let job = client.job("b", "x").deadline(Duration::from_secs(20)).retry(true);
+        assert!(is_full(job.send().await));
+    });
+    assert_eq!(times.len(), 1);
+}
+
+#[test]
+fn retries_stay_within_the_budget_of_the_client() {
+    const JOBS: usize = 200;
+    let times = while_rejected(usize::MAX, Some(Duration::ZERO), async |client| {
+        for _ in 0..JOBS {
+            assert!(is_full(client.job("b", "x").retry(true).send().await));
+        }
+    });
+    let retries = times.len() - JOBS;
+    // The jobs take less than the window of ten seconds on a machine that is not busy. A longer run has the
+    // minimum of ten retries in several windows.
+    assert!(retries >= JOBS / 5 && retries <= JOBS, "{retries} retries of {JOBS} jobs");
+}
+
+/// The outcome of a retry that did not run does not hide that the first attempt ran.
+#[test]
+fn rejected_retry_reports_the_attempt_that_ran() {
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            let failure = HandlerFailure {
+                code: "busy".into(),
+                message: "try again".into(),
+                retryable: true,
+                fault: Fault::Dependency,
+            };
+            let number = peer.job();
+            peer.send(&ended(number, Verdict::Failed(failure), Some(Duration::from_millis(1))));
+            for _ in 0..3 {
+                let number = peer.job();
+                peer.send(&rejection(number, RejectReason::QueueFull, Some(Duration::from_millis(1))));
+            }
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let error = client.job("b", "x").retry(true).send().await.unwrap_err();
+            assert!(matches!(&error, JobError::Failed(_)), "{error}");
+            assert_eq!(error.executed(), Executed::Yes);
+        },
+    );
+}
