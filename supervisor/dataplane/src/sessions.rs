@@ -160,7 +160,7 @@ impl Session {
         let client = match (self.owner, &self.permit) {
             (Owner::Token(id), _) => SessionClient::Token { id },
             (Owner::User(uid), Some(_)) => SessionClient::Operator { uid },
-            (Owner::User(_), None) => SessionClient::Peer,
+            (Owner::User(_) | Owner::Workers, _) => SessionClient::Peer,
         };
         SessionState {
             is_open: self.phase == Phase::Open,

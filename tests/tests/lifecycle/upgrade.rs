@@ -356,7 +356,7 @@ fn failed_start_leaves_the_old_program_in_service() {
     let manager = start(ONE);
     let old = manager.main();
     let client = Client::connect(manager.socket()).unwrap();
-    let mut fails = |supervisor_keys: &str, bulkheads: &str, arguments: &[&str], why: &str| {
+    let fails = |supervisor_keys: &str, bulkheads: &str, arguments: &[&str], why: &str| {
         manager.configure(supervisor_keys, bulkheads);
         let output = upgrade(&manager, arguments);
         let text =
@@ -438,7 +438,9 @@ fn signal_stops_both_programs_after_their_jobs() {
         assert_eq!(manager.main() != old, is_new_main);
         let stopped = std::thread::scope(|scope| {
             let stopped = scope.spawn(|| manager.stop());
-            std::thread::sleep(Duration::from_millis(50));
+            wait_for("both programs drain", || {
+                (manager.log().matches("draining").count() >= 2).then_some(())
+            });
             std::fs::write(&gate, "").unwrap();
             assert_eq!(of_old.outcome(), (1, (0, 0)));
             assert_eq!(of_new.outcome(), (1, (0, 0)));
@@ -497,9 +499,25 @@ fn one_program_serves_after_a_death_at_any_message() {
         let variables = [(variable[0].0.as_str(), variable[0].1.as_str())];
         let manager = Manager::start(folder, "", ONE, &variables);
         let load = Load::start_tolerant(&manager);
+        // An idle connection moves. A running job needs a permit at the switch, and no longer after it.
+        let _idle = Raw::connect(&manager.socket());
+        let gate = manager.folder.path().join("gate");
+        let mut running = Raw::connect(&manager.socket());
+        let begun = manager.folder.path().join("begun");
+        running.submit(1, &format!("steps:count {};wait {}", begun.display(), gate.display()), b"");
+        wait_for("the job runs", || begun.exists().then_some(()));
         std::fs::write(&file, death).unwrap();
-        let output = upgrade(&manager, &[]);
-        let text = format!("{death}: {output:?}\n{}", manager.log());
+        let mut upgrading =
+            manager.command().arg("upgrade").stdout(std::process::Stdio::piped()).spawn().unwrap();
+        let lines = std::io::BufRead::lines(std::io::BufReader::new(upgrading.stdout.take().unwrap()));
+        for line in lines.map_while(Result::ok) {
+            if line.starts_with("switched") {
+                std::fs::write(&gate, "").unwrap();
+            }
+        }
+        let status = upgrading.wait().unwrap();
+        std::fs::write(&gate, "").unwrap();
+        let text = format!("{death}: {status}\n{}", manager.log());
         wait_for("the program has died", || (!file.exists()).then_some(()));
         // One program serves, and the other one is gone.
         wait_for(&format!("{death}: one program is left"), || {

@@ -249,9 +249,18 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
+/// Registers a descriptor with the runtime.
+#[expect(
+    deprecated,
+    reason = "the replacement is unsafe, and an owned descriptor stays open while it is registered"
+)]
+pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    AsyncFd::new(descriptor)
+}
+
 impl Link {
     pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
-        Ok(Self(AsyncFd::new(socket)?))
+        Ok(Self(register(socket)?))
     }
 
     /// Sends a message.

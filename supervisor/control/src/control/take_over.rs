@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use bulkhead_api::{EventKind, Severity};
+use bulkhead_api::{EventKind, Severity, Word};
 use bulkhead_plane::command::{Command, Event};
 use bulkhead_plane::handover::{Failed, HandoverCommand, Held, Nothing, Quarantined, Switch, kind};
 use bulkhead_policy::BulkheadState;
@@ -12,12 +12,12 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use super::Shared;
-use super::handover::{Link, Predecessor};
+use super::handover::{Link, Predecessor, register};
 
 /// Takes over from a predecessor. Stops this supervisor if that fails.
 pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     let Predecessor { link, pid, is_forced, bulkheads, tenants, lifeline, transfer, jobs } = predecessor;
-    let started = Link::new(link).and_then(|link| Ok((Arc::new(link), AsyncFd::new(lifeline)?)));
+    let started = Link::new(link).and_then(|link| Ok((Arc::new(link), register(lifeline)?)));
     let (link, lifeline) = match started {
         Ok(started) => started,
         Err(error) => return give_up(&control, &error.to_string()),
@@ -89,21 +89,24 @@ async fn ended(link: &Link) {
     while let Ok(Some(_)) = link.receive().await {}
 }
 
-/// Returns an error if a bulkhead has failed that is ready in the predecessor.
+/// Returns an error if a bulkhead has no worker, but has one in the predecessor.
 async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), String> {
-    let states = control.commands.request(|reply| Command::States { reply }).await;
-    let states = states.ok_or("the data plane does not respond")?;
-    let failed = states.into_iter().find(|state| {
-        state.state == BulkheadState::Failed && was_ready.iter().any(|name| *name == state.name)
+    let snapshots = control.snapshots(None).await.ok_or("the data plane does not respond")?;
+    let has_failed = |state: &Word<BulkheadState>| {
+        [BulkheadState::Failed, BulkheadState::Degraded].iter().any(|failed| *state == *failed)
+    };
+    let failed = snapshots.into_iter().find(|snapshot| {
+        let was_ready = was_ready.iter().any(|name| *name == snapshot.name);
+        was_ready && snapshot.limit == 0 && has_failed(&snapshot.state)
     });
     match failed {
         None => Ok(()),
-        Some(state) => {
-            let detail = state.detail.map(|detail| format!(": {detail}")).unwrap_or_default();
+        Some(snapshot) => {
+            let detail = snapshot.detail.map(|detail| format!(": {detail}")).unwrap_or_default();
             Err(format!(
-                "the bulkhead '{}' is ready in the previous supervisor, but has failed in the new one{detail}; use \
-                 --force to upgrade nevertheless",
-                state.name
+                "the bulkhead '{}' is ready in the previous supervisor, but no worker has started in the new one{detail}; \
+                 use --force to upgrade nevertheless",
+                snapshot.name
             ))
         }
     }

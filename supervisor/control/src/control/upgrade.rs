@@ -14,7 +14,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
@@ -41,7 +41,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 
 use super::connections::Admission;
-use super::handover::{Incoming, Link};
+use super::handover::{Incoming, Link, register};
 use super::responses::{problem, switch};
 use super::{Control, Shared};
 
@@ -145,8 +145,12 @@ fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<Upgrade
     let (sender, steps) = mpsc::channel(STEPS_MAX);
     let mut program = program;
     program.path = query.program.unwrap_or(program.path);
-    let upgrade =
-        Upgrade { control: control.clone(), program, is_forced: query.force == Some(true), steps: sender };
+    let upgrade = Upgrade {
+        control: control.clone(),
+        program,
+        is_forced: query.force == Some(true),
+        steps: Mutex::new(Some(sender)),
+    };
     tokio::spawn(upgrade.run());
     Ok(steps)
 }
@@ -162,7 +166,8 @@ struct Upgrade {
     control: Shared,
     program: super::handover::SuccessorProgram,
     is_forced: bool,
-    steps: mpsc::Sender<UpgradeStep>,
+    /// Channel to the client. `None` after the last step, which ends the response.
+    steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
 }
 
 /// The new program.
@@ -219,7 +224,12 @@ impl Upgrade {
 
     /// Reports a step to the client, which may have gone.
     fn report(&self, step: UpgradeStep) {
-        let _ = self.steps.try_send(step);
+        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_last = matches!(&*step.step, "finished" | "failed");
+        if let Some(steps) = &*steps {
+            let _ = steps.try_send(step);
+        }
+        steps.take_if(|_| is_last);
     }
 
     async fn send(&self, command: HandoverCommand) {
@@ -343,7 +353,7 @@ impl Upgrade {
         })?;
         Ok(Successor {
             pid: child.pid.as_raw_pid() as u32,
-            pidfd: AsyncFd::new(child.pidfd).map_err(failed("start"))?,
+            pidfd: register(child.pidfd).map_err(failed("start"))?,
             link: Arc::new(Link::new(here).map_err(failed("start"))?),
             version: String::new(),
         })
@@ -583,7 +593,7 @@ async fn name_main_process(pid: u32) -> io::Result<()> {
         return Err(io::ErrorKind::WouldBlock.into());
     }
     // The service manager closes its copy of the write end.
-    let reader = AsyncFd::new(OwnedFd::from(reader))?;
+    let reader = register(OwnedFd::from(reader))?;
     match timeout(BARRIER_TIMEOUT, reader.readable()).await {
         Ok(closed) => closed.map(drop),
         Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "the service manager does not respond")),

@@ -123,7 +123,7 @@ impl BulkheadEntry {
 
     /// Returns the state of the breaker. If tenants are isolated, returns the most severe state of all
     /// compartments.
-    fn breaker(&self, compartments: &Compartments) -> BreakerState {
+    pub(crate) fn breaker(&self, compartments: &Compartments) -> BreakerState {
         match &self.layout {
             Layout::Shared(index) => compartments[*index].policy.breaker(),
             Layout::Isolated(isolated) if isolated.is_forced_open => BreakerState::ForcedOpen,

@@ -21,7 +21,6 @@ use bulkhead_plane::peer_check;
 use bulkhead_policy::{Activity, BreakerState, BulkheadState as State, Event, Limits, RateLimit, RatePer};
 use mio::Interest;
 use mio::unix::SourceFd;
-use tokio::sync::oneshot;
 
 use crate::handover::{Needs, Transfer};
 use crate::sessions::endpoint::ClientEndpoint;
@@ -484,8 +483,10 @@ impl DataPlane {
     }
 
     fn can_run_jobs(&self, bulkhead: BulkheadIndex) -> bool {
-        let (state, _) = self.bulkheads[bulkhead].state(&self.compartments);
-        matches!(state, State::Ready | State::Degraded)
+        let entry = &self.bulkheads[bulkhead];
+        let mut compartments = entry.compartments().into_iter();
+        entry.state(&self.compartments).0 == State::Ready
+            || compartments.any(|index| self.compartments[index].policy.limit() > 0)
     }
 }
 
