@@ -258,6 +258,14 @@ pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(descriptor)
 }
 
+/// Waits until a pidfd or pipe reports that its process has ended.
+pub(super) async fn wait_for_end(descriptor: &AsyncFd<OwnedFd>) {
+    // An error means that the runtime of this process is ending.
+    if descriptor.readable().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
 impl Link {
     pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
         Ok(Self(register(socket)?))

@@ -12,7 +12,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use super::Shared;
-use super::handover::{Link, Predecessor, register};
+use super::handover::{Link, Predecessor, register, wait_for_end};
 
 /// Takes over from a predecessor. Stops this supervisor if that fails.
 pub(super) async fn run(control: Shared, predecessor: Predecessor) {
@@ -143,7 +143,7 @@ async fn serve_beside(control: &Shared, link: &Link, lifeline: &AsyncFd<OwnedFd>
     loop {
         tokio::select! {
             biased;
-            _ = lifeline.readable() => return,
+            () = wait_for_end(lifeline) => return,
             message = link.receive(), if is_linked => match message {
                 Ok(Some(message)) => match message.kind {
                     kind::MAIN => {

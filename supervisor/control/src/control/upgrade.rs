@@ -41,7 +41,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 
 use super::connections::Admission;
-use super::handover::{Incoming, Link, register};
+use super::handover::{Incoming, Link, register, wait_for_end};
 use super::responses::{problem, switch};
 use super::{Control, Shared};
 
@@ -507,7 +507,9 @@ impl Upgrade {
             match message {
                 Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),
                 Ok(Some(_)) => {}
-                Ok(None) | Err(_) => break,
+                Ok(None) => break,
+                // The runtime is ending, because this supervisor has stopped.
+                Err(_) => return,
             }
         }
         // Before the change, the main process is this one, and both were told to stop.
@@ -526,8 +528,7 @@ impl Upgrade {
 impl Successor {
     /// Waits until the process has ended.
     async fn ended(&self) {
-        // An error means that the runtime is ending.
-        let _ = self.pidfd.readable().await;
+        wait_for_end(&self.pidfd).await;
     }
 
     async fn kill(&self) {
