@@ -1,4 +1,5 @@
-//! Hostile programs: a client, a worker, and busy loops for comparison. Each program runs until it is killed.
+//! Hostile programs: a client and a worker, and busy loops for comparison. Each program runs until it is
+//! killed.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -35,8 +36,7 @@ pub(crate) fn spin() -> ! {
 pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
-            // The supervisor closes the connection when it receives descriptors, because it does not accept
-            // any.
+            // The supervisor closes the connection, because it accepts no descriptors.
             let Ok(socket) = connect(socket) else { continue };
             for _ in 0..8 {
                 let (held, _peer) = slow_to_close()?;
@@ -73,7 +73,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     }
 }
 
-/// Submits jobs to a bulkhead that does not exist as fast as possible, over `connections` connections.
+/// Submits jobs to a missing bulkhead as fast as possible, over `connections` connections.
 fn flood(path: &Path, connections: usize) -> Result<()> {
     let burst: Vec<u8> =
         (0..64).map(|number| submit("missing", number)).collect::<Result<Vec<_>>>()?.concat();
@@ -83,7 +83,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = connect(path)?;
             socket.set_nonblocking(true)?;
-            // The second field is the number of bytes of the current burst that were already written.
+            // The second field is the number of bytes of the current burst that have been written.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {
@@ -99,7 +99,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// Runs a hostile worker. Until it is ready, it follows the protocol.
+/// Runs a hostile worker, which follows the protocol until it is ready.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
     #[expect(unsafe_code, reason = "the descriptor was inherited for this purpose")]
@@ -137,8 +137,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and its peer, which reads nothing. Closing the last descriptor of
-/// the connection takes seconds.
+/// Returns a connection with unsent data, and its peer, which reads nothing. Closing the connection's last
+/// descriptor takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

@@ -1,6 +1,6 @@
 //! Measures how much an attack slows down honest jobs, compared with busy loops in place of the attacker. The
-//! measure is the p99 latency of jobs that are sent at fixed times, so that a stall counts for each job that
-//! it delays.
+//! jobs are sent at fixed times, and the result is their p99 latency, so that a stall counts for each job
+//! that it delays.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -19,9 +19,9 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "attack";
 
-/// Size of the measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. In each pair, one round runs next to busy loops and the other next to the
+    /// Number of pairs of rounds. In each pair, one round runs alongside busy loops and the other alongside the
     /// attack.
     pub(crate) pairs: usize,
     /// Duration of a round.
@@ -37,8 +37,8 @@ const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Script of the programs in a worker. An honest program exits at once. The hostile program attacks only its
-/// siblings and the worker that started it, until it dies.
+/// Script of the programs in a worker. An honest program exits at once. The hostile program attacks the other
+/// programs and the worker until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
@@ -49,7 +49,7 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     done 2> /dev/null;; \
     *) cat;; esac";
 
-/// Latency that is recorded for an honest job whose outcome is wrong.
+/// Latency that is recorded if an honest job has a wrong outcome.
 const WRONG_OUTCOME_LATENCY: Duration = Duration::from_secs(60);
 
 /// User id without privileges (`nobody`).
@@ -60,9 +60,9 @@ const UNPRIVILEGED_UID: u32 = 65_534;
 enum Attacker {
     /// Kind of hostile client, and number of processes that run it.
     Clients(&'static str, usize),
-    /// Kind of hostile worker, and number of such workers in one bulkhead.
+    /// Kind of hostile worker, and number of these workers in one bulkhead.
     Workers(&'static str, usize),
-    /// Bulkhead that appears honest, and number of concurrent jobs for it.
+    /// Bulkhead that appears honest, and number of its concurrent jobs.
     Jobs(&'static str, usize),
 }
 
@@ -71,7 +71,7 @@ enum Attacker {
 enum Victim {
     /// Jobs of another bulkhead.
     Jobs,
-    /// Jobs that crash their worker. The latency ends when the client has the outcome.
+    /// Jobs that crash their worker. The latency includes the delivery of the outcome.
     Deaths,
     /// Programs that run in the attacker's worker.
     Programs,
@@ -131,8 +131,8 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the p99 of the honest jobs in µs. They run next to the attack or, if `is_loop` is true, next to
-/// the same number of busy loops.
+/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, alongside the
+/// same number of busy loops.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;
     let mut attackers = Vec::new();
@@ -144,7 +144,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     .push(Process::start(&mut host.attacker(scene, if is_loop { "spin" } else { kind })?)?);
             }
         }
-        // The supervisor has already started the hostile workers.
+        // The supervisor has started the hostile workers.
         Attacker::Workers(..) => {}
         Attacker::Jobs(bulkhead, count) => {
             for _ in 0..count {
@@ -156,7 +156,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {
-                            // The attack continues, whatever the outcome.
+                            // The attack continues, regardless of the outcome.
                             let _ = client.job(bulkhead, "").operation(operation).send().await;
                         }
                     }));
@@ -164,7 +164,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
             }
         }
     }
-    // Gives the attack time to take effect.
+    // Lets the attack take effect.
     tokio::time::sleep(plan.duration / 5).await;
     let p99 = match scene.victim {
         Victim::Jobs => scheduled(&host.client, plan.duration, JOB_INTERVAL, "one", "").await?,
@@ -177,8 +177,8 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     Ok(p99)
 }
 
-/// Sends jobs at fixed times without waiting for earlier outcomes. Returns the p99 latency in µs, measured
-/// from the time at which each job was due.
+/// Sends jobs at fixed times without waiting for outcomes. Returns the p99 latency in µs, measured from the
+/// time at which each job was due.
 async fn scheduled(
     client: &Client,
     duration: Duration,
@@ -214,7 +214,7 @@ async fn scheduled(
     Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
 }
 
-/// A supervisor that has honest bulkheads and the bulkheads of the scene.
+/// A supervisor with the bulkheads that the scene needs.
 struct Host {
     client: Client,
     _supervisor: Process,
@@ -255,15 +255,14 @@ impl Host {
     }
 }
 
-/// Submits jobs of 4,000 tenants, so that the supervisor remembers these tenants.
+/// Submits jobs of 4,000 tenants, so that the supervisor remembers them.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();
     for number in 0..4_000 {
         let client = client.clone();
         jobs.spawn_local(async move {
-            // The job may be rejected because there are too few workers, but the supervisor remembers the
-            // tenant in any case.
+            // The job may be rejected for lack of workers, but the supervisor remembers the tenant anyway.
             let _ = client.job("tenants", "x").tenant(format!("tenant-{number}")).send().await;
         });
         if jobs.len() >= 256 {

@@ -1,5 +1,5 @@
-//! The bare chain, which shows the cost of the sockets alone. It has no policy, no deadlines and no checks.
-//! The framing is just enough to find the request that a reply belongs to.
+//! The bare chain, which shows the cost of the sockets alone. It has no policy, deadlines or checks. Its
+//! framing only matches replies to requests.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,11 +17,11 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from an echo if there are many echoes, whose requests are small.
+/// Maximum number of bytes per read from one of many echo processes, whose requests are small.
 const SPREAD_BYTES: usize = 8 * 1024;
 
-/// Size in bytes of the header before each payload, which contains the length of the payload and the request
-/// number.
+/// Size of the header before each payload, in bytes. The header contains the length of the payload and the
+/// request number.
 const HEADER_BYTES: usize = 12;
 
 /// Forwards bytes between one client and the echo process.
@@ -39,9 +39,8 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Forwards the requests of one client to `echoes` echo processes, and the replies back to the client. The
-/// first bytes of a payload select the echo process. All bytes that have arrived are forwarded with one write
-/// per destination.
+/// Forwards the requests of one client to `echoes` echo processes, and the replies back. The first bytes of a
+/// payload select the echo process. All available bytes are forwarded with one write per destination.
 pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     let most = rustix::process::getrlimit(Resource::Nofile).maximum;
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
@@ -66,7 +65,7 @@ pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     })
 }
 
-/// Bytes that were not written yet.
+/// Bytes that have not been written.
 #[derive(Default)]
 struct Unsent {
     bytes: RefCell<Vec<u8>>,
@@ -130,7 +129,7 @@ async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Resu
     }
 }
 
-/// Connects to a socket on which another process is about to listen.
+/// Connects to a socket on which another process may not listen yet.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
@@ -154,7 +153,8 @@ async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// Client of the bare chain. Each request has a waiter, and all pending requests are sent in one write.
+/// Client of the bare chain. Each request waits for its own reply, and pending requests are sent in one
+/// write.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 
@@ -262,7 +262,7 @@ async fn read(shared: Rc<Shared>) -> io::Result<()> {
     }
 }
 
-/// Delivers all complete replies to their waiters. Returns the number of bytes that these replies take.
+/// Delivers all complete replies to their waiters. Returns the size of these replies in bytes.
 fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
     let mut at = 0;
     while let Some((length, rest)) = held[at..].split_first_chunk::<4>()
@@ -270,7 +270,7 @@ fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
         && let Some(payload) = rest.get(..u32::from_le_bytes(*length) as usize)
     {
         if let Some(waiter) = waiters.remove(u64::from_le_bytes(*number) as usize) {
-            // The caller may have dropped the receiver.
+            // Fails only if the caller has dropped the receiver.
             let _ = waiter.send(payload.to_vec());
         }
         at += HEADER_BYTES + payload.len();

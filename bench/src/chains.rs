@@ -8,7 +8,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// Both chains. They have been started and are idle.
+/// Both chains, started and idle.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
@@ -54,7 +54,7 @@ impl Chains {
 
 impl Chains {
     /// Measures the real chain with payloads that are copied from the caller's memory, and results that are
-    /// copied into it.
+    /// copied back.
     pub(crate) async fn copied(
         &self,
         bulkhead: &str,

@@ -1,5 +1,5 @@
-//! Measures the cost of confinement: the time to start a worker under each profile, the memory of the worker,
-//! and jobs under `strict` compared with jobs under `none`.
+//! Measures the cost of confinement: the start time and the memory of a worker under each profile, and jobs
+//! under `strict` compared with jobs under `none`.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -15,23 +15,23 @@ use crate::rounds::Rounds;
 /// Prefixes of the names of the measurements in this module.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// Size of the measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of workers that are started under each profile.
+    /// Number of workers started under each profile.
     pub(crate) starts: usize,
     /// Number of pairs of rounds. In each pair, one round runs under `none` and the other under `strict`.
     pub(crate) pairs: usize,
     /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
-    /// Number of jobs per round that are sent one at a time. `many` is the number of jobs that are sent
-    /// [`WIDE`] at a time.
+    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`WIDE`] jobs are
+    /// sent at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];
 
-/// Number of jobs in flight when throughput is measured.
+/// Number of jobs in flight for throughput.
 const WIDE: usize = 64;
 
 /// Payload size of each job, in bytes.
@@ -46,7 +46,7 @@ const INIT_MEMORY: &str = "startup: memory of the namespace's init (PSS)";
 const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
 const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
 
-/// Takes all requested measurements. Must be called within a `LocalSet`. Prints which profiles are not
+/// Takes all requested measurements. Must be called within a `LocalSet`. Prints the profiles that are not
 /// available on this machine.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_one_wanted = |names: &[&str]| {
@@ -69,8 +69,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a supervisor and returns it together with the available profiles. Returns `None` if no profile is
-/// available.
+/// Starts a supervisor. Returns it with the available profiles, or `None` if there are none.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
     let mut accepted = Vec::new();
@@ -104,14 +103,14 @@ fn config(profiles: &[&str]) -> Result<String> {
     let worker = processes::worker()?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    // Without root privileges, the supervisor rejects `strict`, and the bench prints this.
+    // Without root privileges, the supervisor rejects `strict`, which the bench reports.
     if is_root && profiles.contains(&"strict") {
         text += "worker_uids = \"200000-200999\"\n";
     }
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant has a separate worker, which the tenant's first job starts.
+        // Each tenant has a separate worker, started by the tenant's first job.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
@@ -119,13 +118,13 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the bulkhead under this profile whose worker runs many jobs at once.
+/// Returns the name of this profile's bulkhead whose worker runs many jobs at once.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// Submits the first job of a tenant, which starts a worker. Returns the time until the result arrives, and
-/// the worker's process id.
+/// Submits the first job of a tenant, which starts a worker. Returns the time until the result, and the
+/// worker's process id.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);
@@ -134,8 +133,7 @@ async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Dur
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
 }
 
-/// Returns the time from spawning the worker's program with the standard library, without a supervisor, to
-/// its first reply.
+/// Starts the worker's program without a supervisor, and returns the time until its first reply.
 fn bare_first_answer() -> Result<Duration> {
     use std::io::{Read, Write};
     let began = Instant::now();
@@ -164,16 +162,16 @@ async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Fi
     Ok(figures)
 }
 
-/// Measures the memory of a worker after one job. If the worker is not the first process of its pid
-/// namespace, also measures the memory of that process.
+/// Measures the memory of a worker after one job. If the worker has a pid namespace, also measures the memory
+/// of its first process.
 async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(first_answer(chain, profile, "idle").await?.1);
     }
     let mut figures = Vec::new();
-    // Starts all workers before the first measurement, because the proportional memory of a process falls
-    // with the number of processes that share its pages.
+    // Starts all workers before the first measurement, because a process's proportional memory decreases with
+    // the number of processes that share its pages.
     for (profile, worker) in profiles.iter().zip(workers) {
         figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
         if let Some(init) = processes::init_of(worker)? {
@@ -187,7 +185,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// Runs the same load alternately under `none` and under `strict`. The order is reversed with each pair.
+/// Runs the same load alternately under `none` and `strict`. Reverses the order with each pair.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

@@ -1,6 +1,5 @@
-//! Measures a supervisor that is embedded in this process. If the supervisor has threads of its own, it is
-//! compared with the bare chain. If it runs on the caller's thread, it is compared with an echo without a
-//! relay.
+//! Measures a supervisor that is embedded in this process. A supervisor with its own threads is compared with
+//! the bare chain, and a supervisor on the caller's thread with an echo without a relay.
 
 use std::path::Path;
 use std::rc::Rc;

@@ -14,7 +14,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// A fork server that is running.
+/// A running fork server.
 pub(crate) struct ForkServer {
     orders: Mutex<UnixStream>,
     _process: Process,
@@ -33,12 +33,12 @@ impl ForkServer {
         }
         let server =
             Self { orders: Mutex::new(ours), _process: Process::start(&mut command)?, _folder: folder };
-        // The reply to the first job shows that the server is running.
+        // A reply to the first job shows that the server is running.
         server.one()?;
         Ok(server)
     }
 
-    /// Kills a process with a job, and returns the time until the next reply in ms.
+    /// Kills a process with a job, and returns the time until the next reply, in ms.
     pub(crate) fn recovery(&self) -> Result<f64> {
         let mut dying = self.link()?;
         let began = Instant::now();
@@ -50,7 +50,7 @@ impl ForkServer {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Runs `total` jobs in `at_once` threads. Each thread sends one job at a time. Returns the number of
+    /// Runs `total` jobs on `at_once` threads, each of which sends one job at a time. Returns the number of
     /// jobs per second.
     pub(crate) fn run(&self, at_once: usize, total: usize) -> Result<f64> {
         let began = Instant::now();

@@ -1,5 +1,5 @@
-//! Measures how soon a new worker is available: if each job needs a new process, and after a worker has died
-//! or hung. The new worker is spawned, forked from a template, or a spare.
+//! Measures how soon a new worker is available, both if each job needs a new process and after a worker has
+//! died or hung. The new worker is spawned, forked from a template, or a spare.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ pub(crate) const GROUP: &str = "fresh";
 /// Number of jobs in flight.
 const AT_ONCE: usize = 2;
 
-/// Interval between two deaths of a worker.
+/// Interval between deaths of workers.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
 /// A way in which the next worker is provided.
@@ -25,11 +25,11 @@ struct Variant {
     /// Prefix of the names of the bulkheads.
     name: &'static str,
     profile: &'static str,
-    /// Description that is part of the names of the measurements.
+    /// Description in the names of the measurements.
     description: &'static str,
     keys: &'static str,
-    /// Target for the number of new processes per second. The other target is the share `OF_BARE` of the rate
-    /// of a bare fork server with the same layers. Reaching one of the targets is enough.
+    /// Target for the number of new processes per second. The alternative target is the fraction `OF_BARE` of
+    /// the rate of a bare fork server with the same layers. One of the targets must be met.
     wanted: Option<f64>,
 }
 
@@ -138,7 +138,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 times.push(chain.hang(&format!("{}-hangs", variant.name)).await?);
-                // Waits until the next spare has become ready.
+                // Lets the next spare become ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
             report.add(
@@ -159,14 +159,14 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     Ok(round.await?.rate())
 }
 
-/// Kills a worker and returns the time until the next result in ms.
+/// Kills a worker and returns the time until the next result, in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
-    // Waits until the next spare has become ready.
+    // Lets the next spare become ready.
     tokio::time::sleep(BETWEEN_DEATHS).await;
     let began = Instant::now();
     processes::kill(pid)?;
-    // A job that is sent to the dying worker crashes, so only the next result counts.
+    // A job sent to the dying worker crashes, so only the next result counts.
     while chain.call(bulkhead, b"x").await.is_err() {}
     Ok(began.elapsed().as_secs_f64() * 1e3)
 }

@@ -1,5 +1,5 @@
-//! Measures jobs over HTTP (`jobs_http`): jobs per second with connections that are kept alive, compared with a
-//! connection for each job.
+//! Measures jobs over HTTP (`jobs_http`): jobs per second with persistent connections, compared with one
+//! connection per job.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -15,7 +15,7 @@ use crate::{Result, processes};
 /// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "http";
 
-/// Number of clients that each have a job in progress.
+/// Number of clients, each with one job in progress.
 const CLIENTS: usize = 16;
 
 const TOKEN: &str = "a-token-of-the-bench";
@@ -30,7 +30,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let token_file = folder.path().join("token");
     let mut options = std::fs::OpenOptions::new();
     options.create_new(true).write(true).mode(0o600).open(&token_file)?.write_all(TOKEN.as_bytes())?;
-    // The port is free again when the supervisor binds it.
+    // Only reserves a free port. The supervisor binds it again.
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let worker = processes::worker()?;
     let config = format!(

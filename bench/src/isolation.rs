@@ -1,6 +1,6 @@
 //! Measures how much an attacker slows down honest jobs in the same bulkhead. The results are the p50 and p99
-//! latencies of the honest jobs, alternately with and without the attack. Attacks on the supervisor itself
-//! are measured in `attacks.rs`.
+//! latencies of the honest jobs, alternately with and without the attack. `attacks.rs` measures attacks on
+//! the supervisor itself.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -19,7 +19,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "isolation";
 
-/// Size of the measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. In each pair, one round runs without the attack and the other with the
     /// attack.
@@ -28,36 +28,36 @@ pub(crate) struct Plan {
     pub(crate) jobs: usize,
 }
 
-/// Number of honest jobs in a burst.
+/// Number of honest jobs per burst.
 const BURST: usize = 60;
 
-/// Deadline of an honest job. If a job exceeds it, the measurement ends with an error.
+/// Deadline of an honest job. A missed deadline ends the measurement with an error.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Deadline of a job that attacks its template until it is killed.
+/// Deadline of a job that attacks its template.
 const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
-/// Deadline of a job that must be killed as soon as possible.
+/// Deadline of a job that should be killed as soon as possible.
 const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
 /// Time between the start of an attack and the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
-/// An attack, and the same load without the attack.
+/// An attack, and a comparable load without the attack.
 struct Scene {
     name: &'static str,
-    /// Configuration keys of the bulkhead without the attack and with the attack.
+    /// Configuration keys of the bulkhead, without and with the attack.
     keys: [&'static str; 2],
-    /// Arguments of the worker, or the lines of a Python module that implements the worker.
+    /// The worker, as arguments or as the lines of a Python module.
     worker: Worker,
-    /// Operation and deadline of the attacker's jobs without the attack and with the attack.
+    /// Operation and deadline of the attacker's jobs, without and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
-    /// Number of jobs that the attacker keeps in flight. If 0, the attacker sends one job at the start of
-    /// each burst of honest jobs.
+    /// Number of jobs that the attacker keeps in flight. If 0, the attacker sends one job before each burst
+    /// of honest jobs.
     attackers: usize,
     /// Operation of the honest jobs.
     operation: &'static str,
-    /// Tenants of the honest jobs. The list is empty if the jobs have no tenants.
+    /// Tenants of the honest jobs. Empty if the jobs have no tenants.
     tenants: &'static [&'static str],
     /// Number of honest jobs in flight.
     lanes: usize,
@@ -166,11 +166,11 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the honest jobs, which must all succeed. `way` is 0 without the attack and 1 with
-/// the attack.
+/// Returns the latencies of the honest jobs, all of which must succeed. `way` is 0 without the attack and 1
+/// with it.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
-    // Warms up the workers, and gives the supervisor time to measure their speed.
+    // Warms up the workers, and lets the supervisor measure their run times.
     others(scene, &host.client, jobs.min(200)).await?;
     if scene.attackers == 0 {
         return bursts(scene, way, &host.client, jobs).await;
@@ -184,7 +184,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Sends bursts of honest jobs. Each burst follows immediately after a job of the attacker.
+/// Sends bursts of honest jobs, each immediately after a job of the attacker.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {
@@ -192,7 +192,7 @@ async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Resu
             let job = client.job("shared", "x").operation(operation).deadline(deadline);
             tokio::task::spawn_local(job.send())
         });
-        // Lets the task of the attacker send its job before the honest jobs.
+        // Lets the attacker's task send its job first.
         tokio::task::yield_now().await;
         rounds.push(others(scene, client, scene.lanes).await?);
         if let Some(attack) = attack {
@@ -214,7 +214,7 @@ async fn others(scene: &Scene, client: &Client, jobs: usize) -> Result<load::Rou
     .await
 }
 
-/// Tasks that send the attacker's jobs again and again until they are aborted.
+/// Tasks that send the attacker's jobs repeatedly until they are aborted.
 struct Attack(Vec<JoinHandle<()>>);
 
 impl Attack {

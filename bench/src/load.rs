@@ -14,7 +14,7 @@ pub(crate) struct Round {
 }
 
 impl Round {
-    /// Merges the results of rounds that ran one after the other.
+    /// Merges the results of consecutive rounds.
     pub(crate) fn merged(rounds: Vec<Self>) -> Self {
         let took = rounds.iter().map(|round| round.took).sum();
         let mut latencies: Vec<Duration> = rounds.into_iter().flat_map(|round| round.latencies).collect();
@@ -51,7 +51,7 @@ where
     .await
 }
 
-/// Sends `total` requests, `lanes` at a time. Only the requests for which `call` returns true are counted.
+/// Sends `total` requests, `lanes` at a time. Counts only the requests for which `call` returns true.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,
@@ -82,7 +82,7 @@ where
     Ok(Round { latencies, took })
 }
 
-/// Returns the median. For an even number of values, this is the upper of the two middle values.
+/// Returns the median. For an even number of values, returns the upper of the two middle values.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

@@ -1,8 +1,8 @@
 //! `bulkhead-bench` measures the cost of the supervisor, as ratios to a bare chain of sockets.
 //!
-//! The bare chain consists of a client with a waiter for each request, a relay, and an echo. These three
-//! processes forward bytes over Unix sockets, and read and write all available bytes at once. The real chain
-//! consists of a client, the supervisor, and a worker built with the SDK. The two chains run alternately,
+//! The bare chain consists of a client in which each request waits for its own reply, a relay, and an echo.
+//! These three processes forward bytes over Unix sockets, and read and write all available bytes at once. The real
+//! chain consists of a client, the supervisor, and a worker built with the SDK. The two chains run alternately,
 //! round by round, so that other load on the machine affects both. The medians of the rounds are compared.
 
 mod attackers;

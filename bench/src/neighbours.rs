@@ -16,12 +16,11 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval at which a program that dies immediately is started. The supervisor starts workers at the same
-/// interval if a bulkhead crashes on every job.
+/// Interval at which a program that dies immediately is started. A supervisor restarts the workers of a
+/// bulkhead that crashes on every job at the same interval.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Number of concurrent jobs of the three honest bulkheads. `CRASH_LANES` is the number of concurrent jobs of
-/// the bulkhead that crashes.
+/// Number of concurrent jobs of the three honest bulkheads. `CRASH_LANES` is that of the crashing bulkhead.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
@@ -42,7 +41,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     Ok(())
 }
 
-/// Repeatedly starts a program that dies immediately, until this process is killed.
+/// Starts programs that die immediately, one after the other, until this process is killed.
 pub(crate) fn start_and_die() -> Result<()> {
     let own = std::env::current_exe()?;
     let mut due = Instant::now();
@@ -53,7 +52,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Tasks that send jobs which crash their worker, until [`Crashes::end`] is called.
+/// Tasks that send worker-crashing jobs until [`Crashes::end`] is called.
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -101,12 +100,12 @@ async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, S
 /// Maximum number of rounds in [`crowd`], because each round takes long.
 const CROWD_ROUNDS_MAX: usize = 5;
 
-/// Runs jobs for four bulkheads, 64 at a time. In one round of each pair, the fourth bulkhead crashes its
-/// worker on every job.
+/// Runs jobs for four bulkheads, 64 at a time. In one round of each pair, every job of the fourth bulkhead
+/// crashes its worker.
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    // The fourth bulkhead starts its workers at most a hundred times per second, so a round takes half a
-    // minute.
+    // A round takes half a minute, because the fourth bulkhead starts its workers at most a hundred times per
+    // second.
     for _ in plan.rounds_of(CROWD_ROUNDS_MAX) {
         let honest = crowd_round(chains, plan.crowd, "").await?;
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
@@ -135,9 +134,9 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
     load::run_counting(64, total, call).await
 }
 
-/// Measures honest bulkheads at full load: alone, next to a process that starts dying programs as often as
-/// the supervisor starts workers, and next to a bulkhead that crashes. No supervisor can avoid the cost of
-/// starting processes.
+/// Measures honest bulkheads at full load in three settings: alone, alongside a process that starts dying
+/// programs as often as the supervisor starts workers, and alongside a crashing bulkhead. The second setting
+/// shows the cost of starting processes, which no supervisor can avoid.
 async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());
     for _ in plan.rounds() {

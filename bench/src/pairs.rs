@@ -1,9 +1,9 @@
-//! Compares two variants that were measured alternately. Computes a confidence interval for the difference.
+//! Compares two variants that were measured alternately, with a confidence interval for the difference.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};
 
-/// Creates a figure from pairs of rounds. Each pair has a bare and a real round.
+/// Creates a figure from pairs of a bare round and a real round.
 pub(crate) fn paired(
     name: String,
     unit: &'static str,
@@ -33,14 +33,14 @@ const T_95: [f64; 30] = [
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 ];
 
-/// Returns the mean of paired differences with its 95 % confidence interval. Returns `None` if there are
-/// fewer than two differences.
+/// Returns the mean of paired differences with its 95 % confidence interval, or `None` for fewer than two
+/// differences.
 fn difference(differences: &[f64]) -> Option<Difference> {
     let freedom = differences.len().checked_sub(1).filter(|freedom| *freedom > 0)?;
     let count = differences.len() as f64;
     let mean = differences.iter().sum::<f64>() / count;
     let variance = differences.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / freedom as f64;
-    // Beyond the end of the table, the quantile hardly changes.
+    // Beyond the table, the quantile hardly changes.
     let half = T_95[(freedom - 1).min(T_95.len() - 1)] * (variance / count).sqrt();
     Some(Difference { mean, low: mean - half, high: mean + half })
 }

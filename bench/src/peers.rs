@@ -1,13 +1,13 @@
 //! Compares the supervisor with other software on the same work (`--peers`).
 //!
-//! Each peer is a separate process. It reads orders from its standard input, and answers each order with a JSON
-//! object:
+//! Each peer is a separate process. It reads commands from standard input, and replies to each command with a
+//! JSON object:
 //!
 //! - `latency BYTES TOTAL`: sends `TOTAL` requests one at a time; `{"us": median latency}`.
 //! - `rate LANES BYTES TOTAL`: sends `TOTAL` requests, `LANES` at a time; `{"rate": answers per second}`.
 //! - `recovery TOTAL`: kills the worker by SIGKILL `TOTAL` times; `{"ms": median time to the next answer}`.
 //!
-//! All peers return the input from one worker process. A peer without supervision is restarted by its driver.
+//! In all peers, one worker process returns its input. A driver restarts peers that have no supervision.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -31,7 +31,7 @@ const GROUP: &str = "peers";
 /// Folder for the built peers, relative to the workspace.
 const FOLDER: &str = "target/bench-peers";
 
-/// Software that the supervisor is compared with.
+/// Software with which the supervisor is compared.
 struct Peer {
     name: &'static str,
     from: Source,
@@ -78,8 +78,8 @@ const WORKS: [Work; 4] = [
     Work { name: "worker dies to next answer", unit: "ms", kind: Kind::Recovery },
 ];
 
-/// Takes all requested measurements. Must be called within a `LocalSet`. Prints which peers are not available
-/// on this machine.
+/// Takes all requested measurements. Must be called within a `LocalSet`. Prints the peers that are not
+/// available on this machine.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(FOLDER);
     std::fs::create_dir_all(&folder)?;
@@ -118,8 +118,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 }
 
 impl Source {
-    /// Fetches and builds the peers from this registry, unless they are already there. Returns the command
-    /// that starts a peer.
+    /// Fetches and builds the peers from this registry, if necessary. Returns the command that starts a peer.
     fn fetch(self, folder: &Path) -> Result<Vec<PathBuf>> {
         let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
         match self {
@@ -155,7 +154,7 @@ impl Source {
 
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    // The output of the command must not go to standard output, which is for figures.
+    // Standard output is reserved for figures, so the command's output is captured.
     let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{program}: {error}"))?;
     if output.status.success() {
         return Ok(());
@@ -165,7 +164,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the order that is sent to a peer, and the number of requests or deaths that it contains.
+    /// Returns the command for a peer, and its number of requests or deaths.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -180,7 +179,7 @@ impl Kind {
         }
     }
 
-    /// Does the same work with the supervisor instead of a peer.
+    /// Measures the same work with the supervisor.
     async fn ours(self, chain: &Rc<Chain>, count: usize) -> Result<f64> {
         match self {
             Self::Latency { bytes } => Ok(echoes(chain, real::ONE, 1, count, bytes).await?.quantile(0.5)),

@@ -8,7 +8,7 @@ use crate::{attacks, confinement, isolation, scale, watched};
 /// Time after which a measurement starts no further rounds, unless `--rounds` is given.
 const ROUNDS_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Maximum number of rounds of each measurement, unless `--rounds` is given.
+/// Maximum number of rounds per measurement, unless `--rounds` is given.
 const ROUNDS: usize = 9;
 
 /// Sizes of all measurements.
@@ -16,19 +16,19 @@ pub(crate) struct Plan {
     rounds: usize,
     /// Time after which a measurement starts no further rounds, or `None` for no limit.
     duration: Option<Duration>,
-    /// Number of requests with 64 B and with 4 KiB per round, which are sent one at a time.
+    /// Number of requests of 64 B and of 4 KiB per round, sent one at a time.
     pub(crate) small: usize,
-    /// Number of requests with 1 MiB per round. For 64 MiB, the number is divided by 32.
+    /// Number of requests of 1 MiB per round. For 64 MiB, the number is divided by 32.
     pub(crate) large: usize,
-    /// Number of requests per round if many requests are in flight.
+    /// Number of requests per round when many are in flight.
     pub(crate) many: usize,
     /// Maximum number of deaths, and maximum number of hangs, per measurement.
     pub(crate) deaths: usize,
-    /// Number of jobs per round for all four bulkheads together.
+    /// Number of jobs per round for four bulkheads together.
     pub(crate) crowd: usize,
-    /// Number of jobs per round for three bulkheads, while the workers of the fourth one crash.
+    /// Number of jobs per round for three bulkheads, while the fourth one crashes its workers.
     pub(crate) storm: usize,
-    /// Number of jobs per round if only decisions are measured.
+    /// Number of jobs per round when only decisions are measured.
     pub(crate) decisions: usize,
     /// Number of programs per round.
     pub(crate) programs: usize,
@@ -40,8 +40,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan for `rounds` rounds. If `rounds` is `None`, the number of rounds depends on the time
-    /// that they take.
+    /// Returns the plan for `rounds` rounds. With `None`, the number of rounds depends on their duration.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),

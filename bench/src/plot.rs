@@ -1,5 +1,4 @@
-//! Draws the ratios of the figures. Each figure has a row with a dot for each round, the median, and the
-//! target.
+//! Draws the ratios of figures. Each figure has a row with a dot per round, the median, and the target.
 
 use std::fmt::Write;
 
@@ -124,7 +123,7 @@ mod tests {
         let svg = draw(&figures);
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
         assert!(svg.contains("a &lt; b &amp; c") && !svg.contains("none</text>"));
-        // Neither a ratio to zero nor a target of zero is drawn.
+        // Ratios to zero and targets of zero are not drawn.
         let idle = figures.clone().map(|figure| figure.with_target(Target::AtLeast, 0.0));
         assert_eq!(draw(&idle).matches("<path").count(), 0);
         assert_eq!((svg.matches("<circle").count(), svg.matches("<path").count()), (2, 1));

@@ -1,5 +1,5 @@
-//! Measures decisions alone: the time that the pure state machine takes to admit and release a job, without a
-//! socket or a process. It is compared with acquiring and releasing a semaphore permit. Time is simulated,
+//! Measures decisions alone: the time that the state machine takes to admit and release a job, without
+//! sockets or processes. It is compared with acquiring and releasing a semaphore permit. Time is simulated,
 //! because reading a clock would take as long as the semaphore.
 
 use std::collections::VecDeque;
@@ -28,15 +28,15 @@ const LIMIT_NS: f64 = 500.0;
 /// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// Simulated time between cycles, which is too short for any timer to expire.
+/// Simulated time per cycle, too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs before some of them are cancelled. `STAYING` is the number of jobs at each end of
+/// Number of waiting jobs before most of them are cancelled. `STAYING` is the number of jobs at each end of
 /// the queue that are not cancelled.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Record of a job. It has the size of the supervisor's record, which is a pointer.
+/// Record of a job. Like the supervisor's record, it has the size of a pointer.
 type Record = u64;
 
 /// Takes all requested measurements.
@@ -52,7 +52,7 @@ pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures all settings alternately, round by round, so that other load on the machine affects all of them.
+/// Measures all settings alternately, round by round, so that other load affects all of them equally.
 fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     if settings.is_empty() {
         return Ok(Vec::new());
@@ -73,7 +73,7 @@ fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     Ok(figures.collect())
 }
 
-/// Returns the time to acquire and release a permit in nanoseconds, while all other permits are in use.
+/// Returns the time to acquire and release a permit while all other permits are in use, in nanoseconds.
 fn semaphore(cycles: usize) -> Result<f64> {
     let permits = Semaphore::new(PERMITS as usize);
     let _taken = permits.try_acquire_many(PERMITS - 1)?;
@@ -93,7 +93,7 @@ struct Setting {
     name: &'static str,
     limits: Limits,
     bulkheads: usize,
-    /// Number of tenants. If 0, jobs have no tenant.
+    /// Number of tenants; 0 for jobs without a tenant.
     tenants: usize,
     priorities: &'static [Priority],
     /// Number of running jobs per bulkhead before a cycle.
@@ -119,7 +119,7 @@ fn settings() -> Vec<Setting> {
         max_queue: WAITING as u32 + 1,
         ..one().limits
     };
-    // All permits are in use, so each job has to wait.
+    // All permits are in use, so each job must wait.
     let queued = || Setting { limits: shared(), tenants: 10_000, running: PERMITS as usize, ..one() };
     vec![
         one(),
@@ -135,14 +135,14 @@ fn settings() -> Vec<Setting> {
             limits: everything(shared()),
             tenants: 10_000,
             priorities: &Priority::ALL,
-            // Jobs that are not critical can use three quarters of the permits.
+            // Normal jobs can use three quarters of the permits.
             running: PERMITS as usize * 3 / 4 - 1,
             ..one()
         },
     ]
 }
 
-/// Sets all limits, to values that are never reached.
+/// Sets all limits to values that are never reached.
 fn everything(limits: Limits) -> Limits {
     Limits {
         queue_timeout: Some(Duration::from_secs(10)),
@@ -251,7 +251,7 @@ impl Scene {
     }
 }
 
-/// Performs the actions of the bulkheads, as far as the measurement needs this.
+/// Performs the actions of the bulkheads that matter for the measurement.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,
@@ -348,8 +348,8 @@ fn cancel() -> Result<f64> {
     if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }
 }
 
-/// Tenant names in random order. The names are next to each other in memory, because a real name arrives with
-/// its job, so the decision should not include the time to fetch the name.
+/// Tenant names in random order. They are adjacent in memory, so that the measurement does not include cache
+/// misses. (A real name arrives with its job and is in the cache.)
 struct Names {
     text: String,
     at: usize,
@@ -364,8 +364,7 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// Returns the next name, and starts again after the last one. If there are no tenants, returns an empty
-    /// name.
+    /// Returns the next name, cyclically, or an empty name if there are no tenants.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;

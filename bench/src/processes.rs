@@ -1,4 +1,4 @@
-//! Child processes of the bench, and information about processes from `/proc`.
+//! Child processes of the bench, and process information from `/proc`.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
 
-/// Maximum time for any wait. On an ordinary machine, every wait ends almost immediately.
+/// Maximum time for any wait. Usually, every wait ends almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Name of the package that contains the parts of the chains, and name of its program.
@@ -65,8 +65,7 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command that runs a part of a chain. The program is in the same folder as this program after
-/// [`programs`] has built it.
+/// Returns a command for a part of a chain. [`programs`] builds the program in the folder of this program.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
@@ -103,13 +102,13 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs of the workspace in the build profile of this program. Returns their folder.
+/// Builds the programs of the workspace with the build profile of this program. Returns their folder.
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--bins"]);
     match folder.file_name().and_then(|name| name.to_str()) {
-        // These targets need the same features as `cargo test --workspace`, so nothing is compiled twice.
+        // These targets use the same features as `cargo test --workspace`, so that nothing is compiled twice.
         None | Some("debug") => drop(cargo.args(["--workspace", "--test", "architecture"])),
         Some(profile) => {
             let packages = ["bulkhead-supervisor", "bulkhead-worker", PARTS];
@@ -140,8 +139,7 @@ fn scheduled(thread: &Path) -> Result<Duration> {
     Ok(Duration::from_nanos(line.split(' ').next().unwrap_or_default().parse()?))
 }
 
-/// Returns the memory of a process in bytes. Shared pages are divided by the number of processes that share
-/// them (PSS).
+/// Returns the proportional set size (PSS) of a process in bytes.
 pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).ok_or("no Pss")?;
@@ -156,7 +154,7 @@ pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
 }
 
 /// Returns the first process of the pid namespace of `pid`. Returns `None` if that is `pid` itself, or if the
-/// namespace is the one in which the bench runs.
+/// namespace is the bench's own.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;

@@ -1,5 +1,5 @@
-//! Measures programs that are started for each job. Compares how many `true` processes per second an `exec`
-//! bulkhead runs with how many plain threads can spawn and wait for.
+//! Measures programs that are started for each job: how many `true` processes per second an `exec` bulkhead
+//! runs, compared with threads that spawn and wait for them.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -52,7 +52,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of programs per second that plain threads run.
+/// Returns the number of programs per second without a supervisor.
 fn spawn_and_wait(programs: usize) -> Result<f64> {
     let began = Instant::now();
     std::thread::scope(|scope| {
@@ -74,7 +74,7 @@ fn spawn_and_wait(programs: usize) -> Result<f64> {
     Ok((programs / AT_ONCE * AT_ONCE) as f64 / began.elapsed().as_secs_f64())
 }
 
-/// Returns the number of programs per second that a bulkhead runs.
+/// Returns the number of programs per second in a bulkhead.
 async fn run(chain: &Chain, bulkhead: &'static str, programs: usize) -> Result<f64> {
     let began = Instant::now();
     let mut lanes = tokio::task::JoinSet::new();

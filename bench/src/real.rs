@@ -1,4 +1,5 @@
-//! The real chain: a supervisor with a configuration for the bench, and a worker built with the SDK.
+//! The real chain, which consists of a supervisor that is configured for the bench, and a worker built with
+//! the SDK.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,12 +12,12 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Bulkheads that run one job at a time and have a queue for all lanes. The first one prefetches jobs, the
-/// second one does not.
+/// Bulkheads that run one job at a time, with a queue for all lanes. The first one prefetches jobs, the
+/// second does not.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Names of bulkheads, which state the purpose of each bulkhead.
+/// Names of bulkheads, which describe their purpose.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
@@ -44,8 +45,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bulkheads of the bench, and waits until the workers of most bulkheads are
-    /// ready.
+    /// Starts a supervisor with the bench's bulkheads, and waits until the workers of most of them are ready.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
@@ -54,7 +54,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with this configuration, in which the jobs socket must be named `jobs.sock`.
+    /// Starts a supervisor with this configuration, whose jobs socket must be named `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -69,16 +69,16 @@ impl Chain {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
     }
 
-    /// Sends a job whose payload is copied directly into the buffer from which it is sent, which saves one
-    /// copy. Returns the size of the result in bytes.
+    /// Sends a job whose payload is copied directly into the send buffer, which saves one copy. Returns the
+    /// size of the result in bytes.
     pub(crate) async fn call_copied(&self, bulkhead: &str, payload: Arc<Vec<u8>>) -> Result<usize> {
         let job = self.client.job(bulkhead, "");
         let job = job.payload_in_place(payload.len(), move |place| place.copy_from_slice(&payload));
         Ok(job.send().await?.payload().len())
     }
 
-    /// Sends a job whose payload and result are in memory files, if memory files are available. Returns the
-    /// size of the result in bytes.
+    /// Sends a job with payload and result in memory files, if available. Returns the size of the result in
+    /// bytes.
     pub(crate) async fn call_mapped(&self, bulkhead: &str, bytes: usize) -> Result<usize> {
         let job = self.client.job(bulkhead, "").payload_in_place(bytes, |place| place.fill(b'x'));
         let reply = job.operation("mapped").map_result().send().await?;
@@ -115,7 +115,7 @@ impl Chain {
     }
 }
 
-/// Lets the supervisor check a configuration. Returns the reason if the configuration is rejected.
+/// Lets the supervisor check a configuration. Returns the error if the configuration is rejected.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;
     let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;

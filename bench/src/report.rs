@@ -1,10 +1,10 @@
-//! Figures, printed as a table that grows during the measurements, or as JSON.
+//! Figures, printed as a table during the measurements, or as JSON.
 
 use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference in µs that [`Target::AtMostOrSlack`] allows, whatever the ratio.
+/// Difference that [`Target::AtMostOrSlack`] always allows, in µs.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
@@ -18,9 +18,9 @@ pub(crate) enum Target {
     AtMostOrSlack,
     /// The ratio must reach the limit. If there is no ratio, the figure must reach the limit.
     AtLeast,
-    /// The figure must not exceed the limit, whatever the ratio.
+    /// The figure must not exceed the limit, regardless of the ratio.
     FigureAtMost,
-    /// The figure must reach the limit, whatever the ratio.
+    /// The figure must reach the limit, regardless of the ratio.
     FigureAtLeast,
     /// The figure has no target.
     Told,
@@ -40,7 +40,7 @@ pub(crate) struct Difference {
 pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) unit: &'static str,
-    /// Figure of the bare counterpart, or `None` if there is no counterpart.
+    /// Figure of the bare counterpart, if there is one.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
     /// Median of the ratios of real to bare figures, over all rounds.
@@ -63,7 +63,7 @@ impl Figure {
         Self { name, unit, bare: None, real, ratio: None, target, limit, difference: None, rounds }
     }
 
-    /// Returns the figure with this target.
+    /// Returns the figure with a target.
     pub(crate) fn with_target(self, target: Target, limit: f64) -> Self {
         Self { target, limit, ..self }
     }
@@ -110,27 +110,27 @@ impl Figure {
     }
 }
 
-/// Figures that were measured so far. If the output is a table, each figure is printed immediately.
+/// The figures measured so far. In table format, each figure is printed immediately.
 pub(crate) struct Report {
     only: Option<String>,
-    /// True if measurements that take minutes are requested without being named.
+    /// True if slow measurements are requested in addition to those named.
     wants_slow: bool,
     is_json: bool,
     figures: RefCell<Vec<Figure>>,
 }
 
 impl Report {
-    /// Creates a report that contains only the figures whose names contain `only`.
+    /// Creates a report for figures whose names contain `only`.
     pub(crate) fn new(only: Option<String>, wants_slow: bool, is_json: bool) -> Self {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }
 
-    /// Returns true if a figure with this name, or with a name that begins like this, is requested.
+    /// Returns true if `--only` is not given, or if the name contains its value.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }
 
-    /// Returns true if a figure that takes minutes is requested. Otherwise like [`Report::wants`].
+    /// Like [`Report::wants`], for a figure that takes minutes.
     pub(crate) fn wants_slow(&self, name: &str) -> bool {
         self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
     }
@@ -140,7 +140,7 @@ impl Report {
         self.only.as_deref()
     }
 
-    /// Adds a figure if it was requested, and drops it otherwise.
+    /// Adds a figure if it was requested.
     pub(crate) fn add(&self, figure: Figure) {
         if !self.wants(&figure.name) {
             return;

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of rounds, however long they take, because a median of fewer rounds would be meaningless.
+/// Minimum number of rounds, regardless of their duration, because a median of fewer rounds would be
+/// meaningless.
 const ROUNDS_MIN: usize = 3;
 
 /// The rounds of a measurement, numbered from 0. The iterator ends early if the rounds take too long.
@@ -13,8 +14,8 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Creates `most` rounds of a measurement that starts now. After `duration` has passed, only
-    /// [`ROUNDS_MIN`] rounds are completed.
+    /// Creates `most` rounds of a measurement that starts now. After `duration`, no rounds beyond
+    /// [`ROUNDS_MIN`] are started.
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }
     }

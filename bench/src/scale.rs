@@ -1,5 +1,5 @@
-//! Measures the cost of large numbers. Measures a job, an idle worker and a scrape with 1,000 bulkheads and
-//! 10,000 tenants, and the cost of 100,000 waiting jobs from 1,000 clients.
+//! Measures the costs of a job, an idle worker and a scrape with 1,000 bulkheads and 10,000 tenants, and of
+//! 100,000 waiting jobs from 1,000 clients.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -21,7 +21,7 @@ use crate::{Result, bare};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum cost of a job among many others, as a multiple of its cost alone.
+/// Maximum ratio of a job's cost among many others to its cost alone.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
@@ -32,13 +32,13 @@ const WAITS: &str = "waits";
 /// Size of the measurements.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
-    /// Number of jobs per round that are sent one at a time. `many` is the number of jobs that are sent many
-    /// at a time.
+    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when many jobs are
+    /// sent at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
     pub(crate) tenants: usize,
-    /// Number of tenants that have jobs.
+    /// Number of tenants with jobs.
     pub(crate) active: usize,
     pub(crate) clients: usize,
     /// Number of waiting jobs per client.
@@ -82,8 +82,8 @@ async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
     Ok(chain)
 }
 
-/// Returns the supervisor's CPU time per job in µs, if `lanes` jobs are sent at once. `names` returns the
-/// bulkhead and the tenant of each job.
+/// Returns the supervisor's CPU time per job in µs, with `lanes` jobs in flight. `names` returns the bulkhead
+/// and tenant of each job.
 async fn cpu(
     chain: &Rc<Chain>,
     (lanes, total): (usize, usize),
@@ -113,7 +113,7 @@ async fn run(
     .await
 }
 
-/// Returns a function that returns the names one after the other, and starts again after the last one.
+/// Returns a function that returns the names cyclically.
 fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     let (names, turn): (Vec<Rc<str>>, _) = (names.map(Into::into).collect(), Cell::new(0));
     move || {
@@ -122,21 +122,21 @@ fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     }
 }
 
-/// Returns a function that returns the first `count` bulkheads, one after the other.
+/// Returns a function that returns the first `count` bulkheads cyclically.
 fn to_bulkheads(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("b{number}")));
     move || (names(), "".into())
 }
 
-/// Returns a function that returns the first `count` tenants, one after the other.
+/// Returns a function that returns the first `count` tenants cyclically.
 fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("tenant-{number}")));
     move || (SHARED.into(), names())
 }
 
-/// Compares jobs that are sent to all bulkheads in turn with jobs for one bulkhead. If each job goes to
-/// another worker, every program moves fewer bytes with each read and write. A bare relay with the same
-/// number of echo processes shows how much this costs.
+/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to another worker,
+/// every process moves fewer bytes per read and write. A bare relay with the same number of echo processes
+/// shows the cost of this.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;
@@ -182,8 +182,8 @@ impl Spread {
         Ok(Self { relay, client: bare::Client::connect(&near).await? })
     }
 
-    /// Returns the relay's CPU time per request in µs, if `lanes` requests are sent at once to the first
-    /// `echoes` echo processes in turn.
+    /// Returns the relay's CPU time per request in µs, with `lanes` requests in flight to the first `echoes`
+    /// echo processes in turn.
     async fn cpu(&self, (lanes, total): (usize, usize), echoes: usize) -> Result<f64> {
         let before = processes::cpu(self.relay.pid())?;
         let (client, turn) = (self.client.clone(), Rc::new(Cell::new(0)));
@@ -209,7 +209,7 @@ async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> 
     if !report.wants(&name) {
         return Ok(());
     }
-    // Sends a job of each tenant, so that the supervisor creates a record of each tenant.
+    // Sends a job of each tenant, so that the supervisor has a record of the tenant.
     run(alone, (64, count.next_multiple_of(64)), of_tenants(count)).await?;
     let mut pairs = Vec::new();
     for _ in 0..plan.rounds {
@@ -227,7 +227,7 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
         return Ok(());
     }
     let (few, all) = (alone.supervisor.pid(), many.supervisor.pid());
-    // Waits until the workers are idle and their first checks have been made.
+    // Waits until the workers are idle and have been checked for the first time.
     tokio::time::sleep(plan.idle).await;
     let (before, began) = (processes::cpu(all)?, Instant::now());
     tokio::time::sleep(plan.idle).await;
@@ -253,8 +253,7 @@ fn get(admin: &Path, path: &str) -> std::io::Result<String> {
     Ok(answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_owned()))
 }
 
-/// Compares the p99 of one bulkhead without scrapes with its p99 while all bulkheads are scraped every
-/// second.
+/// Compares the p99 latency of one bulkhead without scrapes and with a scrape of all bulkheads every second.
 async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} bulkheads, a scrape a second: p99, 1 in flight", plan.bulkheads);
     if !report.wants(&name) {
@@ -281,9 +280,9 @@ async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures many clients, each with its own tenant and waiting jobs. The figures are the cost of the arrival
-/// of a job, of a cancellation, and of an outcome at shutdown. First, a tenth of the jobs is measured. If the
-/// figures are equal, the cost per job does not grow with the number of jobs.
+/// Measures many clients, each with its own tenant and waiting jobs. The figures are the cost of a job's
+/// arrival, of a cancellation, and of an outcome at shutdown. They are measured with a tenth of the jobs and
+/// with all jobs. If they are equal, the cost per job does not grow with the number of jobs.
 async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} clients, {} jobs wait", plan.clients, plan.clients * plan.waiting);
     if !report.wants(&name) {
@@ -314,7 +313,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let came = processes::cpu(pid)?;
         coming.push(per_job(came.saturating_sub(before)));
         held.push(processes::own_bytes(pid)?.saturating_sub(bytes) as f64 / count as f64);
-        // Half of the clients cancel their jobs. The other half gets the outcomes at shutdown.
+        // Half of the clients cancel their jobs. The other half get the outcomes at shutdown.
         goes.shutdown().await;
         wait_queued(&chain, stays.len()).await?;
         cancelled.push(per_job(2 * processes::cpu(pid)?.saturating_sub(came)));
@@ -353,7 +352,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
 async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
     let until = Instant::now() + Duration::from_secs(300);
     loop {
-        // During this time, the clients' tasks send their jobs.
+        // Lets the clients' tasks send their jobs.
         tokio::time::sleep(Duration::from_millis(20)).await;
         let told = get(&chain.admin(), &format!("/v1/bulkheads/{WAITS}"))?;
         let told: serde_json::Value = serde_json::from_str(&told)?;

@@ -1,6 +1,6 @@
 //! Measures the cost of readers of metrics and events. The same load runs without readers, with readers of
 //! the supervisor, and with readers of another server. The readers scrape metrics ten times per second and
-//! follow fifty streams of events.
+//! follow fifty event streams.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -20,13 +20,13 @@ use crate::report::Report;
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "watched";
 
-/// Size of the measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     /// Number of rounds of each kind: without readers, with readers of another server, and with readers of
     /// the supervisor.
     pub(crate) pairs: usize,
-    /// Number of jobs per round that are sent one at a time. `many` is the number of jobs that are sent
-    /// [`LANES`] at a time.
+    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`LANES`] jobs
+    /// are sent at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -34,10 +34,10 @@ pub(crate) struct Plan {
 /// Number of event streams that the readers follow.
 const STREAMS: usize = 50;
 
-/// Interval between two scrapes of the metrics.
+/// Interval between scrapes of the metrics.
 const SCRAPE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between two crashes, with and without readers. Each crash causes one or two events.
+/// Interval between crashes, with and without readers. Each crash causes one or two events.
 const CRASH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Size of a crash event, in bytes.
@@ -46,15 +46,15 @@ const EVENT_BYTES: usize = 700;
 /// Number of jobs in flight when every processor is busy.
 const LANES: usize = 64;
 
-/// Reads metrics and events until it is killed, with as little work as possible. Prints a line when it has
-/// started to read.
+/// Reads metrics and events until it is killed, with as little work as possible. Prints a line once it has
+/// started.
 pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // Only new events are requested, because past events add to the cost of connecting, not of reading.
+        // Requests only new events, because past events add to the cost of connecting, not of reading.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
-        // The head of the response shows that the server has started the stream.
+        // The response head shows that the stream has started.
         if stream.read(&mut buffer)? == 0 {
             return Err("a stream of events has ended".into());
         }
@@ -77,9 +77,9 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Serves metrics and events without running any jobs, until it is killed, with as little work as possible.
-/// Sends a page to each request for metrics, and an event to each follower every [`CRASH_INTERVAL`]. Used as
-/// the other server.
+/// Serves metrics and events without running jobs, with as little work as possible, until it is killed. Sends
+/// a page for each request for metrics, and an event to each follower every [`CRASH_INTERVAL`]. This is the
+/// other server.
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -119,10 +119,10 @@ fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
 
 /// Cost of the jobs in one round.
 struct Cost {
-    /// p99 latency in µs with one job in flight. `p99` is the latency with [`LANES`] jobs in flight.
+    /// p99 latency with one job in flight, in µs. `p99` is the latency with [`LANES`] jobs in flight.
     p99_alone: f64,
     p99: f64,
-    /// CPU time per job in µs of the data plane's thread. `supervisor` is the CPU time of the whole
+    /// CPU time of the data plane's thread per job, in µs. `supervisor` is the CPU time of the whole
     /// supervisor.
     data_plane: f64,
     supervisor: f64,
@@ -182,7 +182,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a reader and waits until it has started to read.
+/// Starts a reader, and waits until it is reading.
 fn watcher(admin: &Path) -> Result<Process> {
     let (watcher, mut said) =
         Process::role_with_output(&["watch", admin.to_str().ok_or("the path is not UTF-8")?])?;

@@ -1,173 +1,70 @@
-//! Commands of the admin socket: status, events, logs, restart, drain, resume, reset and resize.
+//! Bulkheads: status, resize, and the formatting that other commands share.
 
+use std::cmp::Reverse;
 use std::fmt::Display;
 use std::io::{self, IsTerminal};
-use std::path::Path;
-use std::pin::pin;
 use std::time::Duration;
 
-use bulkhead_api::{Adaptive, BreakerState, Bulkheads, Event, LogLine, Problem, Snapshot, Tenant, Worker};
+use bulkhead_api::{Adaptive, BreakerState, Bulkheads, Event, Snapshot, Tenant, Worker};
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, presets};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Bytes, Incoming};
-use hyper::{Method, Request, Response, StatusCode, header};
-use hyper_util::rt::TokioIo;
-use interprocess::local_socket::tokio::Stream;
-use interprocess::local_socket::tokio::prelude::*;
-use interprocess::local_socket::{GenericFilePath, ToFsName};
+use hyper::Method;
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use crate::args::{Args, Resize};
+use crate::args::{Args, Resize, Sort, Status};
 use crate::output::{self, Failure, escape, exit};
+use crate::requests::{get, get_lines, parse_failure, percent_encoded, read, request_with};
 use crate::severity;
-
-/// Maximum length of a line in a stream, in bytes. A longer line cannot come from a supervisor.
-const LINE_BYTES_MAX: usize = 1 << 20;
-
-/// Maximum time for the supervisor to begin its response.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Maximum size of a response that is read completely, in bytes. A larger response cannot come from a
-/// supervisor.
-const RESPONSE_BYTES_MAX: usize = 256 << 20;
 
 /// Number of events that `status NAME` shows.
 const EVENTS_SHOWN: usize = 10;
 
-/// Sends a request and returns the response. The body is not read yet.
-pub(crate) async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
-    request_with(args, method, path, String::new()).await
-}
-
-async fn request_with(
-    args: &Args,
-    method: Method,
-    path: &str,
-    body: String,
-) -> Result<Response<Incoming>, Failure> {
-    let socket = args.admin();
-    let response = tokio::time::timeout(RESPONSE_TIMEOUT, send(&socket, method, path, body)).await;
-    let response = response.unwrap_or_else(|_| {
-        Err(unreachable(
-            &socket,
-            &format!("the supervisor did not respond within {} s", RESPONSE_TIMEOUT.as_secs()),
-        ))
-    })?;
-    if response.status().is_success() {
-        return Ok(response);
+pub(crate) async fn status(args: &Args, status: &Status) -> Result<u8, Failure> {
+    match &status.name {
+        Some(name) => status_of_one(args, name, status.tenant.as_deref()).await,
+        None => status_of_all(args, status).await,
     }
-    let status = response.status();
-    let body = read(response).await.unwrap_or_default();
-    let problem: Problem = serde_json::from_slice(&body).unwrap_or_default();
-    let detail = if problem.detail.is_empty() { status.as_str() } else { &problem.detail };
-    let code = match status {
-        StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY => exit::INVALID,
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::FORBIDDEN,
-        StatusCode::NOT_FOUND => exit::NOT_FOUND,
-        StatusCode::CONFLICT | StatusCode::TOO_MANY_REQUESTS => exit::TRY_LATER,
-        StatusCode::SERVICE_UNAVAILABLE => exit::UNREACHABLE,
-        _ => exit::FAILED,
-    };
-    Err(Failure::new(code, escape(detail)))
 }
 
-pub(crate) fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
-    let socket = socket.display();
-    let message = format!(
-        "failed to reach the admin socket {socket}: {error}; is the supervisor running? If the socket is elsewhere, \
-         use --admin or BULKHEAD_ADMIN, or name the jobs socket in the same folder with --socket or BULKHEAD_SOCKET"
-    );
-    Failure::new(exit::UNREACHABLE, message)
-}
-
-async fn send(
-    socket: &Path,
-    method: Method,
-    path: &str,
-    body: String,
-) -> Result<Response<Incoming>, Failure> {
-    let connected = match socket.to_fs_name::<GenericFilePath>() {
-        Ok(name) => Stream::connect(name).await,
-        Err(error) => Err(error),
-    };
-    let stream = connected.map_err(|error| match error.kind() {
-        std::io::ErrorKind::PermissionDenied => Failure::new(
-            exit::FORBIDDEN,
-            format!(
-                "this user has no permission to use the admin socket {}: run the command as the supervisor's \
-                 user or as root",
-                socket.display()
-            ),
-        ),
-        _ => unreachable(socket, &error),
-    })?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-        .await
-        .map_err(|error| unreachable(socket, &error))?;
-    tokio::spawn(connection);
-    let request = Request::builder()
-        .method(method)
-        .uri(path)
-        .header(header::HOST, "bulkhead")
-        .header(header::ACCEPT, "application/json")
-        .header(header::CONTENT_TYPE, "application/json")
-        .body(Full::new(Bytes::from(body)))
-        .map_err(|error| Failure::new(exit::USAGE, error.to_string()))?;
-    sender.send_request(request).await.map_err(|error| unreachable(socket, &error))
-}
-
-pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
-    let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
-    let body = body.map_err(|error| {
-        Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
-    })?;
-    Ok(body.to_bytes().to_vec())
-}
-
-/// Requests a JSON document from the supervisor.
-pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<T, Failure> {
-    document(&read(request(args, Method::GET, path).await?).await?)
-}
-
-/// Parses the body of a response.
-pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
-    serde_json::from_slice(body).map_err(|error| parse_failure(&error))
-}
-
-fn parse_failure(error: &serde_json::Error) -> Failure {
-    Failure::new(exit::FAILED, format!("failed to parse the supervisor's response: {error}"))
-}
-
-/// Percent-encodes a name for use in a path.
-pub(crate) fn percent_encoded(name: &str) -> String {
-    let is_plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
-    name.bytes().map(|b| if is_plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
-}
-
-// status
-
-pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>) -> Result<u8, Failure> {
-    let Some(name) = name else {
-        if args.json {
-            return print_json(args, "/v1/bulkheads").await;
-        }
-        let Bulkheads { bulkheads: mut rows } = get(args, "/v1/bulkheads").await?;
-        severity::sort(&mut rows);
-        output::line(&bulkhead_table(&rows, terminal_columns()))?;
-        print_health_problems(&rows.iter().flat_map(health_problems).collect::<Vec<_>>())?;
+async fn status_of_all(args: &Args, status: &Status) -> Result<u8, Failure> {
+    let mut document: Value = get(args, "/v1/bulkheads").await?;
+    let Bulkheads { bulkheads } = Bulkheads::deserialize(&document).map_err(|error| parse_failure(&error))?;
+    let mut rows: Vec<(usize, Snapshot)> = bulkheads.into_iter().enumerate().collect();
+    rows.retain(|(_, row)| !status.failed || severity::is_failed(row));
+    let by_default = if args.json { None } else { Some(Sort::Trouble) };
+    if let Some(order) = status.sort.or(by_default) {
+        sort(&mut rows, order);
+    }
+    if args.json {
+        document["bulkheads"] = rows.iter().map(|(index, _)| document["bulkheads"][*index].clone()).collect();
+        output::json(&document)?;
         return Ok(exit::OK);
+    }
+    let rows: Vec<Snapshot> = rows.into_iter().map(|(_, row)| row).collect();
+    output::line(&bulkhead_table(&rows, terminal_columns()))?;
+    print_health_problems(&rows.iter().flat_map(health_problems).collect::<Vec<_>>())?;
+    Ok(exit::OK)
+}
+
+fn sort(rows: &mut [(usize, Snapshot)], order: Sort) {
+    let key = |row: &Snapshot| match order {
+        Sort::Trouble => (Reverse(severity::rank(row)), Reverse(0)),
+        Sort::Name => (Reverse((0, 0)), Reverse(0)),
+        Sort::Queue => (Reverse((0, 0)), Reverse(row.queued)),
+        Sort::Rejected => (Reverse((0, 0)), Reverse(row.rejections())),
     };
+    rows.sort_by_cached_key(|(_, row)| (key(row), row.name.clone()));
+}
+
+async fn status_of_one(args: &Args, name: &str, tenant: Option<&str>) -> Result<u8, Failure> {
     let name = percent_encoded(name);
     let whose = tenant.map(|tenant| format!("?tenant={}", percent_encoded(tenant))).unwrap_or_default();
     let one: Value = get(args, &format!("/v1/bulkheads/{name}{whose}")).await?;
     let path = format!("/v1/events?bulkhead={name}&limit={EVENTS_SHOWN}&follow=false");
-    let events = read(request(args, Method::GET, &path).await?).await?;
-    let events = String::from_utf8_lossy(&events);
+    let events = get_lines(args, &path).await?;
     if args.json {
         let mut one = one;
-        one["events"] = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).collect();
+        one["events"] = events.iter().filter_map(|line| serde_json::from_str::<Value>(line).ok()).collect();
         output::json(&one)?;
         return Ok(exit::OK);
     }
@@ -183,9 +80,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
         output::line(&format!("\nuser: shared, the workers run as the supervisor's own user (uid {uid})"))?;
     }
     output::line("")?;
-    for line in events.lines() {
-        print_event(args, line)?;
-    }
+    events.iter().try_for_each(|line| print_event(args, line))?;
     Ok(exit::OK)
 }
 
@@ -241,6 +136,13 @@ pub(crate) fn known(value: &Option<impl Display>) -> String {
 
 pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
+}
+
+/// Formats a duration without spaces, so that programs can split the columns.
+pub(crate) fn short_duration(ms: u64) -> String {
+    // Milliseconds are shown only for durations below one second.
+    let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
+    humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
 /// Formats the number of rejections for each reason, in one line.
@@ -337,12 +239,10 @@ pub(crate) const WORKER_COLUMNS: [&str; 8] =
     ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
 
 pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
-    let uptime = Duration::from_secs(worker.uptime_ms / 1000);
     [
         known(&worker.pid),
         if worker.spare && worker.state == "ready" { "spare".to_owned() } else { shown(&worker.state) },
-        // Spaces are removed, so that programs can split the columns.
-        humantime::format_duration(uptime).to_string().replace(' ', ""),
+        short_duration(worker.uptime_ms / 1000 * 1000),
         worker.in_flight.to_string(),
         worker.served.to_string(),
         worker.restarts.to_string(),
@@ -371,25 +271,10 @@ fn worker_table(workers: &[Worker]) -> String {
     table.trim_fmt()
 }
 
-// events and logs
+// events
 
-pub(crate) async fn events(args: &Args, follow: bool) -> Result<u8, Failure> {
-    let response = request(args, Method::GET, &format!("/v1/events?follow={follow}")).await?;
-    lines(response, |line| match line.strip_prefix("data:") {
-        Some(data) => print_event(args, data.trim_start()),
-        None if line.starts_with('{') => print_event(args, line),
-        // Other lines of server-sent events are ids, keep-alives and comments. Comments report missed events.
-        None => {
-            if let Some(comment) = line.strip_prefix(": ") {
-                output::to_stderr(&escape(comment));
-            }
-            Ok(())
-        }
-    })
-    .await
-}
-
-fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
+/// Prints an event in one line.
+pub(crate) fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     if args.json {
         return output::json(line);
     }
@@ -406,78 +291,7 @@ pub(crate) fn event_words(event: &Event) -> String {
     words.join(" ")
 }
 
-pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Failure> {
-    let path = format!("/v1/bulkheads/{}/logs?follow={follow}", percent_encoded(name));
-    let response = request(args, Method::GET, &path).await?;
-    lines(response, |line| {
-        if args.json {
-            return output::json(line);
-        }
-        let Ok(line_document) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
-        if let Some(count) = line_document.dropped {
-            output::to_stderr(&format!(
-                "{count} lines of output were skipped, because the output was not read fast enough"
-            ));
-            return Ok(());
-        }
-        let (stream, line) = (shown(&line_document.stream), shown(&line_document.line));
-        output::line(&format!("{} {stream}| {line}", line_document.pid))
-    })
-    .await
-}
-
-/// Passes each line of a response to `handle` as it arrives, until the response ends or the user presses ^C.
-pub(crate) async fn lines(
-    response: Response<Incoming>,
-    mut handle: impl FnMut(&str) -> Result<(), Failure>,
-) -> Result<u8, Failure> {
-    let mut body = response.into_body();
-    let mut partial = Vec::new();
-    // All iterations use a single future, because a signal between two futures would be missed.
-    let mut interrupt = pin!(tokio::signal::ctrl_c());
-    loop {
-        let frame = tokio::select! {
-            biased;
-            _ = &mut interrupt => return Ok(exit::CANCELLED),
-            frame = body.frame() => frame,
-        };
-        let Some(frame) = frame else { return Ok(exit::OK) };
-        let fail = |error| {
-            Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
-        };
-        let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
-        partial.extend_from_slice(&data);
-        while let Some(end) = partial.iter().position(|&b| b == b'\n') {
-            let line: Vec<u8> = partial.drain(..=end).collect();
-            handle(String::from_utf8_lossy(&line).trim_end())?;
-        }
-        if partial.len() > LINE_BYTES_MAX {
-            return Err(Failure::new(exit::FAILED, "the supervisor sent a line that is too long"));
-        }
-    }
-}
-
-// actions
-
-pub(crate) async fn steer(args: &Args, name: &str, action: &str) -> Result<u8, Failure> {
-    let path = format!("/v1/bulkheads/{}/{action}", percent_encoded(name));
-    let body = read(request(args, Method::POST, &path).await?).await?;
-    if args.json {
-        output::json(String::from_utf8_lossy(&body).trim_end())?;
-    } else {
-        let done = match action {
-            "restart" => "workers are being replaced one after the other",
-            "drain" => "new and queued jobs are rejected; running jobs can finish",
-            "resume" => "jobs are accepted again",
-            _ => {
-                "the breaker, the restart history and the quarantine are reset, and failed workers start \
-                 again"
-            }
-        };
-        output::line(&format!("{}: {done}", escape(name)))?;
-    }
-    Ok(exit::OK)
-}
+// resize
 
 pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> {
     let mut change = Map::new();

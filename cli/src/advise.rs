@@ -5,9 +5,10 @@ use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::admin::{get, known, percent_encoded, shown, table};
+use crate::admin::{known, shown, table};
 use crate::args::Args;
 use crate::output::{self, Failure, escape, exit};
+use crate::requests::{get, percent_encoded};
 
 /// Configuration keys that can be changed while a bulkhead is running, with the matching options of `bulkhead
 /// resize`.

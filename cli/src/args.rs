@@ -1,10 +1,18 @@
 //! The command line of `bulkhead`.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use bulkhead_client::Priority;
-use clap::{Parser, Subcommand};
+use bulkhead_api::{CauseKind, EventKind, JobProgress, Severity, Vocabulary};
+use bulkhead_client::{JobId, Priority};
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+
+use crate::output::{Failure, exit};
+use crate::target::{Host, Target};
+use crate::times;
 
 /// Submit jobs to a bulkhead-supervisor, and operate the supervisor
 #[derive(Debug, Parser)]
@@ -17,6 +25,20 @@ pub(crate) struct Args {
     /// Admin socket of the supervisor; defaults to admin.sock next to the jobs socket
     #[arg(long, global = true, env = "BULKHEAD_ADMIN", value_name = "PATH")]
     pub(crate) admin: Option<PathBuf>,
+
+    /// Admin API of a supervisor over TCP, such as http://127.0.0.1:9464, instead of the admin socket
+    ///
+    /// `submit` and `bench` need the jobs socket and do not use this option.
+    #[arg(long, global = true, env = "BULKHEAD_HOST", value_name = "URL")]
+    pub(crate) host: Option<String>,
+
+    /// File that contains the token for --host
+    #[arg(long, global = true, env = "BULKHEAD_TOKEN_FILE", value_name = "FILE")]
+    pub(crate) token_file: Option<PathBuf>,
+
+    /// Options that the user has set on the command line or by environment variables.
+    #[arg(skip)]
+    given: Given,
 
     /// Print JSON
     #[arg(long, global = true)]
@@ -31,42 +53,30 @@ pub(crate) enum Command {
     /// Submit one or more jobs and print the results
     Submit(Submit),
     /// Show all bulkheads, or one bulkhead with workers and recent events
-    Status {
-        /// Name of the bulkhead
-        name: Option<String>,
-        /// Show only this tenant of a bulkhead in which tenants have separate workers
-        #[arg(long, requires = "name")]
-        tenant: Option<String>,
-    },
+    Status(Status),
     /// Show live rates and events of all bulkheads in full-screen mode
     ///
     /// Press ? for help, or q to quit. Without a terminal, use --once or --json, which sample for one
     /// interval, print the result and exit.
     Top(Top),
     /// Show events
-    Events {
-        /// Keep printing new events
-        #[arg(long, short)]
-        follow: bool,
-    },
-    /// Show what the workers of a bulkhead wrote to stdout and stderr
-    Logs {
-        /// Name of the bulkhead
-        name: String,
-        /// Keep printing new output
-        #[arg(long, short)]
-        follow: bool,
-    },
+    Events(Events),
+    /// Show what workers wrote to stdout and stderr, ordered by time
+    Logs(Logs),
+    /// Show running and waiting jobs, oldest first
+    ///
+    /// A job is listed until its client has the outcome.
+    Jobs(ListJobs),
+    /// Cancel a running or waiting job; its client gets the outcome `cancelled`
+    Cancel(Cancel),
+    /// Check whether the supervisor, or a bulkhead, is ready for jobs
+    ///
+    /// The exit status is 0 if it is ready, otherwise 3.
+    IsReady(IsReady),
     /// Replace the workers of a bulkhead; each replacement is ready before the old worker stops
-    Restart {
-        /// Name of the bulkhead
-        name: String,
-    },
-    /// Stop a bulkhead from accepting jobs
-    Drain {
-        /// Name of the bulkhead
-        name: String,
-    },
+    Restart(Restart),
+    /// Stop a bulkhead, or all, from accepting jobs
+    Drain(Drain),
     /// Let a bulkhead accept jobs again
     Resume {
         /// Name of the bulkhead
@@ -111,7 +121,7 @@ pub(crate) enum Command {
     /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one after
     /// the other, until one crashes the same way. The exit status is 0 if a job ran, whatever the result.
     Replay {
-        /// Id of the crash report
+        /// Id of the crash report, the beginning of the id, or `last`
         id: String,
         /// Run only the job with this index in the report, counted from 0
         #[arg(long, value_name = "N")]
@@ -137,6 +147,183 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Status {
+    /// Name of the bulkhead
+    pub(crate) name: Option<String>,
+
+    /// Show only this tenant of a bulkhead in which tenants have separate workers
+    #[arg(long, requires = "name")]
+    pub(crate) tenant: Option<String>,
+
+    /// Show only bulkheads that lack workers, or whose jobs fail
+    #[arg(long, conflicts_with = "name")]
+    pub(crate) failed: bool,
+
+    /// Order of the bulkheads [default: trouble, or with --json the order of the configuration]
+    #[arg(long, value_name = "ORDER", conflicts_with = "name")]
+    pub(crate) sort: Option<Sort>,
+}
+
+/// Order of a list of bulkheads.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum Sort {
+    /// The worst first
+    Trouble,
+    Name,
+    /// The longest queue first
+    Queue,
+    /// The most rejected jobs first
+    Rejected,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Events {
+    /// Show only events of this bulkhead
+    #[arg(long, value_name = "NAME")]
+    pub(crate) bulkhead: Option<String>,
+
+    /// Show only events of these kinds, separated by commas
+    #[arg(long, value_name = "KIND", value_delimiter = ',', value_parser = event_kind)]
+    pub(crate) kind: Vec<String>,
+
+    /// Show only events that are at least this severe: info, warning or critical
+    #[arg(long, value_name = "SEVERITY", value_parser = word::<Severity>)]
+    pub(crate) severity: Option<Severity>,
+
+    /// Show only events since TIME, such as 10m (ago), 14:07 (UTC) or 2026-11-21T14:07:35Z
+    #[arg(long, value_name = "TIME", value_parser = times::since, allow_hyphen_values = true)]
+    pub(crate) since: Option<SystemTime>,
+
+    /// Show at most N stored events, the newest
+    #[arg(short = 'n', long, value_name = "N")]
+    pub(crate) lines: Option<usize>,
+
+    /// Keep printing new events
+    #[arg(long, short)]
+    pub(crate) follow: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Logs {
+    /// Names of bulkheads [default: all]
+    #[arg(value_name = "NAME")]
+    pub(crate) names: Vec<String>,
+
+    /// Show at most N stored lines, the newest
+    #[arg(short = 'n', long, value_name = "N")]
+    pub(crate) lines: Option<usize>,
+
+    /// Show only lines since TIME, such as 10m (ago), 14:07 (UTC) or 2026-11-21T14:07:35Z
+    #[arg(long, value_name = "TIME", value_parser = times::since, allow_hyphen_values = true)]
+    pub(crate) since: Option<SystemTime>,
+
+    /// Show only lines until TIME
+    #[arg(long, value_name = "TIME", value_parser = times::until, allow_hyphen_values = true, conflicts_with = "follow")]
+    pub(crate) until: Option<SystemTime>,
+
+    /// Show only lines of this stream
+    #[arg(long)]
+    pub(crate) stream: Option<OutputStream>,
+
+    /// Keep printing new output
+    #[arg(long, short)]
+    pub(crate) follow: bool,
+
+    /// Format of the lines
+    #[arg(
+        short = 'o',
+        long = "output",
+        value_name = "FORMAT",
+        default_value = "short",
+        conflicts_with = "json"
+    )]
+    pub(crate) format: LogFormat,
+}
+
+/// Standard stream of a worker.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum OutputStream {
+    Stdout,
+    Stderr,
+}
+
+impl OutputStream {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Stdout => "stdout",
+            Self::Stderr => "stderr",
+        }
+    }
+}
+
+/// Format of lines of output.
+#[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
+pub(crate) enum LogFormat {
+    /// Time, bulkhead, process id, stream and text
+    Short,
+    /// Text alone
+    Cat,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ListJobs {
+    /// Name of the bulkhead that has the jobs
+    pub(crate) name: Option<String>,
+
+    /// Show only jobs in this state: queued, prefetched (waiting in a worker) or running
+    #[arg(long, value_name = "STATE", value_parser = word::<JobProgress>)]
+    pub(crate) state: Option<JobProgress>,
+
+    /// Show at most N jobs, the oldest
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) lines: u32,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Cancel {
+    /// Name of the bulkhead that has the job
+    pub(crate) name: String,
+
+    /// Number of the job, as shown by `bulkhead jobs`
+    pub(crate) job: JobId,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct IsReady {
+    /// Name of the bulkhead [default: the supervisor as a whole]
+    pub(crate) name: Option<String>,
+
+    /// Wait up to TIME until it is ready, also for the start of the supervisor
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) wait: Option<Duration>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Restart {
+    /// Name of the bulkhead
+    pub(crate) name: String,
+
+    /// Wait until all workers have been replaced, at most TIME; after that, the exit status is 124
+    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, value_parser = duration)]
+    pub(crate) wait: Option<Option<Duration>>,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("which").required(true).args(["name", "all"])))]
+pub(crate) struct Drain {
+    /// Name of the bulkhead
+    pub(crate) name: Option<String>,
+
+    /// Drain all bulkheads
+    #[arg(long)]
+    pub(crate) all: bool,
+
+    /// Wait until no job is left, at most TIME; after that, the exit status is 124
+    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, value_parser = duration)]
+    pub(crate) wait: Option<Option<Duration>>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -168,14 +355,22 @@ pub(crate) struct Upgrade {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Crashes {
-    /// Id of the crash report to show in full
+    /// Id of the crash report to show in full, the beginning of the id, or `last`
     pub(crate) id: Option<String>,
 
     /// Show only reports of this bulkhead
     #[arg(long, value_name = "NAME", conflicts_with = "id")]
     pub(crate) bulkhead: Option<String>,
 
-    /// Show at most N reports, newest first
+    /// Show only crashes since TIME, such as 10m (ago), 14:07 (UTC) or 2026-11-21T14:07:35Z
+    #[arg(long, value_name = "TIME", value_parser = times::since, allow_hyphen_values = true, conflicts_with = "id")]
+    pub(crate) since: Option<SystemTime>,
+
+    /// Show only crashes with this cause, such as SIGSEGV, exit:3, oom, hung or violation
+    #[arg(long, value_name = "CAUSE", value_parser = cause, conflicts_with = "id")]
+    pub(crate) cause: Option<String>,
+
+    /// Show at most N reports, the newest
     #[arg(long, value_name = "N", conflicts_with = "id")]
     pub(crate) limit: Option<usize>,
 
@@ -190,6 +385,7 @@ pub(crate) struct Crashes {
 
 /// Change the limits of a bulkhead; limits that are not given stay unchanged
 #[derive(Debug, clap::Args)]
+#[command(override_usage = "bulkhead resize [OPTIONS] <NAME>")]
 #[command(group(clap::ArgGroup::new("numbers").required(true).multiple(true)))]
 pub(crate) struct Resize {
     /// Name of the bulkhead
@@ -305,6 +501,34 @@ pub(crate) struct Bench {
     pub(crate) payload_bytes: usize,
 }
 
+/// Parses a word of a vocabulary.
+fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
+    V::from_word(text).ok_or_else(|| format!("valid values: {}", V::WORDS.join(", ")))
+}
+
+fn event_kind(text: &str) -> Result<String, String> {
+    match EventKind::KINDS.contains(&text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("no such kind of event; valid kinds: {}", EventKind::KINDS.join(", "))),
+    }
+}
+
+/// Checks the cause of a crash: a kind, or a short form as in the list of crashes.
+fn cause(text: &str) -> Result<String, String> {
+    let of_process = text.strip_prefix("program:").unwrap_or(text);
+    let (kind, detail) = of_process.split_once(':').unwrap_or((of_process, ""));
+    let is_signal = kind.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("SIG"));
+    let is_kind = CauseKind::from_word(&kind.to_ascii_lowercase()).is_some();
+    let is_detailed = ["exit", "violation"].iter().any(|with| kind.eq_ignore_ascii_case(with));
+    match is_signal || is_kind && (detail.is_empty() || is_detailed) {
+        true => Ok(text.to_owned()),
+        false => Err(format!(
+            "no such cause; use a signal such as SIGSEGV, a status such as exit:3, or a kind: {}",
+            CauseKind::WORDS.join(", ")
+        )),
+    }
+}
+
 fn duration(text: &str) -> Result<Duration, String> {
     match humantime::parse_duration(text) {
         Ok(duration) if duration.is_zero() => Err("must be greater than zero".into()),
@@ -325,16 +549,70 @@ fn interval(text: &str) -> Result<Duration, String> {
     if INTERVALS.contains(&interval) { Ok(interval) } else { Err("must be from 100ms to 60s".into()) }
 }
 
+/// Options that decide which supervisor a command uses.
+#[derive(Debug, Default)]
+struct Given {
+    /// True if the user has named a socket on the command line.
+    socket_flag: bool,
+    /// True if the user has named a socket on the command line, or the jobs socket by its variable.
+    jobs_socket: bool,
+}
+
 impl Args {
+    /// Parses the command line.
+    pub(crate) fn from_command_line() -> Result<Self, clap::Error> {
+        let matches = Self::command().try_get_matches()?;
+        let mut args = Self::from_arg_matches(&matches)?;
+        let source = |option: &str| matches.value_source(option);
+        let has_flag = |option: &str| source(option) == Some(ValueSource::CommandLine);
+        let socket_flag = has_flag("socket") || has_flag("admin");
+        if socket_flag && has_flag("host") {
+            let message = "--host excludes --socket and --admin: name a single supervisor";
+            return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
+        }
+        args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };
+        args.host = args.host.filter(|host| !host.is_empty());
+        args.token_file = args.token_file.filter(|file| file.as_os_str() != OsStr::new(""));
+        Ok(args)
+    }
+
+    /// Returns the address of the supervisor's admin API. A socket on the command line takes precedence over
+    /// `BULKHEAD_HOST`.
+    pub(crate) fn target(&self) -> Result<Target, Failure> {
+        match self.host.as_ref().filter(|_| !self.given.socket_flag) {
+            Some(url) => match Host::parse(url, self.token_file.clone()) {
+                Ok(host) => Ok(Target::Host(host)),
+                Err(problem) => {
+                    let message = format!("--host or BULKHEAD_HOST '{}': {problem}", url.escape_debug());
+                    Err(Failure::new(exit::USAGE, message))
+                }
+            },
+            None => Ok(Target::Socket(self.admin())),
+        }
+    }
+
     /// Returns the path of the jobs socket from the command line, or the default path for a supervisor that
     /// this user runs.
-    pub(crate) fn socket(&self) -> PathBuf {
+    ///
+    /// # Errors
+    ///
+    /// Fails if the user has named a supervisor by `--host` alone.
+    pub(crate) fn jobs_socket(&self) -> Result<PathBuf, Failure> {
+        if self.host.is_some() && !self.given.jobs_socket {
+            let message = "this command sends jobs over the jobs socket, and cannot use --host or BULKHEAD_HOST: \
+                           name the socket with --socket, or send jobs over HTTP";
+            return Err(Failure::new(exit::USAGE, message));
+        }
+        Ok(self.socket())
+    }
+
+    fn socket(&self) -> PathBuf {
         self.socket.clone().unwrap_or_else(default_socket)
     }
 
     /// Returns the path of the admin socket from the command line, or the path of `admin.sock` next to the
     /// jobs socket.
-    pub(crate) fn admin(&self) -> PathBuf {
+    fn admin(&self) -> PathBuf {
         self.admin.clone().unwrap_or_else(|| self.socket().with_file_name("admin.sock"))
     }
 }

@@ -18,7 +18,7 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
         Some(file) => payload::read(file)?,
         None => vec![b'x'; bench.payload_bytes],
     };
-    let client = Client::connect(args.socket()).await?;
+    let client = Client::connect(args.jobs_socket()?).await?;
     let shared = Arc::new(Mutex::new(BenchState::default()));
     let start = Instant::now();
     let deadline = start + bench.duration;

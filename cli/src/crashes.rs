@@ -2,15 +2,18 @@
 //! are escaped before the output reaches a terminal.
 
 use std::path::Path;
-use std::time::Duration;
 
-use bulkhead_api::{Cause, CrashJob, CrashReport, Replay, ReplayVerdict, ReplayedJob, Usage, Victim, Word};
+use bulkhead_api::{
+    Cause, CrashId, CrashJob, CrashReport, Replay, ReplayVerdict, ReplayedJob, Summary, Usage, Victim, Word,
+};
 use hyper::Method;
+use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::admin::{document, get, known, percent_encoded, print_json, read, request, shown, table};
+use crate::admin::{known, print_json, short_duration, shown, table};
 use crate::args::{Args, Crashes};
 use crate::output::{self, Failure, escape, exit};
+use crate::requests::{document, get, parse_failure, percent_encoded, read, request};
 
 /// Maximum number of payload bytes to show.
 const PREVIEW_BYTES: usize = 256;
@@ -20,7 +23,7 @@ const HEX_LINE_BYTES: usize = 16;
 
 pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     let Some(id) = &crashes.id else { return list(args, crashes).await };
-    let path = format!("/v1/crashes/{}", percent_encoded(id));
+    let path = format!("/v1/crashes/{}", resolve(args, id).await?);
     if let Some(file) = &crashes.output {
         return save(args, &get(args, &path).await?, crashes.job, file);
     }
@@ -31,20 +34,57 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
-    let wanted = [
-        crashes.bulkhead.as_ref().map(|name| format!("bulkhead={}", percent_encoded(name))),
-        crashes.limit.map(|limit| format!("limit={limit}")),
-    ];
-    let query = wanted.into_iter().flatten().collect::<Vec<_>>().join("&");
-    let path = format!("/v1/crashes?{query}");
-    if args.json {
-        return print_json(args, &path).await;
+/// Returns the id of the report that the user selects by an id, by the beginning of an id, or by `last`.
+async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
+    if selector.parse::<CrashId>().is_ok() {
+        return Ok(selector.to_owned());
     }
-    let bulkhead_api::Crashes { crashes: rows } = get(args, &path).await?;
+    let bulkhead_api::Crashes { crashes } = get(args, "/v1/crashes").await?;
+    let mut ids: Vec<CrashId> = crashes.iter().map(|crash| crash.id).collect();
+    match selector {
+        "last" => {
+            ids = crashes.iter().max_by_key(|crash| crash.at).map(|crash| crash.id).into_iter().collect()
+        }
+        _ => ids.retain(|id| !selector.is_empty() && id.to_string().starts_with(selector)),
+    }
+    match &ids[..] {
+        [] if selector == "last" => Err(Failure::new(exit::NOT_FOUND, "there are no crash reports")),
+        [] => {
+            let message = format!(
+                "there is no crash report '{}'; `bulkhead crashes` lists all reports",
+                selector.escape_debug()
+            );
+            Err(Failure::new(exit::NOT_FOUND, message))
+        }
+        [only] => Ok(only.to_string()),
+        several => {
+            let list: String = several.iter().map(|id| format!("\n  {id}")).collect();
+            let count = several.len();
+            let message = format!("'{selector}' is ambiguous: {count} ids begin with this text:{list}");
+            Err(Failure::new(exit::USAGE, message))
+        }
+    }
+}
+
+async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
+    let of = crashes.bulkhead.as_ref().map(|name| format!("?bulkhead={}", percent_encoded(name)));
+    let mut document: Value = get(args, &format!("/v1/crashes{}", of.unwrap_or_default())).await?;
+    let parsed = bulkhead_api::Crashes::deserialize(&document);
+    let bulkhead_api::Crashes { crashes: rows } = parsed.map_err(|error| parse_failure(&error))?;
+    let mut rows: Vec<(usize, Summary)> = rows.into_iter().enumerate().collect();
+    rows.retain(|(_, row)| {
+        crashes.since.is_none_or(|since| row.at >= since)
+            && crashes.cause.as_ref().is_none_or(|cause| has_cause(row, cause))
+    });
+    rows.drain(..rows.len().saturating_sub(crashes.limit.unwrap_or(usize::MAX)));
+    if args.json {
+        document["crashes"] = rows.iter().map(|(index, _)| document["crashes"][*index].clone()).collect();
+        output::json(&document)?;
+        return Ok(exit::OK);
+    }
     let mut table =
         table(&["ID", "TIME", "BULKHEAD", "CAUSE", "COUNT", "OPERATION", "TENANT", "UPTIME", "SERVED"]);
-    for row in &rows {
+    for (_, row) in &rows {
         table.add_row([
             row.id.to_string(),
             humantime::format_rfc3339_seconds(row.at).to_string(),
@@ -53,19 +93,12 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
             row.count.to_string(),
             name_or_dash(row.operation.as_deref()),
             name_or_dash(row.tenant.as_deref()),
-            duration(row.uptime_ms),
+            short_duration(row.uptime_ms),
             row.served.to_string(),
         ]);
     }
     output::line(&table.trim_fmt())?;
     Ok(exit::OK)
-}
-
-/// Formats a duration without spaces, so that programs can split the columns.
-fn duration(ms: u64) -> String {
-    // Milliseconds are shown only for durations below one second.
-    let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
-    humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
 /// Formats the name of an operation or tenant, or a dash if the name is empty.
@@ -83,6 +116,14 @@ fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
         (None, None, None) => shown(&cause.kind),
     };
     if *victim == Victim::Program { format!("program:{short}") } else { short }
+}
+
+/// Returns true if a crash has this cause: a kind such as `signal`, or a short form such as `SIGSEGV`.
+fn has_cause(crash: &Summary, wanted: &str) -> bool {
+    let short = short_cause(&crash.cause, &crash.victim);
+    let of_process = short.strip_prefix("program:").unwrap_or(&short);
+    let kind = crash.cause.kind.as_str();
+    [kind, &short, of_process].iter().any(|name| name.eq_ignore_ascii_case(wanted))
 }
 
 // Details.
@@ -104,7 +145,7 @@ fn describe(report: &CrashReport) -> String {
     add("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
     add("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
-    let uptime = duration(report.uptime_ms);
+    let uptime = short_duration(report.uptime_ms);
     add("life", format!("{uptime}, {served} jobs served, {in_flight} in flight"));
     if let Some(Usage { user_ms, system_ms, max_rss_bytes }) = report.usage {
         let mib = max_rss_bytes as f64 / 1_048_576.0;
@@ -152,7 +193,7 @@ fn describe_job(job: &CrashJob) -> String {
     if let Some(trace) = &job.trace_id {
         add("trace", shown(trace));
     }
-    add("ran", format!("{}, attempt {}", duration(job.ran_ms), job.attempts));
+    add("ran", format!("{}, attempt {}", short_duration(job.ran_ms), job.attempts));
     if job.is_unread {
         add("note", "the worker died before reading this job".to_owned());
     }
@@ -244,7 +285,7 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
 
 pub(crate) async fn replay(args: &Args, id: &str, job: Option<u32>) -> Result<u8, Failure> {
     let query = job.map(|job| format!("?job={job}")).unwrap_or_default();
-    let path = format!("/v1/crashes/{}/replay{query}", percent_encoded(id));
+    let path = format!("/v1/crashes/{}/replay{query}", resolve(args, id).await?);
     let body = read(request(args, Method::POST, &path).await?).await?;
     let replay: Replay = document(&body)?;
     if args.json {

@@ -6,14 +6,21 @@ mod advise;
 mod args;
 mod bench;
 mod crashes;
+mod events;
 mod fleet;
+mod jobs;
 mod load;
+mod logs;
 mod output;
 mod pages;
 mod payload;
 mod reload;
+mod requests;
 mod severity;
+mod steer;
 mod submit;
+mod target;
+mod times;
 mod top;
 mod upgrade;
 
@@ -21,11 +28,10 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use args::{Args, Command};
-use clap::Parser;
 use output::{Failure, exit};
 
 fn main() -> ExitCode {
-    let args = match Args::try_parse() {
+    let args = match Args::from_command_line() {
         Ok(args) => args,
         Err(error) => return print_clap_message(&error),
     };
@@ -71,14 +77,17 @@ async fn run(args: &Args) -> Result<u8, Failure> {
     match &args.command {
         Command::Submit(submit) => submit::run(args, submit).await,
         Command::Bench(bench) => bench::run(args, bench).await,
-        Command::Status { name, tenant } => admin::status(args, name.as_deref(), tenant.as_deref()).await,
+        Command::Status(status) => admin::status(args, status).await,
         Command::Top(top) => top::run(args, top).await,
-        Command::Events { follow } => admin::events(args, *follow).await,
-        Command::Logs { name, follow } => admin::logs(args, name, *follow).await,
-        Command::Restart { name } => admin::steer(args, name, "restart").await,
-        Command::Drain { name } => admin::steer(args, name, "drain").await,
-        Command::Resume { name } => admin::steer(args, name, "resume").await,
-        Command::Reset { name } => admin::steer(args, name, "reset").await,
+        Command::Events(events) => events::run(args, events).await,
+        Command::Logs(logs) => logs::run(args, logs).await,
+        Command::Jobs(list) => jobs::list(args, list).await,
+        Command::Cancel(cancel) => jobs::cancel(args, cancel).await,
+        Command::IsReady(is_ready) => steer::is_ready(args, is_ready).await,
+        Command::Restart(restart) => steer::restart(args, restart).await,
+        Command::Drain(drain) => steer::drain(args, drain).await,
+        Command::Resume { name } => steer::resume(args, name).await,
+        Command::Reset { name } => steer::reset(args, name).await,
         Command::Reload { dry_run } => reload::run(args, *dry_run).await,
         Command::Upgrade(upgrade) => upgrade::run(args, upgrade).await,
         Command::Resize(resize) => admin::resize(args, resize).await,

@@ -5,26 +5,12 @@ use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use bulkhead_api::JobOutcome;
+pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text;
 pub(crate) use bulkhead_api::text::escape;
 use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
-
-/// Exit codes of the command, in addition to those for the outcomes of jobs.
-pub(crate) mod exit {
-    pub(crate) const OK: u8 = 0;
-    pub(crate) const FAILED: u8 = 1;
-    pub(crate) const USAGE: u8 = 2;
-    pub(crate) const INVALID: u8 = 65;
-    pub(crate) const NOT_FOUND: u8 = 66;
-    pub(crate) const UNREACHABLE: u8 = 69;
-    /// The output could not be written. The code is that of `EX_IOERR` in sysexits.h.
-    pub(crate) const OUTPUT_FAILED: u8 = 74;
-    pub(crate) const TRY_LATER: u8 = 75;
-    pub(crate) const FORBIDDEN: u8 = 77;
-    pub(crate) const CANCELLED: u8 = 130;
-}
 
 /// The reason why the command ends early.
 #[derive(Debug)]
@@ -128,15 +114,7 @@ impl From<ConnectError> for Failure {
 /// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message.
 /// Any other error is a failure with exit status `OUTPUT_FAILED`, because a lost result is not a success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
-    // An empty output cannot be lost, even if standard output is closed.
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    let written = standard_output::get().and_then(|out| {
-        let mut out = out.lock();
-        out.write_all(bytes).and_then(|()| out.flush())
-    });
-    written.map_err(|error| match error.kind() {
+    standard_output::write(bytes).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
         _ => Failure::new(exit::OUTPUT_FAILED, format!("failed to write to standard output: {error}")),
     })

@@ -3,9 +3,9 @@
 use bulkhead_api::{BulkheadChange, ChangeKind, Changes, Word};
 use hyper::Method;
 
-use crate::admin::{document, read, request};
 use crate::args::Args;
 use crate::output::{self, Failure, escape, exit};
+use crate::requests::{document, read, request};
 
 pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     let path = format!("/v1/reload?dry_run={dry_run}");

@@ -19,6 +19,11 @@ pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     (state.max(service), state + service)
 }
 
+/// Returns true if an operator should look at the bulkhead: workers are missing, or jobs fail.
+pub(crate) fn is_failed(bulkhead: &Snapshot) -> bool {
+    rank(bulkhead) >= (2, 0)
+}
+
 /// Sorts by severity, the worst first, then by name.
 pub(crate) fn sort(bulkheads: &mut [Snapshot]) {
     bulkheads.sort_by_cached_key(|bulkhead| (std::cmp::Reverse(rank(bulkhead)), bulkhead.name.clone()));

@@ -63,7 +63,7 @@ async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Fail
         check_output(path)?;
     }
     let payload = payload::for_submit(submit)?;
-    Ok((payload, Client::connect(args.socket()).await?))
+    Ok((payload, Client::connect(args.jobs_socket()?).await?))
 }
 
 /// State that all concurrent submit loops share.

@@ -45,15 +45,15 @@ pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
     }
     let mut sampler = Sampler::new(args);
     let first = sample(&mut sampler).await?;
-    let app = App::new(first, top.interval, args.admin().display().to_string());
+    let app = App::new(first, top.interval, args.target()?.to_string());
     run_live(sampler, app, top.interval).await
 }
 
 async fn sample(sampler: &mut Sampler<'_>) -> SampleResult {
-    let admin = sampler.admin();
+    let target = sampler.target()?;
     tokio::time::timeout(SAMPLE_TIMEOUT, sampler.sample()).await.unwrap_or_else(|_| {
         let silence = format!("the supervisor did not respond within {} s", SAMPLE_TIMEOUT.as_secs());
-        Err(crate::admin::unreachable(&admin, &silence))
+        Err(crate::requests::unreachable(&target, &silence))
     })
 }
 

@@ -3,9 +3,10 @@
 use bulkhead_api::UpgradeStep;
 use hyper::Method;
 
-use crate::admin::{known, lines, percent_encoded, request, shown};
+use crate::admin::{known, shown};
 use crate::args::{Args, Upgrade};
 use crate::output::{self, Failure, exit};
+use crate::requests::{follow, percent_encoded, request};
 
 pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
     let mut path = format!("/v1/upgrade?force={}&unmanaged={}", upgrade.force, upgrade.unmanaged);
@@ -23,7 +24,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         _ => failure,
     })?;
     let mut last = UpgradeStep::default();
-    lines(response, |line| {
+    follow(vec![response], |line| {
         let Ok(step) = serde_json::from_str::<UpgradeStep>(line) else { return Ok(()) };
         if args.json {
             output::json(line)?;

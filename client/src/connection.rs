@@ -26,7 +26,7 @@ use crate::budget::RetryBudget;
 use crate::handle::JobHandle;
 use crate::job_request::{JobRequest, RECONNECT_TIMEOUT};
 use crate::reply::{JobError, Progress};
-use crate::requests::{Frames, Requests, SubmitError};
+use crate::requests::{Frames, QueuePosition, Requests, SubmitError};
 use crate::transport::Transport;
 
 /// Maximum time for the supervisor to accept the connection and send the welcome.
@@ -557,13 +557,24 @@ impl Driver {
         loop {
             if let Some(requests) = self.requests.clone() {
                 let began = Instant::now();
+                // Lost jobs are sent before the jobs of callers that wait for the connection.
+                let mut first_place = (!self.lost.is_empty()).then(|| requests.queue());
+                self.current.send_replace(Connection::Up(requests.clone()));
                 let mut serving = Box::pin(serve(requests.clone()));
                 let message = loop {
                     tokio::select! {
                         message = &mut serving => break Some(message),
                         () = requests.leaving() => break None,
-                        () = self.left.notified() => self.forget_left(),
-                        () = self.send_again(&requests), if !self.lost.is_empty() => self.lost.clear(),
+                        () = self.left.notified() => {
+                            self.forget_left();
+                            if first_place.is_none() && !self.lost.is_empty() {
+                                first_place = Some(requests.queue());
+                            }
+                        }
+                        () = self.send_again(&mut first_place), if first_place.is_some() => {
+                            first_place = None;
+                            self.lost.clear();
+                        }
                         never = self.end_overdue_jobs() => match never {},
                         () = self.wait_until_unused() => return,
                     }
@@ -585,8 +596,7 @@ impl Driver {
                 () = self.wait_until_unused() => return,
             };
             let Some(reconnected) = reconnected else { return };
-            self.requests = Some(reconnected.clone());
-            self.current.send_replace(Connection::Up(reconnected));
+            self.requests = Some(reconnected);
         }
     }
 
@@ -645,9 +655,10 @@ impl Driver {
     }
 
     /// Sends the jobs of lost connections again. Never returns if the connection is unusable.
-    async fn send_again(&self, requests: &Arc<Requests>) {
+    async fn send_again(&self, place: &mut Option<QueuePosition<'_>>) {
+        let Some(place) = place else { return };
         for lost in &self.lost {
-            if !lost.move_jobs(requests).await {
+            if !lost.move_jobs(place).await {
                 std::future::pending().await
             }
         }

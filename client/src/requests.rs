@@ -463,15 +463,15 @@ impl Requests {
 
     // Jobs that are sent over another connection.
 
-    /// Sends the detached jobs over another connection. Returns true once all of them were sent or have ended,
-    /// and false if the other connection is unusable.
-    pub(crate) async fn move_jobs(&self, to: &Arc<Self>) -> bool {
-        let mut position = to.queue();
+    /// Sends the detached jobs over another connection, in which `place` is the position of the caller. Returns
+    /// true once all of them were sent or have ended, and false if the other connection is unusable.
+    pub(crate) async fn move_jobs(&self, place: &mut QueuePosition<'_>) -> bool {
+        let to = place.requests;
         let mut space = pin!(to.space.notified());
         loop {
             // Registers for notifications before the attempt, so that none is missed.
             space.as_mut().enable();
-            match self.move_next(&mut position) {
+            match self.move_next(place) {
                 Moved::One => {
                     // A payload may have been read from a file. Lets other tasks of the runtime run.
                     tokio::task::coop::consume_budget().await;

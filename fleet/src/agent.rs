@@ -1,5 +1,5 @@
-//! The agent of one host: takes jobs of the fleet for the bulkheads of a supervisor, and records the outcomes. The
-//! module [`decide`](crate::decide) makes all decisions about jobs.
+//! The agent of one host. Pulls jobs of the fleet for the bulkheads of the local supervisor, and records
+//! their outcomes. The module [`decide`](crate::decide) makes all decisions about jobs.
 
 mod clock;
 mod gate;
@@ -35,7 +35,7 @@ use metrics::Metrics;
 use permits::Permits;
 use supervisor::Supervisor;
 
-/// Pause between checks whether the streams exist.
+/// Interval between checks for the streams at startup.
 const START_RETRY: Duration = Duration::from_secs(1);
 
 /// A bulkhead that the agent serves.
@@ -50,7 +50,7 @@ struct Served {
 /// State that all tasks of an agent share.
 struct Shared {
     host: String,
-    /// Distinguishes this process from earlier ones of the same host.
+    /// Identifies this process among successive agents of the same host.
     instance: String,
     client: async_nats::Client,
     supervisor: Supervisor,
@@ -61,25 +61,25 @@ struct Shared {
     metrics: Metrics,
 }
 
-/// Error that ends an agent.
+/// Error that stops an agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// No connection to the servers.
+    /// The connection to the NATS servers failed.
     #[error(transparent)]
     Connect(#[from] connection::ConnectError),
-    /// The fleet is not prepared.
+    /// The fleet's streams have not been created.
     #[error("{0}")]
     NotPrepared(String),
-    /// The address for metrics cannot be used.
+    /// The metrics address cannot be bound.
     #[error("failed to listen on {0}: {1}")]
     Listen(std::net::SocketAddr, std::io::Error),
-    /// An essential task ended early.
+    /// An essential task ended unexpectedly.
     #[error("an essential task ended: {0}; the log has the reason")]
     TaskEnded(String),
 }
 
-/// Runs an agent until `stop` is ready, then drains: takes no more jobs, and waits for held ones for at most
-/// `drain_timeout`. `faults` are for tests.
+/// Runs an agent until `stop` completes. The agent then stops pulling jobs, and waits at most `drain_timeout`
+/// for the jobs in progress. `faults` is used only by tests.
 pub async fn run(
     settings: Settings,
     faults: Faults,
@@ -120,7 +120,7 @@ pub async fn run(
     Ok(())
 }
 
-/// Waits until the servers answer. Fails if the fleet has no streams.
+/// Waits until the servers respond. Fails if the fleet has no streams.
 async fn wait_until_prepared(client: &async_nats::Client) -> Result<(), AgentError> {
     const STREAM_NOT_FOUND: u64 = 10059;
     loop {

@@ -1,7 +1,8 @@
-//! The decisions of an agent about one message: no I/O, no clock, no randomness.
+//! The decisions of an agent about one message, without I/O, clock or randomness.
 //!
-//! [`delivery`] and [`outcome`] are the two tables of the design. [`Handling`] applies them to one message: the agent
-//! passes in each event with the time, and performs the returned step. The simulator of the tests runs the same code.
+//! [`delivery`] and [`outcome`] contain the two decision tables. [`Handling`] applies them to one message:
+//! the agent passes each event with the current time, and performs the returned step. The simulator in the
+//! tests runs the same code.
 
 pub mod delivery;
 mod handling;
@@ -13,15 +14,15 @@ use std::time::Duration;
 
 pub use handling::{Action, Conclusion, Event, Handling, Step, Write, WriteResult};
 
-/// Time since the Unix epoch, by the clock of the server.
+/// Time since the Unix epoch, according to the server's clock.
 pub type Timestamp = Duration;
 
-/// A delivered message of the stream of jobs.
+/// A message delivered from the stream of jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Sequence of the message in the stream.
+    /// Stream sequence number of the message.
     pub stream_sequence: u64,
-    /// Number of deliveries of the message, this one included.
+    /// Number of times that the message has been delivered, including this delivery.
     pub delivery: u64,
     /// Time at which the server stored the message.
     pub published: Timestamp,
@@ -41,41 +42,41 @@ pub struct Terms {
 /// The settings of a fleet that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// Time after which the server delivers a message again if no agent holds the message.
+    /// Time without an acknowledgement after which the server redelivers a message.
     pub ack_wait: Duration,
-    /// Time after which a host without a sign of life is lost.
+    /// Time without a sign of life after which a host is considered lost.
     pub host_lost_after: Duration,
     /// Maximum number of attempts of an idempotent job.
     pub attempts_max: u32,
     /// Maximum size of a result, in bytes. The server rejects larger messages.
     pub result_bytes_max: usize,
-    /// Planted faults, for tests.
+    /// Injected faults, for tests.
     #[doc(hidden)]
     pub faults: Faults,
 }
 
-/// Faults that tests plant in order to prove that they would be found. No configuration sets them.
+/// Faults injected by tests, to show that the simulation would find such bugs. Cannot be configured.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Acknowledges the message before the outcome is recorded.
     pub acknowledges_before_record: bool,
-    /// Claims a job without naming the expected record.
+    /// Claims a job without specifying the expected record.
     pub claims_without_expectation: bool,
-    /// Takes over a foreign claim at the first later delivery.
+    /// Takes over another agent's claim at the first redelivery.
     pub takes_over_at_first_redelivery: bool,
-    /// Takes "a write is in process" for the success of another writer.
+    /// Treats a conflict with a pending write as if the other writer had succeeded.
     pub mistakes_pending_write_for_refusal: bool,
 }
 
-/// Shortest delay before a returned job is delivered again.
+/// Minimum delay before a returned job is redelivered.
 pub const RETURN_DELAY_MIN: Duration = Duration::from_millis(250);
 
-/// Longest delay before a returned job is delivered again.
+/// Maximum delay before a returned job is redelivered.
 pub const RETURN_DELAY_MAX: Duration = Duration::from_secs(60);
 
 impl Terms {
-    /// Returns the remaining time of a job, zero if the deadline has passed.
+    /// Returns the time left until the deadline of a job, or zero if the deadline has passed.
     pub fn time_left(&self, message: &Message, now: Timestamp) -> Duration {
         (message.published + self.deadline).saturating_sub(now)
     }

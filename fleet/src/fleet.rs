@@ -21,11 +21,12 @@ use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
-/// Maximum time for which a submission is repeated without an acknowledgement. Elections take up to ten seconds.
+/// Maximum time for which an unacknowledged submission is retried. Leader elections take up to ten seconds.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
-/// Longest pause between reads of the ledger.
+/// Maximum delay between reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Pauses between reads after the notice, in ms. The replica that answers may not have the record yet.
+/// Delays between ledger reads after the notice, in milliseconds. The replica that serves a read may not have
+/// the record yet.
 const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
 
 /// A connection to a fleet. Clones share the connection.
@@ -37,24 +38,25 @@ pub struct Fleet {
     host_lost_after: Duration,
 }
 
-/// The error of a job without a result.
+/// The reason why a job has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FleetError {
-    /// The outcome of the job, or the reason why the fleet rejected the submission.
+    /// The job's outcome is not `ok`, or the fleet rejected the submission.
     Job(JobError),
-    /// No outcome was recorded in time. The job may still run; the same id finds its outcome later.
+    /// No outcome was recorded in time. The job may still run, and its outcome can be queried later by the
+    /// same id.
     Overdue {
         /// Id of the job.
         id: String,
-        /// Time waited.
+        /// Time spent waiting.
         waited: Duration,
     },
-    /// The servers did not acknowledge the submission, or did not answer. The job may run. Submitting again with the
-    /// same id is safe.
+    /// The servers did not acknowledge the submission, or did not respond. The job may run. It is safe to
+    /// submit the job again with the same id.
     Unreachable {
         /// Id of the job.
         id: String,
-        /// Description for people.
+        /// Human-readable description.
         message: String,
     },
 }
@@ -68,7 +70,7 @@ impl FleetError {
         }
     }
 
-    /// Returns true if the same job may succeed when sent again.
+    /// Returns true if the same job can succeed when submitted again.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::Job(error) if error.is_retryable()) || matches!(self, Self::Unreachable { .. })
     }
@@ -110,13 +112,14 @@ impl From<JobError> for FleetError {
 }
 
 impl Fleet {
-    /// Connects to the servers of a fleet, such as `nats://127.0.0.1:4222`. Several addresses are separated by commas.
+    /// Connects to the servers of a fleet, such as `nats://127.0.0.1:4222`. Separate several addresses with
+    /// commas.
     pub async fn connect(servers: &str) -> Result<Self, ConnectError> {
         let servers = servers.split(',').map(|server| server.trim().to_owned()).collect();
         Self::connect_with(&Nats::new(servers), &Streams::default()).await
     }
 
-    /// Connects with the tables `[nats]` and `[streams]` of a configuration.
+    /// Connects with the settings of the tables `[nats]` and `[streams]` of a configuration.
     pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
         let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
         let tenant = nats.tenant.clone().unwrap_or_default();
@@ -131,7 +134,8 @@ impl Fleet {
         FleetJob { fleet: self.clone(), options, payload: Bytes::from(payload.into()) }
     }
 
-    /// Waits for the outcome of a job that was submitted earlier, maybe by another process. Gives up after `wait`.
+    /// Waits for the outcome of a job that was submitted earlier, possibly by another process. Returns
+    /// [`FleetError::Overdue`] after `wait`.
     pub async fn result(&self, tenant: &str, id: &str, wait: Duration) -> Result<Reply, FleetError> {
         let subject = told_subject(tenant, id);
         let notices = self
@@ -161,7 +165,8 @@ pub struct FleetJob {
 }
 
 impl FleetJob {
-    /// Sets the id, 1 to 128 bytes. Jobs of a tenant with the same id run once, and have the same outcome.
+    /// Sets the id, which has 1 to 128 bytes. Of all jobs of a tenant with the same id, only one runs, and
+    /// all have its outcome.
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.options.id = id.into();
         self
@@ -179,8 +184,8 @@ impl FleetJob {
         self
     }
 
-    /// Sets the time limit from the submission to the outcome, waiting and all attempts included. The default is one
-    /// hour. The `deadline_max` of the fleet is the maximum.
+    /// Sets the time limit from the submission to the outcome, including waiting and all attempts. The
+    /// default is one hour, and the maximum is the fleet's `deadline_max`.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.options.deadline = Some(limit);
         self
@@ -192,13 +197,13 @@ impl FleetJob {
         self
     }
 
-    /// Sets the priority within a supervisor.
+    /// Sets the priority in the supervisor's queue.
     pub fn priority(mut self, priority: Priority) -> Self {
         self.options.priority = priority;
         self
     }
 
-    /// Sets the cost against a rate limit.
+    /// Sets the cost for rate limiting.
     pub fn cost(mut self, cost: u32) -> Self {
         self.options.cost = cost;
         self
@@ -223,7 +228,7 @@ impl FleetJob {
 
     /// Submits the job. Once this returns, the job is stored, and survives the loss of any host.
     ///
-    /// Repeats the submission without an acknowledgement, for up to 15 s. The ledger removes copies.
+    /// Retries an unacknowledged submission for up to 15 s. The ledger prevents duplicates from running.
     ///
     /// ```no_run
     /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -242,7 +247,7 @@ impl FleetJob {
             let message = format!("the payload has {} bytes; the fleet accepts {max}", self.payload.len());
             return Err(self.rejected(RejectReason::TooLarge, message).into());
         }
-        // Before the job, so that no notice is missed.
+        // Subscribes before submitting the job, so that no notice is missed.
         let notices = fleet.client.subscribe(told_subject(&options.tenant, &options.id)).await;
         let notices = notices.map_err(|error| self.unreachable(error.to_string()))?;
         let began = Instant::now();
@@ -252,7 +257,7 @@ impl FleetJob {
         Ok(Submitted { fleet: fleet.clone(), id, ledger, notices, began, wait })
     }
 
-    /// Publishes the job until the stream stores or refuses it.
+    /// Publishes the job, with retries, until the stream stores or refuses it.
     async fn publish(&self, began: Instant) -> Result<(), FleetError> {
         let subject = job_subject(&self.options.bulkhead, &self.options.tenant);
         let mut may_be_stored = false;
@@ -294,9 +299,9 @@ impl FleetJob {
         }
     }
 
-    /// Returns true if a publication without a responder means that the bulkhead does not exist. In a cluster, the
-    /// stream can also be without a leader, so that the answer is false before `SUBMIT_TIMEOUT`. A readable ledger shows
-    /// that JetStream works, because tenants have no permission to ask for the stream.
+    /// Returns true if no stream accepts this subject because the bulkhead does not exist. In a cluster, the
+    /// stream can also lack a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. A
+    /// readable ledger shows that JetStream works; tenants have no permission to query the stream itself.
     async fn is_missing(&self, has_time: bool) -> bool {
         let client = &self.fleet.client;
         if has_time && client.server_info().cluster.is_some() {
@@ -319,7 +324,7 @@ impl FleetJob {
     }
 }
 
-/// A submitted job. Dropping this value does not cancel the job.
+/// Handle for a submitted job. Dropping the handle does not cancel the job.
 #[derive(Debug)]
 pub struct Submitted {
     fleet: Fleet,
@@ -336,7 +341,7 @@ impl Submitted {
         &self.id
     }
 
-    /// Waits for the outcome, until `host_lost_after` after the deadline.
+    /// Waits for the outcome, at most until `host_lost_after` has passed since the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

@@ -1,4 +1,4 @@
-//! The format of ledger records: fields in headers, the result as body.
+//! The format of ledger records: the fields are headers, and the result is the body.
 
 use async_nats::HeaderMap;
 use bulkhead_api::JobOutcome;
@@ -20,7 +20,7 @@ const DELIVERY: &str = "Bulkhead-Delivery";
 /// The outcome as a JSON object, with the fields of `bulkhead submit --json`.
 pub(crate) const OUTCOME: &str = "Bulkhead-Outcome";
 
-/// Writes a record as headers and body.
+/// Encodes a record as headers and body.
 pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
     let mut headers = HeaderMap::new();
     headers.insert(AGENT, record.agent.as_str());
@@ -42,7 +42,7 @@ pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
     (headers, body)
 }
 
-/// Reads a record. Returns why the message is not a record otherwise.
+/// Decodes a record. Returns a description of the error if the message is not a valid record.
 pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String> {
     let text = |name: &str| headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("no {name}"));
     let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is no number"));
@@ -71,7 +71,7 @@ pub(crate) fn outcome_text(outcome: &Outcome) -> String {
     serde_json::to_string(&document).unwrap_or_default()
 }
 
-/// Reads an outcome that [`outcome_text`] wrote.
+/// Parses the output of [`outcome_text`].
 pub(crate) fn parse_outcome(text: &str) -> Result<Outcome, String> {
     let document: JobOutcome = serde_json::from_str(text).map_err(|error| format!("{OUTCOME}: {error}"))?;
     let verdict = verdict(&document).ok_or_else(|| format!("{OUTCOME} is unknown: {text}"))?;
@@ -124,7 +124,7 @@ fn verdict(document: &JobOutcome) -> Option<Verdict> {
     })
 }
 
-/// Converts milliseconds of a document, which can come from anywhere.
+/// Converts milliseconds from an untrusted document to a duration.
 fn duration(millis: f64) -> Duration {
     Duration::try_from_secs_f64((millis / 1e3).max(0.0)).unwrap_or_default()
 }

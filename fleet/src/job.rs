@@ -1,5 +1,5 @@
-//! A job as a message: the headers that carry its options. The tenant is that of the subject, not of a header, because
-//! the server checks only subjects.
+//! Encodes the options of a job as message headers. The tenant is part of the subject, not a header, because
+//! the server checks permissions only for subjects.
 
 use std::time::Duration;
 
@@ -7,13 +7,14 @@ use async_nats::HeaderMap;
 use bulkhead_client::Priority;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 
-/// Longest id of a job, in bytes.
+/// Maximum length of a job id, in bytes.
 pub const ID_BYTES_MAX: usize = 128;
 
-/// Deadline of a job that asks for none.
+/// Default deadline of a job.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
-/// Bytes of a message that are reserved for headers. Payloads and results may fill the rest.
+/// Part of the maximum message size that is reserved for headers, in bytes. The rest is available for the
+/// payload or result.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
 const ID: &str = "Bulkhead-Id";
@@ -28,25 +29,25 @@ const TRACEPARENT: &str = "traceparent";
 /// Options of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobOptions {
-    /// Identifies the job within its tenant. The same id runs once.
+    /// Id of the job, unique within its tenant. Of several jobs with the same id, only one runs.
     pub id: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Operation for the handler; can be empty.
+    /// Operation that the handler performs; can be empty.
     pub operation: String,
-    /// Tenant; can be empty.
+    /// Tenant that the job belongs to; can be empty.
     pub tenant: String,
     /// Time limit from the submission to the outcome.
     pub deadline: Option<Duration>,
     /// Maximum run time of each attempt.
     pub run_limit: Option<Duration>,
-    /// Priority within the supervisor.
+    /// Priority in the supervisor's queue.
     pub priority: Priority,
-    /// Cost against a rate limit.
+    /// Cost of the job for rate limiting.
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,
-    /// W3C trace context for the handler.
+    /// W3C `traceparent`, which is passed to the handler.
     pub traceparent: Option<String>,
 }
 
@@ -67,7 +68,7 @@ impl JobOptions {
         }
     }
 
-    /// Returns why the options are invalid, if they are.
+    /// Validates the options. Returns a description of the first error.
     pub fn check(&self) -> Result<(), String> {
         let lengths = [
             ("the id", &self.id, 1, ID_BYTES_MAX),
@@ -92,7 +93,7 @@ impl JobOptions {
         Ok(())
     }
 
-    /// Writes the options as headers.
+    /// Encodes the options as headers.
     pub fn to_headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::new();
         headers.insert(ID, self.id.as_str());
@@ -114,8 +115,8 @@ impl JobOptions {
         headers
     }
 
-    /// Reads the options of a message. The second value is the error of an invalid message. If the id is missing or
-    /// invalid, the message gets a new id, so that every message can have a record.
+    /// Decodes the options of a message. The second value is the error of an invalid message. If the id is
+    /// missing or invalid, the message gets a new id, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,
@@ -126,7 +127,7 @@ impl JobOptions {
         let read = headers.map_or(Ok(()), |headers| options.read(headers));
         let error = read.and_then(|()| options.check()).err();
         if error.is_some() {
-            // Nothing but the names is kept, so that the job is decided as invalid and not by another option.
+            // Keeps only the names, so that the job ends as invalid and no other option has an effect.
             let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
             let has_id = valid.check().is_ok();
             let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };

@@ -1,4 +1,5 @@
-//! Names of subjects, streams and consumers. This module owns the escaping of names and the lane of a tenant.
+//! Names of subjects, streams and consumers, with the escaping of names and the assignment of tenants to
+//! lanes.
 
 use sha2::{Digest, Sha256};
 
@@ -13,7 +14,7 @@ pub const AGENTS: &str = "bh_agents";
 
 /// Number of lanes of each bulkhead.
 pub const LANES: u8 = 16;
-/// Subject token of the only priority class so far.
+/// Subject token for the priority class. Only one class exists so far.
 const CLASS: &str = "n";
 
 /// Escapes a name for use as one token of a subject. All bytes except `A-Za-z0-9_-` become `=XX`; the empty name
@@ -52,7 +53,7 @@ pub fn unescape(token: &str) -> Option<String> {
     String::from_utf8(bytes).ok().filter(|name| !name.is_empty() && escape(name) == token)
 }
 
-/// Returns the lane of a tenant, below [`LANES`]. All jobs of a tenant share one lane.
+/// Returns the lane of a tenant, a number below [`LANES`]. All jobs of a tenant share one lane.
 pub fn lane(tenant: &str) -> u8 {
     Sha256::digest(tenant.as_bytes())[0] % LANES
 }
@@ -82,7 +83,7 @@ pub fn consumer(bulkhead: &str, index: u8) -> String {
     format!("{}_{CLASS}_{index}", escape(bulkhead))
 }
 
-/// Returns the bulkhead and tenant of a job's subject.
+/// Returns the bulkhead and tenant from the subject of a job.
 pub fn parse_job_subject(subject: &str) -> Option<(String, String)> {
     let tokens: Vec<_> = subject.split('.').collect();
     match tokens[..] {
@@ -106,7 +107,7 @@ pub fn dead_subject(bulkhead: &str, tenant: &str, id: &str) -> String {
     format!("bh.dead.{}.{}.{}", escape(bulkhead), escape(tenant), escape(id))
 }
 
-/// Returns bulkhead, tenant and id of a dead letter's subject.
+/// Returns the bulkhead, tenant and id from the subject of a dead letter.
 pub fn parse_dead_subject(subject: &str) -> Option<(String, String, String)> {
     let tokens: Vec<_> = subject.split('.').collect();
     match tokens[..] {
@@ -158,7 +159,7 @@ mod tests {
 
     #[test]
     fn lane_of_a_tenant_never_changes() {
-        // A change would break running fleets, because consumers filter by lane.
+        // Changing the assignment would break running fleets, because consumers filter by lane.
         assert_eq!([lane(""), lane("acme"), lane("quiet")], [3, 2, 0]);
     }
 }

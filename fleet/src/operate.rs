@@ -1,4 +1,4 @@
-//! Operation of a fleet: preparing its streams, its status, and dead letters.
+//! Operations on a fleet: creating its streams, querying its status, and managing dead letters.
 
 use std::fmt;
 
@@ -17,9 +17,9 @@ use crate::server::messages::{ApiError, Published, StoredMessage, api, publish, 
 use crate::server::streams::{self, Finding, InitError};
 use crate::settings::Settings;
 
-/// Maximum number of dead letters in one list.
+/// Maximum number of dead letters in a listing.
 const LETTERS_MAX: usize = 10_000;
-/// Number of simultaneous reads.
+/// Number of concurrent reads.
 const READS: usize = 32;
 
 /// An operator's connection to a fleet.
@@ -51,11 +51,11 @@ impl OperateError {
 /// State of a fleet.
 #[derive(Clone, Debug, Serialize)]
 pub struct Status {
-    /// Agents that were alive in the last 15 s.
+    /// Agents that reported their presence in the last 15 s.
     pub agents: Vec<Value>,
-    /// Jobs without an outcome, by bulkhead.
+    /// Bulkheads of the fleet.
     pub bulkheads: Vec<BulkheadStatus>,
-    /// Streams.
+    /// Streams of the fleet.
     pub streams: Vec<StreamStatus>,
 }
 
@@ -68,7 +68,7 @@ pub struct BulkheadStatus {
     pub pending: u64,
     /// Number of tenants with such jobs.
     pub tenants: usize,
-    /// Number of agents that take jobs.
+    /// Number of agents that pull jobs of the bulkhead.
     pub agents: usize,
 }
 
@@ -85,7 +85,7 @@ pub struct StreamStatus {
     pub max_bytes: u64,
     /// Number of replicas that are up to date.
     pub replicas: usize,
-    /// Name of the server that leads the stream. `None` without a cluster, and during an election.
+    /// Name of the server that leads the stream. `None` if there is no cluster, or during an election.
     pub leader: Option<String>,
 }
 
@@ -96,14 +96,14 @@ pub struct DeadLetter {
     pub options: JobOptions,
     /// Outcome of the job.
     pub outcome: Outcome,
-    /// Time of the dead letter, in RFC 3339.
+    /// Time at which the dead letter was stored, in RFC 3339.
     pub at: String,
     /// Payload of the job.
     pub payload: bytes::Bytes,
     sequence: u64,
 }
 
-/// Selects dead letters. An absent value selects all.
+/// Filter for dead letters. `None` matches all values.
 #[derive(Clone, Debug, Default)]
 pub struct DeadFilter {
     /// Name of the bulkhead.
@@ -121,7 +121,8 @@ impl Operator {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// Prepares streams and consumers. Creates missing objects, and changes no object that differs.
+    /// Creates missing streams and consumers. Reports existing objects that differ from the configuration,
+    /// but does not change them.
     pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
         streams::prepare(&self.client, &self.settings).await
     }
@@ -144,7 +145,7 @@ impl Operator {
         let stream = format!("KV_{AGENTS}");
         let mut agents = Vec::new();
         for subject in self.subjects(&stream, &format!("$KV.{AGENTS}.>")).await? {
-            // An agent may have expired since.
+            // The agent's entry may have expired since it was listed.
             if let Ok(Some(message)) = read_last(&self.client, &stream, &subject).await
                 && let Ok(agent) = serde_json::from_slice(&message.body)
             {
@@ -211,8 +212,8 @@ impl Operator {
         Ok(letters)
     }
 
-    /// Submits the job of a dead letter again, and removes the letter. The id of the new job is made of the letter, so
-    /// that a repeated request runs the job once. Returns the new id.
+    /// Submits the job of a dead letter again, and removes the letter. The id of the new job is derived from
+    /// the dead letter, so that a repeated request does not run the job twice. Returns the new id.
     pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
         let mut options = letter.options.clone();
         options.id = requeued_id(&options.id, letter.sequence);

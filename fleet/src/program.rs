@@ -1,10 +1,12 @@
-//! Commands of the program. Every kind of failure has an exit code, the same as those of the `bulkhead` command.
+//! Commands of the `bulkhead-fleet` program. Each kind of failure has the same exit code as in the `bulkhead`
+//! command.
 
 mod agent;
 mod args;
 mod dead;
 mod init;
 mod output;
+mod pages;
 mod status;
 mod submit;
 mod try_out;
@@ -26,6 +28,9 @@ pub(crate) fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<u8, Failure> {
+    if let Command::Man { folder } = &args.command {
+        return pages::write(folder);
+    }
     let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
     let mut runtime = match args.command {
         Command::Agent(_) => tokio::runtime::Builder::new_multi_thread(),
@@ -46,6 +51,7 @@ async fn run_command(args: &Args) -> Result<u8, Failure> {
         Command::Status => status::run(&settings(args)?, args.json).await,
         Command::Dead(dead) => dead::run(&settings(args)?, dead, args.json).await,
         Command::Try(options) => try_out::run(options).await,
+        Command::Man { .. } => Ok(exit::OK), // Handled before the runtime starts.
     }
 }
 

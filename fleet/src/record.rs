@@ -1,17 +1,17 @@
-//! The record of a job in the ledger. The record decides: a job has the outcome that its `decided` record has. This
-//! module does no I/O and knows no message format.
+//! The record of a job in the ledger. A `decided` record contains the final outcome. This module does no I/O
+//! and knows no message format.
 
 use bulkhead_shared::Outcome;
 use bytes::Bytes;
 
-/// State of a job, as the ledger has it.
+/// State of a job in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// Distinguishes this write from every other write, so that a writer recognises its record.
+    /// Value that is unique for each write, so that a writer recognises its own record.
     pub nonce: String,
     /// Name of the agent that wrote the record.
     pub agent: String,
-    /// Number of counted attempts. The current attempt of a claim is included.
+    /// Number of counted attempts, including the current attempt of a claim.
     pub attempts: u32,
     /// The phase of the job.
     pub phase: Phase,
@@ -20,11 +20,11 @@ pub struct Record {
 /// Phase of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Phase {
-    /// An agent holds the job, and may have submitted the job to its supervisor.
+    /// An agent has claimed the job, and may have submitted the job to its supervisor.
     Claimed {
-        /// Sequence of the claimed message in the stream of jobs.
+        /// Stream sequence number of the claimed message.
         stream_sequence: u64,
-        /// Number of deliveries of the message, up to the claim.
+        /// Number of deliveries of the message at the time of the claim.
         delivery: u64,
         /// Outcome of the previous attempt, if there was one.
         previous: Option<Outcome>,
@@ -38,19 +38,19 @@ pub enum Phase {
     Decided(Ending),
 }
 
-/// The end of a job.
+/// Final outcome of a job, with the payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ending {
     /// Outcome of the job.
     pub outcome: Outcome,
-    /// Result if the outcome is `ok`, payload of the failure if the outcome is `failed`.
+    /// The result if the outcome is `ok`, or the error payload if the outcome is `failed`.
     pub payload: Bytes,
 }
 
 /// A record with its position in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
-    /// Sequence of the record in the ledger stream.
+    /// Stream sequence number of the record.
     pub sequence: u64,
     /// The record.
     pub record: Record,

@@ -1,4 +1,4 @@
-//! Everything that crosses the connection to the servers. This module decides nothing.
+//! Communication with the NATS servers. This module makes no decisions.
 
 pub(crate) mod connection;
 pub(crate) mod ledger;

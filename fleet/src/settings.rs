@@ -9,10 +9,10 @@ use serde::{Deserialize, Deserializer};
 
 use crate::names::LANES;
 
-/// Longest configured time.
+/// Maximum value of a time in the configuration.
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
-/// The content of `fleet.toml`.
+/// Contents of `fleet.toml`.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
@@ -21,10 +21,10 @@ pub struct Settings {
     /// The agent of this host.
     #[serde(default)]
     pub agent: Agent,
-    /// The streams of the fleet, equal on all hosts.
+    /// The streams of the fleet. Must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
-    /// The bulkheads of the fleet, by name. An agent serves a bulkhead if the supervisor of the host has the bulkhead too.
+    /// The bulkheads of the fleet, by name. An agent serves the bulkheads that its supervisor also has.
     #[serde(default)]
     pub bulkhead: BTreeMap<String, Bulkhead>,
 }
@@ -39,11 +39,11 @@ pub struct Nats {
     pub credentials: Option<PathBuf>,
     /// File with the seed of an NKey.
     pub nkey: Option<PathBuf>,
-    /// File with the certificates of authorities, in PEM. Default: those of the system.
+    /// PEM file with CA certificates. Default: the system's certificates.
     pub ca: Option<PathBuf>,
-    /// The tenant of this user. Sets the prefix of inboxes, as the tenant's permissions demand.
+    /// The tenant of this user. Sets the inbox prefix that the tenant's permissions require.
     pub tenant: Option<String>,
-    /// Interval between pings. Two lost pings end a connection.
+    /// Interval between pings. The connection is closed after two unanswered pings.
     #[serde(default = "ping", deserialize_with = "duration")]
     pub ping: Duration,
 }
@@ -60,7 +60,7 @@ pub struct Agent {
     pub admin: Option<PathBuf>,
     /// Address for metrics and health. Default: off.
     pub http: Option<std::net::SocketAddr>,
-    /// Maximum time that a stop waits for held jobs.
+    /// Maximum time to wait for jobs in progress when the agent stops.
     #[serde(deserialize_with = "duration")]
     pub drain_timeout: Duration,
 }
@@ -80,7 +80,7 @@ pub struct Streams {
     /// Maximum size of all dead letters, in bytes. When full, the oldest are deleted.
     #[serde(deserialize_with = "size")]
     pub dead_max_bytes: u64,
-    /// Time after which a host without a sign of life is lost.
+    /// Time without a sign of life after which a host is considered lost.
     #[serde(deserialize_with = "duration")]
     pub host_lost_after: Duration,
     /// Time for which records are kept.
@@ -103,7 +103,7 @@ pub struct Bulkhead {
     pub lanes: u8,
     /// Maximum number of attempts of an idempotent job.
     pub attempts: u32,
-    /// Maximum deadline of a job, and the deadline of jobs that ask for none.
+    /// Maximum deadline of a job, and the default deadline.
     #[serde(deserialize_with = "duration")]
     pub deadline_max: Duration,
 }
@@ -149,7 +149,8 @@ impl fmt::Display for SettingsError {
 impl std::error::Error for SettingsError {}
 
 impl Settings {
-    /// Reads a file. Relative paths start at the file's folder. Returns all errors at once.
+    /// Reads a configuration file. Relative paths are relative to the file's folder. Reports all errors at
+    /// once.
     pub fn read(file: &Path) -> Result<Self, SettingsError> {
         let text = std::fs::read_to_string(file)
             .map_err(|error| SettingsError(vec![format!("failed to read {}: {error}", file.display())]))?;
@@ -171,7 +172,7 @@ impl Settings {
         paths.into_iter().flatten().for_each(|path| *path = folder.join(&*path));
     }
 
-    /// Returns every violated rule.
+    /// Returns a message for each violated rule.
     fn errors(&self) -> Vec<String> {
         let mut errors = self.nats.errors();
         errors.extend(self.streams.errors());
@@ -188,7 +189,7 @@ impl Settings {
         errors
     }
 
-    /// Formats the effective values as a configuration file.
+    /// Formats the effective settings as a configuration file.
     pub fn to_toml(&self) -> String {
         let (socket, admin) = self.supervisor();
         let (nats, agent, streams) = (&self.nats, &self.agent, &self.streams);
@@ -229,7 +230,7 @@ impl Settings {
         self.agent.name.clone().unwrap_or_else(machine_name)
     }
 
-    /// Returns the socket for jobs and the admin socket of the supervisor.
+    /// Returns the paths of the supervisor's jobs socket and admin socket.
     pub fn supervisor(&self) -> (PathBuf, PathBuf) {
         let socket = self.agent.socket.clone().unwrap_or_else(default_socket);
         let admin = self.agent.admin.clone().unwrap_or_else(|| socket.with_file_name("admin.sock"));
@@ -263,7 +264,7 @@ impl Nats {
 }
 
 impl Streams {
-    /// Returns the time after which the server delivers a message again if no agent holds the message.
+    /// Returns the time without an acknowledgement after which the server redelivers a message.
     pub fn ack_wait(&self) -> Duration {
         self.host_lost_after / 2
     }
@@ -325,7 +326,7 @@ impl Bulkhead {
     }
 }
 
-/// Adds a line for a key that has a value.
+/// Appends a line for a key, if the key has a value.
 fn push(text: &mut String, key: &str, value: Option<String>) {
     if let Some(value) = value {
         text.push_str(&format!("{key} = {value}\n"));
@@ -355,7 +356,7 @@ fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
     Ok(time)
 }
 
-/// Size units, each a factor of 1024.
+/// Size units in bytes.
 const UNITS: [(&str, u64); 4] = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)];
 
 fn size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {

@@ -1,7 +1,8 @@
-//! Random histories of a fleet under a virtual clock: agents, submitters, and a model of the server. The model delays,
-//! reorders, repeats and loses messages as a real server may. The agents run the decisions of the product.
+//! Simulates random histories of a fleet with a virtual clock: agents, submitters, and a model of the server.
+//! Like a real server, the model delays, reorders, repeats and loses messages. The agents use the decision
+//! code of the product.
 //!
-//! `BULKHEAD_SIM_SEED` replays one history, `BULKHEAD_SIM_HISTORIES` sets their number.
+//! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_HISTORIES` sets the number of histories.
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -13,7 +14,7 @@ use bulkhead_fleet::decide::Faults;
 use support::world::{Coverage, World};
 
 const HISTORIES: u64 = 400;
-/// Maximum time in which a planted fault must be found.
+/// Maximum time to find an injected fault.
 const FAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
@@ -35,7 +36,7 @@ fn random_histories_keep_every_promise() {
     }
 }
 
-/// Searches for a history in which a planted fault breaks a promise. Returns the violation.
+/// Searches for a history in which an injected fault violates an invariant. Returns the violation.
 fn find(faults: Faults) -> String {
     let began = Instant::now();
     let mut seed = 0;

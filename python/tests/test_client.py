@@ -763,5 +763,6 @@ def test_thousand_jobs_need_no_thread(client: Client) -> None:
     began, threads = time.monotonic(), threading.active_count()
     for _ in range(1000):
         client.call("two", bytes(64))
-    assert threading.active_count() == threads
+    # A thread of another test may have ended in the meantime.
+    assert threading.active_count() <= threads
     assert time.monotonic() - began < LONG

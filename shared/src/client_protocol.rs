@@ -160,11 +160,11 @@ pub struct OutcomeMessage<'a> {
     /// Code of a [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1 if the job was queued and 2
     /// if it was running.
     pub reason: u8,
-    /// Whether the handler began the job: 0 for no, 1 for yes, 2 for unknown.
+    /// 0 if the handler did not begin the job, 1 if it did, 2 if this is unknown.
     pub executed: u8,
     /// 1 if sending the job again is safe and can succeed, otherwise 0.
     pub retryable: u8,
-    /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is. Otherwise 0.
+    /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is at fault. Otherwise 0.
     pub fault: u8,
     /// Number of times that the job was dispatched to a worker.
     pub attempts: u32,
@@ -240,8 +240,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Creates the message for a job that ended with `verdict`. All times are zero, and the worker is not
-    /// set.
+    /// Creates the message for a job that ended with `verdict`. Sets no times and no worker.
     pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),

@@ -34,8 +34,7 @@ pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Tags of the extensions.
 pub mod tag {
-    /// W3C `traceparent` as text. Sent with a submit, with a job, and with the outcome of a job that has a
-    /// span.
+    /// W3C `traceparent` as text. Sent with a submit, with a job, and with the outcome of a traced job.
     pub const TRACEPARENT: u16 = 1;
     /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY.
     /// Sent with the welcome of a worker.
@@ -90,8 +89,8 @@ impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
 /// The extensions of a received message. Each consists of a tag and a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extensions<'a> {
-    /// The first extension. It is stored inline, so that a message with a single extension, such as most
-    /// outcomes, needs no allocation.
+    /// The first extension. Stored inline, because most messages with extensions have exactly one, and then
+    /// need no allocation.
     first: Option<(u16, &'a [u8])>,
     others: Vec<(u16, &'a [u8])>,
 }

@@ -62,7 +62,7 @@ pub(crate) fn put_text(encoder: &mut impl Encoder, text: &str) -> Result<(), Enc
     if text.is_empty() { Ok(()) } else { encoder.writer().write(text.as_bytes()) }
 }
 
-/// Takes the next `BYTES` bytes and counts them towards the byte limit of the decoder.
+/// Takes the next `BYTES` bytes of the input, and counts them towards the byte limit of the decoder.
 #[inline]
 pub(crate) fn take<'de, const BYTES: usize, D: BorrowDecoder<'de>>(
     decoder: &mut D,

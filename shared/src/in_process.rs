@@ -12,7 +12,7 @@ use rustix::io::Errno;
 /// payloads.
 const UNREAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of writes with files that the reader has not read yet, per direction.
+/// Maximum number of unread writes with files per direction.
 const UNREAD_FILES_MAX: usize = 4;
 
 /// Maximum capacity that an empty buffer keeps, in bytes.
@@ -47,7 +47,7 @@ impl std::fmt::Debug for Endpoint {
 #[derive(Default)]
 struct Pipe {
     bytes: VecDeque<u8>,
-    /// Total number of bytes that the reader has read.
+    /// Total number of bytes read so far.
     read: u64,
     /// Unread files. Each entry contains the stream position of the byte that the files accompany.
     files: VecDeque<(u64, Vec<OwnedFd>)>,
@@ -56,7 +56,7 @@ struct Pipe {
     is_closed: bool,
 }
 
-/// The reader or writer of one pipe, with its waker.
+/// The reader or the writer of a pipe, with its waker.
 #[derive(Default)]
 struct Side {
     waker: Option<Waker>,

@@ -1,6 +1,7 @@
 //! Identity, priority and options of a job.
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use crate::Vocabulary as _;
@@ -37,6 +38,30 @@ impl fmt::Debug for JobId {
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
+    }
+}
+
+/// Error for a text that is not the id of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InvalidJobId;
+
+impl fmt::Display for InvalidJobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("this is not the number of a job; such a number has up to 16 hexadecimal digits")
+    }
+}
+
+impl std::error::Error for InvalidJobId {}
+
+impl FromStr for JobId {
+    type Err = InvalidJobId;
+
+    fn from_str(text: &str) -> Result<Self, InvalidJobId> {
+        // The parser of the standard library accepts a plus sign.
+        if !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(InvalidJobId);
+        }
+        u64::from_str_radix(text, 16).map(Self).map_err(|_| InvalidJobId)
     }
 }
 

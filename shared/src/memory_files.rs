@@ -209,8 +209,9 @@ impl Mapping {
     }
 }
 
-/// Returns true if the result of a lease has not been revoked. Must be called after the result was read. The
-/// check is reliable because the supervisor changes the mode of the file before it empties the file.
+/// Returns true if the result of a lease has not been revoked. Must be called after reading the result. The
+/// supervisor changes the mode of the file before it truncates the file, so a result read before this check
+/// is complete.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::JobId;
+use crate::exit;
 use crate::vocabulary::codes;
 
 codes! {
@@ -130,10 +131,10 @@ impl RejectReason {
     /// Returns the exit code of the `bulkhead` command for a job that ended this way.
     pub const fn exit_code(self) -> u8 {
         match self {
-            Self::Invalid | Self::TooLarge | Self::Quarantined => 65,
-            Self::NotFound => 66,
-            Self::Unauthenticated | Self::Forbidden => 77,
-            _ => 75,
+            Self::Invalid | Self::TooLarge | Self::Quarantined => exit::INVALID,
+            Self::NotFound => exit::NOT_FOUND,
+            Self::Unauthenticated | Self::Forbidden => exit::FORBIDDEN,
+            _ => exit::TRY_LATER,
         }
     }
 }
@@ -273,12 +274,12 @@ impl Verdict {
     /// Returns the exit code of the `bulkhead` command for a job that ended this way.
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::Ok => 0,
-            Self::Failed(_) => 1,
+            Self::Ok => exit::OK,
+            Self::Failed(_) => exit::FAILED,
             Self::Rejected { reason, .. } => reason.exit_code(),
-            Self::DeadlineQueued | Self::DeadlineRunning => 124,
-            Self::Crashed { .. } => 70,
-            Self::Cancelled { .. } => 130,
+            Self::DeadlineQueued | Self::DeadlineRunning => exit::TIMED_OUT,
+            Self::Crashed { .. } => exit::CRASHED,
+            Self::Cancelled { .. } => exit::CANCELLED,
         }
     }
 }

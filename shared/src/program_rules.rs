@@ -1,6 +1,6 @@
-//! Confinement of a worker, as the keeper passes it to the `exec` host. The host uses this data to confine
-//! each program further. The data consists of the worker's Landlock rules, with one grant for each path and a
-//! separate grant for the temporary folder. The host reads the data from a file on standard input.
+//! The Landlock rules of a worker, encoded for the `exec` host, which derives the rules of each program from
+//! them. There is one grant for each path and a separate grant for the temporary folder. The host reads the
+//! rules from a file on standard input.
 //!
 //! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. The
 //! grants follow. Each grant consists of the granted rights (64 bits), the length of the path (32 bits) and

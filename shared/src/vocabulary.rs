@@ -1,24 +1,24 @@
-//! Enums with a fixed vocabulary. One row declares a value, the word for the value, and a wire number if the
-//! value is sent over a socket.
+//! Enums whose values have fixed names. One row declares a value, its name, and a wire number if the value is
+//! sent over a socket.
 
-/// A type in which each value has a fixed word.
+/// A type in which each value has a fixed name.
 pub trait Vocabulary: Copy + PartialEq + 'static {
     /// All values.
     const ALL: &'static [Self];
 
-    /// The words of all values, in the order of [`Vocabulary::ALL`].
+    /// The names of all values, in the order of [`Vocabulary::ALL`].
     const WORDS: &'static [&'static str];
 
-    /// Returns the word of the value. All interfaces use this word.
+    /// Returns the name of the value. All interfaces use this name.
     fn name(self) -> &'static str;
 
-    /// Returns the value with the given word. Returns `None` if no value has this word.
+    /// Returns the value with the given name. Returns `None` if no value has this name.
     fn from_word(word: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|value| value.name() == word)
     }
 }
 
-/// Declares an enum with words: `Value = "word"`.
+/// Declares an enum with names: `Value = "name"`.
 #[macro_export]
 macro_rules! vocabulary {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $word:expr,)* }) => {
@@ -41,7 +41,7 @@ macro_rules! words {
             /// All values, in the order of declaration.
             pub const ALL: [Self; [$($word),*].len()] = [$(Self::$value),*];
 
-            /// Returns the word of the value. All interfaces use this word.
+            /// Returns the name of the value. All interfaces use this name.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$value => $word,)*
@@ -60,7 +60,7 @@ macro_rules! words {
     };
 }
 
-/// Declares an enum with words and wire numbers: `Value = 1 "word"`. The meaning of a wire number never
+/// Declares an enum with names and wire numbers: `Value = 1 "name"`. The meaning of a wire number never
 /// changes.
 macro_rules! codes {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $code:literal $word:literal,)* }) => {

@@ -7,10 +7,12 @@ use clap::{Parser, Subcommand, ValueEnum};
 /// Runs untrusted code in bounded, confined worker processes.
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead-supervisor", version)]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
-    /// Configuration file, which defines the bulkheads and their limits
-    #[arg(long, value_name = "FILE", required_unless_present = "schema")]
+    /// Configuration file, which defines the bulkheads and their limits. Files in the folder conf.d next to it
+    /// add bulkheads [default: $BULKHEAD_CONFIG, else /etc/bulkhead/workers.toml for root, else
+    /// ~/.config/bulkhead/workers.toml]
+    #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
     /// Check the configuration and print the resulting settings. The exit code is 0 if the configuration is
@@ -67,6 +69,12 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Write man pages of the supervisor, the host program and the configuration file
+    Man {
+        /// Target directory; created if missing
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+    },
 }
 
 /// Whether the log includes the output of workers.
@@ -91,18 +99,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn supervisor_requires_configuration_or_command() {
+    fn arguments_exclude_each_other() {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
         assert!(parse("x --config a --check --start").unwrap().start);
         assert_eq!(parse("x doctor --json").unwrap().command, Some(Command::Doctor { json: true }));
         assert!(parse("x --schema").unwrap().schema);
+        // Without `--config`, the supervisor uses the default path.
+        assert_eq!(parse("x").unwrap().config, None);
+        assert!(parse("x --check").unwrap().check);
         for line in [
-            "x",
             "x --schema --config a",
             "x --schema --check",
             "x doctor --schema",
-            "x --check",
             "x --config a --start",
             "x --config a doctor",
             "x doctor --config a",

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use bulkhead_client::{Client, Connector, blocking};
 use bulkhead_config::Config;
 use bulkhead_control::control::RunMode;
+use bulkhead_control::sockets::InheritedSockets;
 use bulkhead_dataplane::descriptors;
 use bulkhead_keeper::{KEEPER_ARGUMENT, Keeper};
 use bulkhead_linux::scheduler::set_time_slice;
@@ -216,7 +217,8 @@ impl Builder {
             soft_limits: Vec::new(),
         };
         Ready::prepare(prerequisites, None, |_| {
-            Ok(Listeners { jobs: None, mode: RunMode::Embedded, http: None, jobs_http: None })
+            let inherited = InheritedSockets::default();
+            Ok(Listeners { jobs: None, mode: RunMode::Embedded, http: None, jobs_http: None, inherited })
         })
     }
 }

@@ -11,12 +11,14 @@ pub use bulkhead_config as config;
 pub use bulkhead_control::observe;
 pub use bulkhead_keeper as keeper;
 
+mod activation;
 pub mod args;
 pub mod check;
 pub mod doctor;
 mod embedded;
 mod inherited;
 pub mod own_folder;
+pub mod pages;
 pub mod supervisor;
 pub mod take_over;
 

@@ -2,7 +2,7 @@
 //! code.
 
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use bulkhead_linux::liveness::LivenessDescriptor;
@@ -11,7 +11,7 @@ use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::own_folder::OwnFolder;
 use bulkhead_supervisor::take_over::Link;
-use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
+use bulkhead_supervisor::{check, config, doctor, keeper, pages, supervisor};
 use clap::Parser;
 
 /// Exit code if the supervisor could not be started, or ended with an error.
@@ -30,13 +30,49 @@ fn main() -> ExitCode {
     }
     signals::restore_default_sigchld();
     let args = Args::parse();
-    match (&args.command, &args.config) {
-        (Some(Command::Doctor { json }), _) => {
+    match &args.command {
+        Some(Command::Doctor { json }) => {
             exit_code_after_write(standard_output::get().and_then(|mut out| doctor::run(*json, &mut out)))
         }
-        (None, Some(config)) => run(&args, config),
-        (None, None) if args.schema => print(&format!("{:#}\n", config::json_schema())),
-        (None, None) => ExitCode::from(USAGE), // Unreachable: clap has already rejected these arguments.
+        Some(Command::Man { folder }) => write_pages(folder),
+        None if args.schema => print(&format!("{:#}\n", config::json_schema())),
+        None => match config_path(&args) {
+            Ok(config) => run(&args, &config),
+            Err(error) => fail_with(USAGE, &error),
+        },
+    }
+}
+
+/// Returns the path from the command line, or the default path. A missing file at the default path is an
+/// error, because the message about an unreadable file would not say where the path comes from.
+fn config_path(args: &Args) -> Result<PathBuf, String> {
+    if let Some(path) = &args.config {
+        return Ok(path.clone());
+    }
+    let Some(path) = config::default_path() else {
+        return Err(
+            "there is no default configuration file, because neither XDG_CONFIG_HOME nor HOME is set; \
+                    pass --config FILE"
+                .to_owned(),
+        );
+    };
+    match path.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(format!(
+            "there is no configuration file {}; write the file, or pass --config FILE",
+            path.display()
+        )),
+        _ => Ok(path),
+    }
+}
+
+/// Writes man pages, and prints their paths.
+fn write_pages(folder: &Path) -> ExitCode {
+    match pages::write(folder) {
+        Ok(files) => print(&files.iter().map(|file| format!("{}\n", file.display())).collect::<String>()),
+        Err(error) => {
+            let problem = format!("failed to write man pages to {}: {error}", folder.display());
+            fail_with(OUTPUT_FAILED, &problem)
+        }
     }
 }
 

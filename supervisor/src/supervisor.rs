@@ -15,7 +15,7 @@ use bulkhead_control::control::handover::{HandoverOptions, ProcessEnd, Successor
 use bulkhead_control::control::upgrade::TAKE_OVER_ARGUMENT;
 use bulkhead_control::control::{self, ActiveConfig, ControlThread, Options, RunMode};
 use bulkhead_control::observe::{crashes, spans};
-use bulkhead_control::sockets::{BoundSocket, Sockets};
+use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
 use bulkhead_dataplane::{Components, DataPlane, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::liveness::{self, LivenessDescriptor};
@@ -30,6 +30,7 @@ use bulkhead_plane::program;
 use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_plane::worker_ids::IdUse;
 
+use crate::activation::ActivatedSockets;
 use crate::take_over::{self, Link, TakeOver};
 
 /// Reason why a supervisor could not be started, or did not end cleanly.
@@ -115,6 +116,8 @@ pub fn run(
 
 /// Starts all parts of a supervisor except for the data plane.
 fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<Ready, RunError> {
+    let activated = ActivatedSockets::take()
+        .map_err(system("use the sockets that the service manager passes (LISTEN_FDS)"))?;
     let taken = link.map(|link| link.take_over().map(|taken| (link, taken))).transpose();
     let taken = taken.map_err(system("take over from the previous supervisor"))?;
     if let Some((_, taken)) = &taken {
@@ -153,7 +156,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
         program,
         soft_limits,
     };
-    Ready::prepare(prerequisites, taken, open_sockets)
+    Ready::prepare(prerequisites, taken, |config| open_sockets(config, activated))
 }
 
 /// Returns the program of a successor, or the reason why this supervisor cannot be upgraded.
@@ -210,6 +213,8 @@ pub(crate) struct Listeners {
     pub(crate) http: Option<(std::net::TcpListener, Token)>,
     /// The TCP listener of `jobs_http`.
     pub(crate) jobs_http: Option<std::net::TcpListener>,
+    /// Sockets that belong to the service manager.
+    pub(crate) inherited: InheritedSockets,
 }
 
 /// A supervisor whose parts have been started, except for the data plane.
@@ -253,7 +258,7 @@ impl Ready {
                 (listeners, Some(predecessor))
             }
         };
-        let Listeners { jobs: listener, mode, http, jobs_http } = listeners;
+        let Listeners { jobs: listener, mode, http, jobs_http, inherited } = listeners;
         let unrelated = Arc::<UnrelatedProcesses>::default();
         let end = Arc::<ProcessEnd>::default();
         let handover = HandoverOptions { program, predecessor, soft_limits, end: end.clone() };
@@ -296,6 +301,7 @@ impl Ready {
             config,
             http,
             jobs_http,
+            inherited,
             threads: threads.clone(),
             handover,
             crashes_lock,
@@ -316,20 +322,44 @@ impl Ready {
     }
 }
 
-/// Creates the listening sockets of a standalone supervisor.
-fn open_sockets(config: &SupervisorConfig) -> Result<Listeners, RunError> {
-    let mut jobs = BoundSocket::bind(&config.socket, config.socket_mode, config.folder_mode)?;
-    let mut admin = BoundSocket::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
-    let http = config.http.as_ref().map(open_http).transpose()?;
-    let jobs_http = config.jobs_http.map(|address| bind_tcp("jobs", "jobs_http", address)).transpose()?;
-    if config.folder_mode != FOLDER_MODE {
+/// Creates the listening sockets of a standalone supervisor, except sockets that the service manager passes.
+fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Result<Listeners, RunError> {
+    let inherited = InheritedSockets {
+        jobs: activated.jobs.is_some(),
+        admin: activated.admin.is_some(),
+        http: activated.http.is_some(),
+        jobs_http: activated.jobs_http.is_some(),
+    };
+    let is_jobs_inherited = activated.jobs.is_some();
+    let bind = |path: &Path, modes: (u32, u32), listener: Option<UnixListener>| match listener {
+        Some(listener) => BoundSocket::inherit(path, listener),
+        None => BoundSocket::bind(path, modes.0, modes.1),
+    };
+    let mut jobs = bind(&config.socket, (config.socket_mode, config.folder_mode), activated.jobs)?;
+    let mut admin = bind(&config.admin, (ADMIN_MODE, FOLDER_MODE), activated.admin)?;
+    let http = match (&config.http, activated.http) {
+        (None, Some(_)) => return Err(not_configured("http")),
+        (http, listener) => http.as_ref().map(|http| open_http(http, listener)).transpose()?,
+    };
+    let jobs_http = match (config.jobs_http, activated.jobs_http) {
+        (None, Some(_)) => return Err(not_configured("jobs_http")),
+        (Some(_), Some(listener)) => Some(listener),
+        (address, None) => address.map(|address| bind_tcp("jobs", "jobs_http", address)).transpose()?,
+    };
+    if config.folder_mode != FOLDER_MODE && !is_jobs_inherited {
         warn_about_closed_folder(&config.socket);
     }
     let jobs_listener = jobs.take_listener().map_err(system("take the jobs socket"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
     let mode = RunMode::Standalone { admin: admin_listener, sockets };
-    Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http })
+    Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http, inherited })
+}
+
+/// Returns the error for a socket of the service manager whose key is absent, so that its token is unknown.
+fn not_configured(key: &str) -> RunError {
+    let problem = format!("the service manager passes this socket, but the configuration has no `{key}`");
+    system("use a socket")(std::io::Error::other(problem))
 }
 
 /// Runs the data plane until it ends. If it ends with an error or a panic, stops the other threads. At this
@@ -349,9 +379,13 @@ fn run_data_plane(
     result.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
 }
 
-/// Binds the TCP address of the admin API and reads the token. The token file may have changed since the
+/// Binds the TCP address of the admin API, unless the service manager passes the socket, and reads the token. The
+/// token file may have changed since the
 /// configuration was checked.
-fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunError> {
+fn open_http(
+    http: &HttpConfig,
+    activated: Option<std::net::TcpListener>,
+) -> Result<(std::net::TcpListener, Token), RunError> {
     let (served, key, address) = ("the admin API", "http", http.address);
     let token = Token::read(&http.token_file).map_err(|(why, help)| RunError::Tcp {
         served,
@@ -359,7 +393,7 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
         address,
         problem: format!("{why}; {help}"),
     })?;
-    Ok((bind_tcp(served, key, address)?, token))
+    Ok((activated.map_or_else(|| bind_tcp(served, key, address), Ok)?, token))
 }
 
 /// Binds an address. A stopping supervisor may still use it for a moment.

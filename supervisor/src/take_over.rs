@@ -12,7 +12,7 @@ use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use bulkhead_config::{SupervisorConfig, Token};
 use bulkhead_control::control::RunMode;
 use bulkhead_control::control::handover::Predecessor;
-use bulkhead_control::sockets::{BoundSocket, Sockets};
+use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
 use bulkhead_linux::packets::{self, Outbox, Received};
 use bulkhead_linux::wait::wait_until_readable;
 use bulkhead_plane::handover::{
@@ -195,9 +195,12 @@ impl TakeOver {
         let modes = (config.socket_mode, config.folder_mode);
         let jobs_lock = jobs_lock.ok_or_else(missing)?;
         let admin_lock = admin_lock.ok_or_else(missing)?;
-        let bound_jobs = BoundSocket::inherit(&config.socket, modes, jobs.try_clone()?, jobs_lock);
+        let inherited = InheritedSockets::from_names(&state.activated);
+        let listener = (jobs.try_clone()?, inherited.jobs);
+        let bound_jobs = BoundSocket::take_over(&config.socket, modes, listener, jobs_lock);
         let modes = (ADMIN_MODE, FOLDER_MODE);
-        let bound_admin = BoundSocket::inherit(&config.admin, modes, admin.try_clone()?, admin_lock);
+        let listener = (admin.try_clone()?, inherited.admin);
+        let bound_admin = BoundSocket::take_over(&config.admin, modes, listener, admin_lock);
         let sockets = Sockets { jobs: bound_jobs.into(), admin: bound_admin.into() }.into();
         let http = match (http, &config.http) {
             (Some(socket), Some(http)) => {
@@ -213,6 +216,7 @@ impl TakeOver {
             mode: RunMode::Standalone { admin, sockets },
             http,
             jobs_http: jobs_http.map(Into::into),
+            inherited,
         };
         let predecessor = Predecessor {
             link: link.0,

@@ -9,7 +9,7 @@ pub mod clients;
 pub mod embedded;
 pub mod worker;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use tempfile::TempDir;
 use crate::{PATIENCE, Supervisor, descriptors, processes_with, programs, resident_bytes, tally};
 use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
-use worker::{Mark, Record};
+use worker::{Attempt, Mark, Record};
 
 /// Name of the bulkhead whose jobs mostly have the same priority and tenant, so that many of them are
 /// prefetched.
@@ -187,9 +187,11 @@ fn judge(
     findings
 }
 
+/// Lets all users write to the folder. It is not sticky, because with `fs.protected_regular` a user may not open
+/// another user's file in a sticky folder for creation.
 fn open_to_all(folder: &Path) {
     use std::os::unix::fs::PermissionsExt;
-    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o1777)).expect("our own folder");
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o777)).expect("our own folder");
 }
 
 fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
@@ -343,19 +345,23 @@ fn compare(
     plan: Plan,
 ) {
     let mut begun: HashMap<u64, usize> = HashMap::new();
-    let mut ended: HashMap<u64, usize> = HashMap::new();
+    let mut ended: HashSet<u64> = HashSet::new();
+    let mut ended_attempts: HashSet<Attempt> = HashSet::new();
     let mut faults: HashMap<&'static str, Vec<String>> = HashMap::new();
     for record in records {
         match record.mark {
             Mark::Begun => *begun.entry(record.job).or_default() += 1,
-            Mark::Ended => *ended.entry(record.job).or_default() += 1,
+            Mark::Ended => {
+                ended.insert(record.job);
+                ended_attempts.insert(record.attempt());
+            }
             Mark::OverBound | Mark::Held => {}
         }
     }
     findings.begun = begun.len();
     for (at, record) in records.iter().enumerate().filter(|(_, record)| record.mark == Mark::OverBound) {
         let held = records[at + 1..].iter().take_while(|held| held.mark == Mark::Held);
-        let is_killed = held.clone().any(|held| !ended.contains_key(&held.job));
+        let is_killed = held.clone().any(|held| !ended_attempts.contains(&held.attempt()));
         if is_killed && plan.has_hangs {
             findings.beside_killed += 1;
         } else {
@@ -374,7 +380,7 @@ fn compare(
         }
     }
     for (job, entry) in told {
-        let (begun, ended) = (begun.contains_key(job), ended.contains_key(job));
+        let (begun, ended) = (begun.contains_key(job), ended.contains(job));
         let what = || format!("{job}: {:?}, idempotent {}", entry.told, entry.is_idempotent);
         if matches!(entry.told, Told::WrongResult | Told::Lost(_)) {
             faults.entry("a job has a wrong result or a lost connection").or_default().push(what());

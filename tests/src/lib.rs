@@ -67,7 +67,7 @@ pub fn heavy() -> MutexGuard<'static, ()> {
 /// Ends this process with SIGALRM long after all tests should have finished, so that CI never hangs. At that
 /// time, the test harness has already printed the name of the hanging test.
 fn end_if_it_hangs() {
-    const SECONDS_MAX: u32 = 20 * 60;
+    const SECONDS_MAX: u32 = 40 * 60;
     nix::unistd::alarm::set(SECONDS_MAX);
 }
 

@@ -1,8 +1,8 @@
 //! Async handlers (feature `tokio`).
 //!
 //! As in every worker, each job in flight has a handler thread. The thread blocks on the handler's future,
-//! which need not be `Send`. Such a thread uses little memory, because its stack is mostly unused. A single
-//! runtime per worker drives timers and I/O.
+//! which need not be `Send`. A blocked thread uses little memory, because most of its stack is never touched.
+//! One runtime per worker drives timers and I/O.
 //!
 //! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. This ends
 //! the handler, so that the supervisor does not have to kill the worker.

@@ -208,7 +208,7 @@ impl<S> Ctx<S> {
 
     /// Reports progress to the client: `fraction` from 0 to 1, and a short text. Handlers can call this at
     /// any rate. The client gets at most ten reports per second, and always the last report before the
-    /// result. Does nothing if it is called in a process that the handler forked.
+    /// result. Has no effect in a process that the handler forked.
     pub fn progress(&self, fraction: f32, text: &str) {
         if !ownership::is_worker() {
             return;
@@ -223,7 +223,7 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Destination of status messages and of requests for more time while the worker starts.
+/// Receiver of status messages and time extensions while the worker starts.
 pub(crate) enum StatusReceiver {
     /// The supervisor, which receives the messages of a worker.
     Supervisor(Arc<Writer>),

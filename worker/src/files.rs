@@ -36,15 +36,15 @@ impl LeaseFiles {
 #[derive(Default)]
 pub(crate) struct Loans {
     files: HashMap<u64, Arc<LeaseFiles>>,
-    /// Received descriptors. The frame that describes them is processed later.
+    /// Descriptors received before the frame that describes them was processed.
     pub(crate) received_files: Vec<OwnedFd>,
-    /// Leases whose files were mapped, and which the worker must still confirm to the supervisor.
+    /// Leases whose files are mapped, but not yet confirmed to the supervisor.
     pub(crate) unconfirmed: Vec<u64>,
 }
 
 impl Loans {
-    /// Maps the received files of a lease. If this fails, the lease is never confirmed, and the supervisor
-    /// sends payloads over the link.
+    /// Maps the received files of a lease. If this fails, the worker does not confirm the lease, and the
+    /// supervisor sends payloads over the link instead.
     pub(crate) fn receive(&mut self, metadata: &[u8]) {
         let received_files = std::mem::take(&mut self.received_files);
         let Ok((lease_ref, _)) = codec::decode::<LeaseRef>(metadata, &[]) else { return };

@@ -11,7 +11,7 @@ use bulkhead_shared::journal::{
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// Counters in the journal with which the worker and the supervisor agree which of them owns a job. The
+/// Counters in the journal that decide whether a job belongs to the worker or to the supervisor. The
 /// references are valid for the lifetime of the process.
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
@@ -70,8 +70,8 @@ impl Journal {
         Ok(Self { base, used: 0 })
     }
 
-    /// Returns the place in the journal for the time of the last heartbeat. The reference is valid for the
-    /// lifetime of the process.
+    /// Returns the location in the journal where the worker stores the time of its last heartbeat. The
+    /// reference is valid for the lifetime of the process.
     pub(crate) fn heartbeat_time(&self) -> &'static AtomicU64 {
         self.number::<HEARTBEAT_OFFSET>()
     }
@@ -115,7 +115,7 @@ impl Journal {
         }
     }
 
-    /// Tells the supervisor how many bytes of frames are valid. Must be called after the bytes were written.
+    /// Publishes the number of valid bytes to the supervisor. Must be called after the bytes were written.
     fn publish_length(&self) {
         // SAFETY: the mapping begins with the number of valid bytes, is page-aligned, and lives as long as
         // the process.

@@ -19,8 +19,7 @@ use crate::journal::{Claims, Journal};
 use crate::ownership::{self, kill_self};
 use crate::seal::Seal;
 
-/// Maximum number of bytes per read from the link. The number is small, because a worker receives few jobs at
-/// once.
+/// Maximum number of bytes per read from the link. Small, because a worker receives few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
 /// Takes ownership of the descriptor that the supervisor named in the environment variable `variable`.
@@ -50,7 +49,7 @@ pub(crate) struct Welcome {
     pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
-    /// Place in the journal for the time of the last heartbeat; `None` if the supervisor expects heartbeat
+    /// Location in the journal for the time of the last heartbeat; `None` if the supervisor expects heartbeat
     /// frames.
     pub(crate) heartbeat_time: Option<&'static AtomicU64>,
     pub(crate) result_bytes_max: u64,
@@ -151,7 +150,7 @@ fn identity(link: &OwnedFd) -> rustix::io::Result<(u64, u64)> {
     rustix::fs::fstat(link).map(|found| (found.st_dev, found.st_ino))
 }
 
-/// Ends the worker, because it can no longer use the link.
+/// Exits after an error on the link.
 pub(crate) fn end_without_link(error: rustix::io::Errno) -> ! {
     match error {
         // The supervisor is gone.
@@ -241,10 +240,9 @@ impl Writer {
         self.push_reply(kind, number, message, &[], payload);
     }
 
-    /// Queues a frame with extensions, each of which consists of a tag and a value. If the frame is the reply
-    /// to a job, returns true if the next job can begin before the reply is sent. If there is a journal, this
-    /// requires that the journal contains the reply, because otherwise the reply would be lost with this
-    /// process.
+    /// Queues a frame with extensions, each of which consists of a tag and a value. Returns true if the next
+    /// job can begin before the frame is sent. With a journal, this requires that the frame is a reply and is
+    /// in the journal. Otherwise the reply would be lost if the next job ended this process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,

@@ -29,8 +29,8 @@ pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Exits with an error if this process was forked by the worker's code and returned from that code instead of
-/// exiting.
+/// Exits with an error if this is a process that the worker's code forked, and that returned from this code
+/// instead of exiting.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(
@@ -48,8 +48,8 @@ pub(crate) fn kill_self() -> ! {
     std::process::abort();
 }
 
-/// Prints a message and exits. Does not run destructors of the worker's code, because a destructor could hang
-/// or, in a forked process, release resources that the worker still needs.
+/// Prints a message and exits. Runs no destructors of the worker's code, because a destructor could hang or,
+/// in a forked process, release resources that the worker still needs.
 pub(crate) fn exit_with_message(message: &str) -> ! {
     // Avoids the lock of `std::io::stderr`, which another thread may have held when this process was forked.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());

@@ -1,8 +1,8 @@
 //! Threads of a worker. Where possible, a job runs on the thread that has read the job from the link, so that
 //! no other thread has to be woken.
 //!
-//! Waking a thread takes longer than most jobs, so the way in which jobs are distributed depends on the
-//! duration of handlers.
+//! Waking a thread takes longer than most jobs, so the pool works in two modes, depending on how long
+//! handlers take.
 //!
 //! **Slow handlers** run in parallel. Handlers count as slow until measurements show that they are quick.
 //! Idle handler threads wait for the link themselves, all in the same epoll instance. When jobs arrive, the
@@ -10,14 +10,14 @@
 //! rest. The *dispatch thread* also waits for the link, in a separate epoll instance. The link is registered
 //! with `EPOLLEXCLUSIVE`, first in the instance of the handler threads, then in that of the dispatch thread.
 //! The kernel wakes the first instance that has a waiting thread, so the dispatch thread reads the link only
-//! while all handlers are busy. This way, cancellations are noticed even then. The dispatch thread also sends
-//! the heartbeats.
+//! while all handlers are busy, mainly to receive cancellations. The dispatch thread also sends the
+//! heartbeats.
 //!
 //! **Quick handlers** take a few microseconds and return before another thread could wake up. Several threads
-//! would only contend with each other. So a single thread waits for the link, runs the jobs that it has read
-//! one after the other, and sends the replies together. The other threads are parked until the backlog is
-//! long enough to justify waking them. The *watchdog*, a timer of the dispatch thread, detects a job that
-//! takes unexpectedly long. Handlers then count as slow again.
+//! would only contend for locks. So a single thread waits for the link, runs the jobs that it has read one
+//! after the other, and sends the replies together. The other threads are parked until the backlog is long
+//! enough to justify waking them. The *watchdog*, a timer of the dispatch thread, detects a job that takes
+//! unexpectedly long. Handlers then count as slow again.
 //!
 //! **The number of threads** is limited by the welcome, and later by LIMITS frames. Threads are started when
 //! jobs need them. While there are more threads than allowed, a thread that finishes a job ends instead of
@@ -68,12 +68,13 @@ const WATCHDOG: u64 = 3;
 const SLOW_HANDLER_NS: u64 = 20_000;
 
 /// Estimated run time of all pending quick jobs, in nanoseconds, above which another thread is woken. For
-/// handlers that take at most `TINY_HANDLER_NS`, no thread is woken, because two threads would lose more time
-/// to contention than they save.
+/// handlers that take at most `TINY_HANDLER_NS`, no thread is woken, because lock contention would cost more
+/// than a second thread saves.
 const BACKLOG_NS_MAX: u64 = 100_000;
 const TINY_HANDLER_NS: u64 = 3_000;
 
-/// Assumed duration of handlers in nanoseconds, used initially and after the watchdog has found a slow job.
+/// Assumed duration of handlers before any measurement and after the watchdog has found a slow job, in
+/// nanoseconds.
 const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 
 /// Interval of the watchdog while quick jobs run.
@@ -85,8 +86,7 @@ const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 /// Interval between attempts to send STOPPING while the link is busy.
 const STOPPING_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Maximum time until a deadline. Longer times are reduced to this maximum, so that adding times cannot
-/// overflow.
+/// Maximum time until a deadline. Longer times are truncated, so that adding times cannot overflow.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 
 /// The function that runs a job.
@@ -134,8 +134,8 @@ struct State {
     threads: usize,
     /// Maximum number of handler threads; at least one.
     threads_max: usize,
-    /// True if a wake request to the handler threads is pending. This means that `wake` is readable and that
-    /// at least one thread is idle.
+    /// True if a wake request to the handler threads is pending: `wake` is readable, and at least one thread
+    /// is idle.
     is_wake_pending: bool,
     /// True if READY was queued, so that the supervisor can send jobs.
     is_ready: bool,
@@ -143,12 +143,12 @@ struct State {
     is_draining: bool,
 }
 
-/// Progress in telling the supervisor that this worker takes no more jobs.
+/// State of the STOPPING message, which tells the supervisor that this worker takes no more jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shutdown {
     No,
     Requested,
-    /// STOPPING is in the outbox.
+    /// STOPPING is queued but not sent.
     Queued,
     Sent,
 }
@@ -317,7 +317,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut ended = None;
         // Time of the oldest unsent reply.
         let mut unwritten_since = None;
-        // True if no reply would be lost should the next job end this process.
+        // True if every reply is sent or in the journal, so that none is lost if the next job kills this
+        // process.
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
@@ -472,7 +473,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns true if the calling thread is surplus and must end. Such a thread is no longer counted. The
+    /// Returns true if the calling thread is surplus and must end, and removes it from the thread count. The
     /// calling thread must not be running a job.
     fn leave_if_surplus(&self) -> bool {
         let mut state = lock(&self.state);
@@ -521,10 +522,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Marks the calling thread as no longer idle. If a wake request is pending, the thread handles it,
-    /// whatever has woken the thread, because the thread looks for jobs next. A wake request is therefore
-    /// never pending without an idle thread. Returns true if a wake request was pending. In this case the
-    /// caller must flush, so that no client waits for an unsent reply.
+    /// Marks the calling thread as no longer idle, and takes over a pending wake request, because the thread
+    /// looks for jobs next. So no wake request is ever pending without an idle thread. Returns true if a wake
+    /// request was pending. In this case the caller must flush, so that no client waits for an unsent reply.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
         state.idle -= 1;
@@ -642,8 +642,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             };
             let now = Instant::now();
             let mut state = lock(&self.state);
-            // Recalled jobs must be dropped first, because a recalled job can arrive again with the same
-            // number.
+            // Drops recalled jobs first, because a recalled job can arrive again with the same number.
             self.drop_recalled(&mut state);
             if !files.is_empty() {
                 state.loans.received_files = std::mem::take(&mut files);
@@ -688,9 +687,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns a job to the supervisor that was recalled just before it would have begun. This frame must be
-    /// sent before any later job begins, because the supervisor must receive it before the reply to a later
-    /// job, even if a handler ends the process.
+    /// Returns to the supervisor a job that was recalled just before it began. Sends the frame before any
+    /// later job begins, because that job could end the process.
     fn return_job(&self, state: &mut State, job: &Pending) {
         state.remove_live(&job.metadata);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);

@@ -1,7 +1,6 @@
 //! Landlock rules for each program of `exec`, in addition to the worker's rules. They isolate the programs of
-//! a worker from each other and from the host. In the same way, a worker forked by a template gets rules in
-//! addition to those of the template. For such a worker, read "worker" instead of "program" and "template"
-//! instead of "worker" in this module.
+//! a worker from each other and from the host. A worker forked by a template gets additional rules in the
+//! same way. For such a worker, "program" in this module means the worker, and "worker" means the template.
 //!
 //! Additional Landlock rules can only remove rights. The rules of a program therefore repeat the grants of
 //! the worker, with the program's temporary folder in place of the worker's. The rules also set scopes, so
@@ -36,15 +35,15 @@ const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 
-/// System folders, each of which is granted as a whole if any path in it is granted. `/dev` is not included,
-/// because the worker's temporary folder is also mounted at `/dev/shm`.
+/// System folders. If any path in a system folder is granted, programs get access to the whole folder. `/dev`
+/// is not included, because the worker's temporary folder is also mounted at `/dev/shm`.
 const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
 /// Environment variables that are set to the temporary folder, unless the configuration key `env` sets them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
-/// Flags for `landlock_restrict_self`: none, so that the kernel logs denied accesses.
+/// `landlock_restrict_self` is called without flags, so that the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
 /// Maximum number of parent folders that are checked for a grant.
@@ -84,7 +83,7 @@ impl Rules {
             .read_to_end(&mut bytes)?;
         let rules = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
         let grants = with_system_folders(&rules)?;
-        // If the worker has no temporary folder, nothing has to be withheld from programs.
+        // Without a temporary folder, there is nothing to hide from other programs.
         let handled = if rules.temporary.is_some() { rules.handled } else { 0 };
         Self::open(ProgramRules { handled, grants, ..rules })
     }

@@ -27,7 +27,7 @@ use rustix::process::{Pid, Signal};
 use crate::ownership;
 use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 
-/// Maximum number of threads that the error message about surplus threads names.
+/// Maximum number of thread names in the error message about surplus threads.
 const THREADS_NAMED_MAX: usize = 8;
 
 /// Maximum number of entries of a temporary folder that are removed before the template checks for the next
@@ -178,7 +178,8 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`, which a dead worker has left behind.
+    /// Removes some entries of the first folder in `removals`. These folders belonged to workers that have
+    /// died.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();

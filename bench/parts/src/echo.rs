@@ -1,4 +1,4 @@
-//! The echo process at the end of the bare chain.
+//! The echo process of the bare chain.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::{READ_BYTES, Result};
 
-/// Sends back all bytes that arrive on one connection.
+/// Sends back all bytes that arrive on a connection.
 pub fn echo(socket: Option<&Path>) -> Result<()> {
     let mut stream = match socket {
         Some(socket) => std::os::unix::net::UnixListener::bind(socket)?.accept()?.0,

@@ -1,6 +1,6 @@
-//! The bare fork server: a process with one thread that forks a child for each socket that it receives. The
-//! child replies to one job on the socket and then exits. If layers are requested, the server is confined
-//! like a template, and each child like a forked worker (`layers.rs`).
+//! The bare fork server: a single-threaded process that forks a child for each socket that it receives. The
+//! child replies to one job on the socket and exits. With confinement layers, the server is confined like a
+//! template, and each child like a forked worker (`layers.rs`).
 
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -14,8 +14,8 @@ use rustix::process::WaitOptions;
 use crate::layers::{self, Layers};
 use crate::{JOB_BYTES, KILLS, Result};
 
-/// Runs the server until the peer closes the socket on standard input. If `layers` is set, it contains the
-/// name of the profile and the folder in which the children's temporary folders are created.
+/// Runs the server until the peer closes the socket on standard input. `layers` contains the name of the
+/// profile, and the folder for the children's temporary folders.
 pub fn serve(layers: Option<(&str, &Path)>) -> Result<()> {
     let orders = std::io::stdin().as_fd().try_clone_to_owned()?;
     let mut layers = layers.map(|(profile, folder)| Layers::enter(profile, folder)).transpose()?;

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 
-/// Time that the slow worker takes to initialise.
+/// Initialisation time of the slow worker.
 const SLOW_START: Duration = Duration::from_secs(1);
 
-/// Initialises for one second, and then runs jobs until the supervisor ends the worker.
+/// Initialises for one second, then runs jobs until the supervisor ends the worker.
 pub fn serve_slowly() -> ExitCode {
     Server::new()
         .init(|_| {
@@ -42,13 +42,13 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             std::process::abort()
         }
-        // Dies and leaves many processes behind, each in its own session.
+        // Exits and leaves many processes behind, each in a separate session.
         "orphans" => {
             let script = "for n in $(seq 1500); do setsid sleep 100 & done";
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        // Stops all threads of the worker, as a call that holds an interpreter's lock would do.
+        // Stops all threads of the worker, like a call that holds an interpreter's lock.
         "hold" => {
             let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;

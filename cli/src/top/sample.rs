@@ -1,21 +1,19 @@
 //! Samples of a supervisor as plain data with escaped texts, and differences between samples.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::{Percentiles, Snapshot, Tenant};
-use hyper::Method;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::events::{EVENTS_MAX, Event};
 use super::text::clean;
-use crate::admin::{
-    adaptive_line, breaker, get, known, millis, read, rejected_line, request, shown, worker_cells,
-};
+use crate::admin::{adaptive_line, breaker, known, millis, rejected_line, shown, worker_cells};
 use crate::args::Args;
 use crate::output::Failure;
+use crate::requests::{get, get_lines};
 use crate::severity::rank;
+use crate::target::Target;
 
 /// State of all bulkheads at one time, and the events since the previous sample.
 #[derive(Debug)]
@@ -210,9 +208,9 @@ impl<'a> Sampler<'a> {
         Self { args, last: None }
     }
 
-    /// Returns the path of the admin socket.
-    pub(super) fn admin(&self) -> PathBuf {
-        self.args.admin()
+    /// Returns the address of the supervisor.
+    pub(super) fn target(&self) -> Result<Target, Failure> {
+        self.args.target()
     }
 
     pub(super) async fn sample(&mut self) -> Result<Sample, Failure> {
@@ -241,9 +239,8 @@ impl<'a> Sampler<'a> {
 
     async fn events(&self, since: u64) -> Result<Vec<Value>, Failure> {
         let path = format!("/v1/events?since={since}&limit={EVENTS_MAX}&follow=false");
-        let body = read(request(self.args, Method::GET, &path).await?).await?;
-        let body = String::from_utf8_lossy(&body);
-        Ok(body.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+        let lines = get_lines(self.args, &path).await?;
+        Ok(lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect())
     }
 }
 

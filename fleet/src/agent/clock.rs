@@ -1,21 +1,21 @@
-//! The time of the server. Deadlines count from the time at which the server stored a job, so that the clock of this
-//! host is corrected by the measured offset.
+//! Estimates the NATS server's clock. A deadline counts from the time at which the server stored the job, so
+//! the agent corrects the local clock by the measured offset.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::decide::Timestamp;
 
-/// The clock of this host, with its offset from the server's clock.
+/// The local clock, with its offset from the server's clock.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
-    /// Time to add to the own clock, in microseconds.
+    /// Offset to add to the local clock, in microseconds.
     offset_micros: AtomicI64,
     is_measured: AtomicBool,
 }
 
 impl Clock {
-    /// Returns the time by the server's clock.
+    /// Returns the current time according to the server's clock.
     pub(crate) fn now(&self) -> Timestamp {
         let offset = self.offset_micros.load(Ordering::Relaxed);
         let own = own_time();
@@ -25,7 +25,8 @@ impl Clock {
         }
     }
 
-    /// Stores the offset of a message that the server stored at `stored`, between two readings of the own clock.
+    /// Updates the offset from a message that the server stored at `stored`, between the local times `before`
+    /// and `after`.
     pub(crate) fn measure(&self, before: Timestamp, stored: Timestamp, after: Timestamp) {
         let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
         let own = micros(before) / 2 + micros(after) / 2;
@@ -33,7 +34,7 @@ impl Clock {
         self.is_measured.store(true, Ordering::Release);
     }
 
-    /// Returns true once the offset is known.
+    /// Returns true if the offset has been measured.
     pub(crate) fn is_measured(&self) -> bool {
         self.is_measured.load(Ordering::Acquire)
     }
@@ -44,7 +45,7 @@ impl Clock {
     }
 }
 
-/// Returns the time by the clock of this host.
+/// Returns the current time of the local clock.
 pub(crate) fn own_time() -> Timestamp {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! The conditions under which an agent takes jobs for one bulkhead.
+//! Controls whether the agent pulls jobs for one bulkhead.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -6,22 +6,22 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Conditions that must all hold.
+/// The conditions for pulling jobs. All of them must hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Conditions {
     /// The supervisor is reachable and the bulkhead accepts jobs.
     is_ready: bool,
-    /// The ledger has space for outcomes.
+    /// The ledger has space for more outcomes.
     has_space: bool,
-    /// The agent stops.
+    /// The agent is draining.
     is_draining: bool,
 }
 
-/// Permission to take jobs for one bulkhead.
+/// The gate of one bulkhead. The agent pulls jobs only while the gate is open.
 #[derive(Debug)]
 pub(crate) struct Gate {
     conditions: watch::Sender<Conditions>,
-    /// End of a pause that the supervisor asked for.
+    /// End of the current pause.
     paused_until: Mutex<Instant>,
 }
 
@@ -40,42 +40,42 @@ impl Gate {
         });
     }
 
-    /// Reports whether the supervisor accepts jobs.
+    /// Sets whether the supervisor accepts jobs.
     pub(crate) fn set_ready(&self, is_ready: bool) {
         self.update(|conditions| conditions.is_ready = is_ready);
     }
 
-    /// Reports whether the ledger has space.
+    /// Sets whether the ledger has space.
     pub(crate) fn set_space(&self, has_space: bool) {
         self.update(|conditions| conditions.has_space = has_space);
     }
 
-    /// Closes the gate for good.
+    /// Closes the gate permanently.
     pub(crate) fn drain(&self) {
         self.update(|conditions| conditions.is_draining = true);
     }
 
-    /// Closes the gate for some time.
+    /// Closes the gate for `time`.
     pub(crate) fn pause(&self, time: Duration) {
         let mut until = self.paused_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         *until = (*until).max(Instant::now() + time);
     }
 
-    /// Returns true if jobs can be taken, apart from pauses.
+    /// Returns true if the gate is open, ignoring pauses.
     pub(crate) fn is_open(&self) -> bool {
         is_open(&self.conditions.borrow())
     }
 
-    /// Waits until jobs can be taken. Never ends during a drain.
+    /// Waits until the gate is open. During a drain, this future never completes.
     pub(crate) async fn until_open(&self) {
         let mut changes = self.conditions.subscribe();
-        // The sender is in `self`.
+        // Cannot fail, because `self` owns the sender.
         let _ = changes.wait_for(is_open).await;
         let until = *self.paused_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         tokio::time::sleep_until(until).await;
     }
 
-    /// Waits until jobs can no longer be taken.
+    /// Waits until the gate is closed.
     pub(crate) async fn until_closed(&self) {
         let _ = self.conditions.subscribe().wait_for(|conditions| !is_open(conditions)).await;
     }

@@ -1,4 +1,4 @@
-//! The messages that this agent holds, and the heartbeats that keep them from being delivered to another agent.
+//! The messages that this agent is processing, and the heartbeats that prevent their redelivery.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use super::Shared;
 
-/// Answer to a message that is still in work.
+/// JetStream acknowledgement for a message that is still being processed.
 const IN_PROGRESS: &[u8] = b"+WPI";
 
 /// Reply subjects of held messages, by stream sequence.
@@ -25,7 +25,8 @@ impl Held {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds a message. Returns false if the message was already held; its latest reply subject counts from now on.
+    /// Adds a message. Returns false if the agent already held the message; in that case, replaces its reply
+    /// subject.
     pub(crate) fn hold(&self, sequence: u64, reply: Subject) -> bool {
         self.lock().insert(sequence, reply).is_none()
     }
@@ -35,12 +36,12 @@ impl Held {
         self.lock().get(&sequence).cloned()
     }
 
-    /// Returns a guard that stops holding a message when dropped, also by a panic.
+    /// Returns a guard that releases a message when dropped, even after a panic.
     pub(crate) fn guard(&self, sequence: u64) -> HeldGuard<'_> {
         HeldGuard { held: self, sequence }
     }
 
-    /// Stops holding a message.
+    /// Releases a message.
     pub(crate) fn release(&self, sequence: u64) {
         self.lock().remove(&sequence);
         self.changed.notify_waiters();
@@ -79,13 +80,13 @@ impl Drop for HeldGuard<'_> {
     }
 }
 
-/// Sends heartbeats for all held messages, three times within `ack_wait`.
+/// Sends heartbeats for all held messages, at intervals of a third of `ack_wait`.
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut interval = tokio::time::interval(shared.settings.streams.ack_wait() / 3);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
-        // While disconnected, heartbeats would only fill the send buffer.
+        // While disconnected, heartbeats would only accumulate in the send buffer.
         if shared.client.connection_state() != State::Connected {
             continue;
         }
@@ -97,6 +98,6 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 
 /// Sends one heartbeat.
 pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
-    // A lost heartbeat is repeated by the next one.
+    // If this heartbeat is lost, the next one replaces it.
     let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
 }

@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 
 use super::Shared;
 
-/// Serves metrics and health until the agent ends.
+/// Serves the metrics and health endpoints until the agent stops.
 pub(crate) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     let routes = Router::new()
         .route("/metrics", get(metrics))
@@ -28,7 +28,7 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, kind)], shared.metrics.text(shared.clock.offset_seconds()))
 }
 
-/// Answers 200 if the agent takes jobs of at least one bulkhead.
+/// Returns 200 if the agent accepts jobs for at least one bulkhead.
 async fn ready(State(shared): State<Arc<Shared>>) -> StatusCode {
     match shared.bulkheads.values().any(|served| served.gate.is_open()) {
         true => StatusCode::OK,

@@ -1,4 +1,4 @@
-//! Counters of an agent, and their text format.
+//! Metrics of an agent, in the OpenMetrics text format.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,15 +8,15 @@ use std::sync::{Mutex, PoisonError};
 /// Counters of one bulkhead.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// Jobs that this agent decided.
+    /// Number of jobs for which this agent recorded the outcome.
     pub(crate) decided: AtomicU64,
-    /// Attempts after which the job was returned.
+    /// Number of attempts after which the job was returned to the queue.
     pub(crate) returned: AtomicU64,
-    /// Outcomes that were dropped because another agent had taken over the job.
+    /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,
-    /// Messages that were delivered more than once.
+    /// Number of messages that were redelivered.
     pub(crate) redelivered: AtomicU64,
-    /// Jobs without an outcome in the whole fleet.
+    /// Number of jobs without an outcome in the whole fleet.
     pub(crate) pending: AtomicU64,
 }
 
@@ -24,18 +24,18 @@ pub(crate) struct Counters {
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     bulkheads: BTreeMap<String, Counters>,
-    /// Used share of each stream.
+    /// Fraction of each stream's maximum size that is in use.
     stored: Mutex<BTreeMap<&'static str, f64>>,
 }
 
-/// Adds one.
+/// Increments a counter.
 pub(crate) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
 type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &AtomicU64);
 
-/// Families with the label `bulkhead`: name, type, description, number.
+/// Metric families with the label `bulkhead`: name, type, description and value.
 const FAMILIES: [Family; 5] = [
     ("decided", "counter", "Jobs that this agent decided.", |of| &of.decided),
     ("returned", "counter", "Attempts after which the job was returned.", |of| &of.returned),
@@ -45,7 +45,7 @@ const FAMILIES: [Family; 5] = [
 ];
 
 impl Metrics {
-    /// Creates counters for each bulkhead.
+    /// Creates the counters of each bulkhead.
     pub(crate) fn new<'a>(bulkheads: impl Iterator<Item = &'a String>) -> Self {
         let bulkheads = bulkheads.map(|name| (name.clone(), Counters::default())).collect();
         Self { bulkheads, stored: Mutex::default() }
@@ -56,12 +56,12 @@ impl Metrics {
         self.bulkheads.get(bulkhead)
     }
 
-    /// Stores the used share of a stream.
+    /// Sets the fraction of a stream's maximum size that is in use.
     pub(crate) fn set_stored(&self, stream: &'static str, ratio: f64) {
         self.stored.lock().unwrap_or_else(PoisonError::into_inner).insert(stream, ratio);
     }
 
-    /// Writes all metrics in the text format of OpenMetrics. Names of bulkheads need no escaping.
+    /// Formats all metrics as OpenMetrics text. Bulkhead names need no escaping.
     pub(crate) fn text(&self, clock_offset_seconds: f64) -> String {
         let mut text = String::new();
         for (name, kind, help, number) in FAMILIES {

@@ -1,4 +1,5 @@
-//! Permits for jobs of one bulkhead. Lanes wait for permits in turn. The number of permits follows the supervisor.
+//! Permits for the jobs of one bulkhead. The number of permits follows that of the supervisor. Lanes get
+//! permits in the order of their requests.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +18,7 @@ pub(crate) struct Permits {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
-    /// Permits to remove as soon as they are returned.
+    /// Number of permits to remove when they are returned.
     surplus: usize,
 }
 
@@ -37,7 +38,7 @@ impl Permits {
         Self { semaphore, state: Arc::default(), in_use: Arc::default(), freed: Arc::default() }
     }
 
-    /// Changes the number of permits. Permits in use above the new number are removed when they are returned.
+    /// Sets the number of permits. Surplus permits that are in use are removed when they are returned.
     pub(crate) fn resize(&self, limit: usize) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if limit > state.limit {
@@ -57,13 +58,13 @@ impl Permits {
         self.semaphore.available_permits()
     }
 
-    /// Returns the number of all permits, and the number of permits in use.
+    /// Returns the total number of permits, and the number of permits in use.
     pub(crate) fn numbers(&self) -> (usize, usize) {
         let limit = self.state.lock().unwrap_or_else(PoisonError::into_inner).limit;
         (limit, self.in_use.load(Ordering::Relaxed))
     }
 
-    /// Waits for a permit. Waiters are served in the order of their calls.
+    /// Waits for a permit. Waiters get permits in the order of their calls.
     pub(crate) async fn acquire(&self) -> Permit {
         // The semaphore is never closed.
         let permit = self.semaphore.clone().acquire_owned().await.ok();
@@ -72,7 +73,7 @@ impl Permits {
         Permit { permit, state: self.state.clone(), in_use: self.in_use.clone(), freed: self.freed.clone() }
     }
 
-    /// Waits until a permit was returned, or a waiting job got one.
+    /// Waits until a permit is returned, or until a waiter gets one.
     pub(crate) async fn until_moved(&self) {
         self.freed.notified().await;
     }
@@ -81,7 +82,8 @@ impl Permits {
 impl Drop for Permit {
     fn drop(&mut self) {
         self.in_use.fetch_sub(1, Ordering::Relaxed);
-        // The semaphore gets the permit at the end of this function; a waiter runs later, or asks again after a pause.
+        // The semaphore gets the permit back at the end of this function, so a waiter that runs earlier finds
+        // no permit and tries again after a pause.
         self.freed.notify_waiters();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.surplus > 0 {

@@ -1,5 +1,5 @@
-//! Presence of this agent in the key-value bucket, which expires without renewal. The same writes measure the offset of
-//! the clock.
+//! Publishes the presence of this agent in a key-value bucket whose entries expire. The same writes measure
+//! the offset of the clock.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use crate::decide::Timestamp;
 use crate::names::{AGENTS, escape};
 use crate::server::messages::{Published, publish, read_last};
 
-/// Interval between writes, a third of the time for which presence is believed.
+/// Interval between renewals, a third of the expiry time.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Clock offset that is reported, in seconds.
+/// Minimum clock offset that is logged, in seconds.
 const OFFSET_SECONDS_MAX: f64 = 1.0;
 
 /// Renews the presence of this agent.
@@ -38,7 +38,7 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
     }
 }
 
-/// Writes the presence. Returns the time of the server between two readings of the own clock.
+/// Renews the presence. Returns the server's time, with the local times before and after the request.
 async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Timestamp)> {
     let before = own_time();
     let body = document(shared).to_string().into();

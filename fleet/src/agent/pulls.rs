@@ -1,5 +1,6 @@
-//! Pulls of one lane. Each pull asks for as many messages as there are free permits, and one more, ends after five
-//! seconds, and is given up without heartbeats. Endless pulls can stall after a change of the leader.
+//! Pulls the messages of one lane. Each pull requests one message more than there are free permits, and
+//! expires after five seconds. If heartbeats fail to arrive, the pull is abandoned. Pulls without an expiry
+//! can stall after a leader change.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,17 +21,17 @@ use crate::names::{JOBS, consumer, parse_job_subject};
 
 /// Duration of one pull.
 const PULL_TIME: Duration = Duration::from_secs(5);
-/// Interval of heartbeats during a pull without messages.
+/// Interval between heartbeats during an idle pull.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Silence after which a pull is given up.
+/// Time without a heartbeat after which a pull is abandoned.
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
-/// Pause after a failed pull.
+/// Delay after a failed pull.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Longest pause between checks for free permits.
+/// Maximum interval between checks for free permits.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
-/// Maximum number of messages of one pull.
+/// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
-/// Status of a pull that ended without more messages.
+/// Status of an expired pull.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
@@ -40,12 +41,12 @@ struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,
     consumer: String,
-    /// Number of messages that wait for a permit.
+    /// Number of pulled messages that wait for a permit.
     waiting: Arc<AtomicUsize>,
     dispatch: mpsc::Sender<Delivered>,
 }
 
-/// Takes jobs of one lane until the agent ends.
+/// Pulls the jobs of one lane until the agent stops.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, index: u8) {
     let waiting = Arc::new(AtomicUsize::new(0));
     let (dispatch, received) = mpsc::channel(2 * BATCH_MAX);
@@ -67,7 +68,7 @@ impl Lane {
         }
     }
 
-    /// Pulls until the subscription ends.
+    /// Pulls messages until the subscription must be renewed.
     async fn pull_into(&self, inbox: &str, subscriber: &mut Subscriber) {
         loop {
             self.served.gate.until_open().await;
@@ -90,7 +91,7 @@ impl Lane {
         }
     }
 
-    /// Returns the number of messages to ask for: this lane's part of the free permits, and one more.
+    /// Returns the number of messages to request: this lane's share of the free permits, plus one.
     fn batch(&self) -> usize {
         let part = self.served.permits.free() / usize::from(self.served.settings.lanes);
         (part + 1).saturating_sub(self.waiting.load(Ordering::Relaxed)).min(BATCH_MAX)
@@ -102,10 +103,10 @@ impl Lane {
         while left > 0 {
             let next = tokio::select! {
                 next = tokio::time::timeout(SILENCE_MAX, subscriber.next()) => next,
-                // The server still has the pull. Without a subscription, the server drops the pull.
+                // The pull is still pending on the server. Dropping the subscription cancels the pull.
                 () = self.served.gate.until_closed() => return false,
             };
-            // Without heartbeats the leader has changed, or the connection is broken.
+            // The heartbeats stopped, because the leader has changed or the connection is broken.
             let Ok(Some(message)) = next else { return false };
             match message.status.map(|status| status.as_u16()) {
                 None => {
@@ -141,8 +142,8 @@ impl Lane {
         }
     }
 
-    /// Reads the properties of a delivered message. Returns `None` for a subject that no tenant's name can produce. The
-    /// server then delivers the message again until an operator removes the message.
+    /// Reads the properties of a delivered message. Returns `None` if the subject is not a valid job subject.
+    /// In that case, the server keeps redelivering the message until an operator removes it.
     fn read(&self, message: Message) -> Option<Delivered> {
         let reply = message.reply.clone()?;
         let names = parse_job_subject(&message.subject)?;
@@ -159,7 +160,7 @@ impl Lane {
     }
 }
 
-/// Runs each received job as soon as there is a permit. Lanes wait in turn.
+/// Runs each received job as soon as a permit is free. Lanes get permits in turn.
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,

@@ -1,4 +1,4 @@
-//! Performs the actions of one [`Handling`].
+//! Performs the actions of a [`Handling`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,25 +27,25 @@ use crate::server::messages::{Published, publish};
 /// A delivered message with its properties.
 pub(crate) struct Delivered {
     pub(crate) message: decide::Message,
-    /// Bulkhead and tenant, by the subject.
+    /// Bulkhead and tenant, taken from the subject.
     pub(crate) names: (String, String),
     pub(crate) reply: Subject,
     pub(crate) content: Message,
 }
 
-/// A job in work.
+/// A job that is being processed.
 struct Run {
     shared: Arc<Shared>,
     served: Arc<Served>,
     options: JobOptions,
-    /// The reason if the message is not a valid job.
+    /// Validation error, if the message is not a valid job.
     invalid: Option<String>,
     sequence: u64,
     ledger: String,
     content: Message,
 }
 
-/// Handles a message to its end.
+/// Processes a message until its handling is done.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
@@ -70,7 +70,7 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
     Terms { bulkhead: served.name.clone(), deadline, is_idempotent: options.is_idempotent }
 }
 
-/// Asks the server to deliver a message again, to any agent.
+/// Negatively acknowledges a message, so that the server delivers it again to any agent after `delay`.
 pub(crate) async fn give_back(shared: &Shared, delivered: &Delivered, delay: Duration) {
     let sequence = delivered.message.stream_sequence;
     negative(shared, sequence, delay).await;
@@ -81,7 +81,7 @@ async fn negative(shared: &Shared, sequence: u64, delay: Duration) {
     let Some(reply) = shared.held.reply(sequence) else { return };
     let nanos = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
     let body = format!("-NAK {}", json!({"delay": nanos}));
-    // Without it the server delivers the message again after `ack_wait`.
+    // If this request is lost, the server redelivers the message after `ack_wait`.
     let _ = shared.client.publish(reply, body.into()).await;
 }
 
@@ -142,14 +142,14 @@ impl Run {
         attempt_end(job.send().await)
     }
 
-    /// Publishes the notice, and stores the dead letter if the job needs one. Returns false if the dead letter may not
-    /// be stored.
+    /// Publishes the notice, and stores the dead letter if the job needs one. Returns false if the dead
+    /// letter was not stored.
     async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
         let JobOptions { tenant, id, bulkhead, .. } = &self.options;
         if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {
             return false;
         }
-        // A lost notice only delays the submitter until its next read.
+        // If the notice is lost, the submitter learns of the outcome at its next read.
         let _ = self.shared.client.publish(told_subject(tenant, id), Bytes::new()).await;
         true
     }
@@ -159,13 +159,13 @@ impl Run {
         headers.insert(format::OUTCOME, format::outcome_text(&ending.outcome));
         let mut payload = self.content.payload.clone();
         loop {
-            // An existing letter is of the same job.
+            // An existing dead letter belongs to the same job.
             let published =
                 publish(&self.shared.client, subject.clone(), headers.clone(), payload.clone(), Some(0))
                     .await;
             match published {
                 Published::Stored(_) | Published::Conflict(_) => return true,
-                // Only the payload can be too large: the record above is more important.
+                // Stores the dead letter without the payload, which is the only part that can be too large.
                 Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
                 other => {
                     tracing::warn!("a dead letter was not stored: {other:?}; trying again");

@@ -1,4 +1,4 @@
-//! The supervisor of this host: its jobs socket, and its state by the admin API.
+//! Connects to the supervisor of this host, and polls its state over the admin API.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -15,11 +15,11 @@ use super::Shared;
 
 /// Interval between polls of the admin API.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval between polls while the supervisor does not answer.
+/// Interval between polls while the supervisor does not respond.
 const POLL_INTERVAL_DOWN: Duration = Duration::from_millis(250);
-/// Maximum time for an answer of the admin API.
+/// Maximum time to wait for a response of the admin API.
 const POLL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum size of an answer, in bytes.
+/// Maximum size of a response, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// The supervisor of this host.
@@ -35,8 +35,8 @@ impl Supervisor {
         Self { socket, admin, client: OnceLock::new() }
     }
 
-    /// Returns the client of the jobs socket, once it has connected for the first time. Later the client connects
-    /// again by itself.
+    /// Returns the client of the jobs socket, or `None` until it has first connected. Afterwards, the client
+    /// reconnects automatically.
     pub(crate) fn client(&self) -> Option<&Client> {
         self.client.get()
     }
@@ -70,7 +70,8 @@ impl Supervisor {
     }
 }
 
-/// Follows the state of the supervisor: opens the gates of bulkheads that accept jobs, and resizes their permits.
+/// Polls the supervisor. Opens the gates of the bulkheads that accept jobs, and adjusts the number of their
+/// permits.
 pub(crate) async fn poll(shared: Arc<Shared>) {
     let supervisor = &shared.supervisor;
     let mut was_reachable = true;
@@ -96,7 +97,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
 }
 
 fn apply(shared: &Shared, snapshots: &[Snapshot]) {
-    // Without the offset of the clock, the first jobs could miss deadlines that have not passed.
+    // Until the clock offset is known, jobs could be rejected although their deadlines have not passed.
     let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
     for served in shared.bulkheads.values() {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);

@@ -1,4 +1,5 @@
-//! Watches the streams: stops pulls before the ledger is full, because a full ledger would refuse outcomes too.
+//! Monitors the streams. Stops pulling jobs before the ledger is full, because a full ledger would also
+//! refuse outcomes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,10 +12,10 @@ use crate::names::{DEAD, JOBS, LEDGER, bulkhead_filter};
 use crate::server::messages::api;
 
 const INTERVAL: Duration = Duration::from_secs(2);
-/// Used share of the ledger from which no jobs are taken.
+/// Fraction of the ledger's maximum size at which the agent stops pulling jobs.
 const LEDGER_RATIO_MAX: f64 = 0.9;
 
-/// Watches the streams until the agent ends.
+/// Monitors the streams until the agent stops.
 pub(crate) async fn run(shared: Arc<Shared>) {
     loop {
         for stream in [JOBS, LEDGER, DEAD] {

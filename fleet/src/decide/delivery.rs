@@ -1,4 +1,4 @@
-//! The decision at the delivery of a message, by the record of the job.
+//! Decides what to do with a delivered message, depending on the job's record.
 
 use std::time::Duration;
 
@@ -11,31 +11,31 @@ use crate::record::{Ending, Phase, Stored};
 /// The next step for a delivered message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Next {
-    /// Claims the job, then submits the job to the supervisor.
+    /// Claim the job, then submit the job to the supervisor.
     Claim {
-        /// Expected sequence of the current record, 0 if there must be none.
+        /// Expected sequence number of the current record; 0 if there must be none.
         expects: u64,
-        /// Number of attempts, the new one included.
+        /// Number of attempts, including the new one.
         attempts: u32,
         /// Outcome of the previous attempt.
         previous: Option<Outcome>,
     },
-    /// Records an outcome without running the job.
+    /// Record an outcome without running the job.
     Decide {
-        /// Expected sequence of the current record, 0 if there must be none.
+        /// Expected sequence number of the current record; 0 if there must be none.
         expects: u64,
         /// Number of counted attempts.
         attempts: u32,
-        /// The end of the job.
+        /// Outcome of the job.
         ending: Ending,
     },
-    /// Leaves the job to its holder, and asks the server for another delivery after the delay.
+    /// Leave the job to the agent that holds it, and request redelivery after the delay.
     Leave(Duration),
-    /// Repeats what follows a decision: notice, dead letter, acknowledgement.
+    /// Repeat the steps after the decision: notice, dead letter and acknowledgement.
     Finish(Ending),
 }
 
-/// Decides about a delivered message.
+/// Returns the next step for a delivered message.
 pub fn decide(
     message: &Message,
     terms: &Terms,
@@ -70,8 +70,8 @@ pub fn decide(
     }
 }
 
-/// Returns true if the holder of a claim is lost. The first later delivery is left to the holder, because after an
-/// outage of the servers every message is delivered again although all holders live.
+/// Returns true if the agent that holds the claim is considered lost. The first redelivery does not count,
+/// because after an outage of the servers all messages are redelivered although their agents are alive.
 fn is_lost(claimed: u64, delivered: u64, rules: &Rules) -> bool {
     let later = if rules.faults.takes_over_at_first_redelivery { 1 } else { 2 };
     delivered >= claimed + later
@@ -107,7 +107,7 @@ pub fn host_lost(terms: &Terms, attempts: u32) -> Outcome {
     outcome(terms, Verdict::Crashed { reason: CrashReason::HostLost, status: None, message }, attempts)
 }
 
-/// Creates an outcome that no supervisor reported.
+/// Creates an outcome for a job whose supervisor reported none.
 pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome {
     Outcome {
         retryable: verdict.is_retryable(terms.is_idempotent),
@@ -126,7 +126,7 @@ pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome
     }
 }
 
-/// Returns true if an attempt may have begun, according to its outcome.
+/// Returns true if the job may have begun in an attempt with this outcome.
 pub(crate) fn may_have_begun(outcome: &Outcome) -> bool {
     outcome.verdict.executed() != Executed::No
 }

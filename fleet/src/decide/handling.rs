@@ -1,4 +1,4 @@
-//! The handling of one delivered message, from the first read of the ledger to the acknowledgement.
+//! The handling of one delivered message, from the first ledger read to the acknowledgement.
 
 use std::time::Duration;
 
@@ -9,38 +9,39 @@ use super::outcome::{self, AttemptEnd, Claim, Consequence};
 use super::{Message, Rules, Terms, Timestamp};
 use crate::record::{Ending, Phase, Record, Stored};
 
-/// Delay before a failed request to the server is repeated, the first time.
+/// Delay before the first retry of a failed request to the server.
 const REPEAT_DELAY_MIN: Duration = Duration::from_millis(100);
-/// Longest delay before a failed request to the server is repeated.
+/// Maximum delay between retries of a failed request to the server.
 const REPEAT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// A write to the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Write {
-    /// Expected sequence of the current record, 0 if there must be none. `None` only for a planted fault.
+    /// Expected sequence number of the current record; 0 if there must be none. `None` only for an injected
+    /// fault.
     pub expects: Option<u64>,
     /// The record to write.
     pub record: Record,
 }
 
-/// A request of the handling to the agent.
+/// An action that the agent must perform.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Reads the record of the job. Answered by [`Event::Read`].
+    /// Reads the record of the job. The result is [`Event::Read`].
     Read,
-    /// Writes a record. Answered by [`Event::Written`].
+    /// Writes a record. The result is [`Event::Written`].
     Write(Write),
-    /// Submits the job to the supervisor with the remaining time. Answered by [`Event::Ended`].
+    /// Submits the job to the supervisor with the remaining time. The result is [`Event::Ended`].
     Submit(Duration),
-    /// Publishes the notice that the job is decided, and writes the dead letter if `is_dead`. Answered by
+    /// Publishes a notice that the job has an outcome, and writes the dead letter if `is_dead`. The result is
     /// [`Event::Announced`].
     Announce {
-        /// The end of the job.
+        /// Outcome of the job.
         ending: Ending,
         /// True if the job needs a dead letter.
         is_dead: bool,
     },
-    /// Acknowledges the message and waits for the confirmation. Answered by [`Event::Acknowledged`].
+    /// Acknowledges the message and waits for the confirmation. The result is [`Event::Acknowledged`].
     Acknowledge,
 }
 
@@ -48,61 +49,62 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "a job has about seven steps, each moved once")]
 pub enum Step {
-    /// Performs the action, after the delay.
+    /// Perform the action after the delay.
     Do(Action, Duration),
-    /// Ends the handling.
+    /// The handling is done.
     Done(Conclusion),
 }
 
-/// The end of a handling.
+/// The result of a handling.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Conclusion {
     /// The job is decided and the message acknowledged.
     Decided,
-    /// The job was decided earlier.
+    /// The job had already been decided.
     Repeated,
-    /// The job was returned. The server delivers the message again after the delay.
+    /// The job was returned. The server redelivers the message after the delay.
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// True if the agent must not take further jobs of the bulkhead during the delay.
+        /// True if the agent must stop pulling jobs of the bulkhead during the delay.
         pauses_pulls: bool,
     },
-    /// Another agent holds the job. With a delay, the server is asked to deliver the message again.
+    /// Another agent holds the job. If there is a delay, redelivery of the message was requested.
     Left(Option<Duration>),
-    /// Another agent took over the job during the attempt. The outcome is dropped.
+    /// Another agent took over the job during the attempt. The outcome was discarded.
     Fenced,
 }
 
 /// The result of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteResult {
-    /// The record was stored with this sequence.
+    /// The record was stored with this sequence number.
     Stored(u64),
-    /// The current record has this sequence, which is not the expected one (error 10071).
+    /// The current record has this sequence number, which is not the expected one (error 10071).
     Conflict(u64),
-    /// Another write to the same record is in process (error 10164).
+    /// Another write to the same record is pending (error 10164).
     Pending,
-    /// There was no answer, or another error. The record may have been stored.
+    /// The server did not respond, or returned another error. The record may have been stored.
     Unknown,
 }
 
 /// The result of a requested action.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// The record, which may be out of date. `Err` if the server did not answer.
+    /// The record, which may be stale. `Err` if the server did not respond.
     Read(Result<Option<Stored>, ()>),
     /// The result of a write.
     Written(WriteResult),
-    /// The end of the attempt.
+    /// The attempt has ended.
     Ended(AttemptEnd),
-    /// The result of the notice and the dead letter. `false` if the dead letter may not be stored.
+    /// True if the notice was published and any dead letter was stored; false if the dead letter was not
+    /// stored.
     Announced(bool),
     /// The result of the acknowledgement.
     Acknowledged,
 }
 
-/// The step after a successful write.
+/// The step that follows a successful write.
 #[derive(Clone, Debug, PartialEq)]
 enum Purpose {
     Claim(Claim),
@@ -113,13 +115,13 @@ enum Purpose {
 #[derive(Clone, Debug, PartialEq)]
 enum State {
     Reading,
-    /// Writes until the record has the nonce of this write, or the write is refused.
+    /// Repeats the write until the record has the nonce of this write, or until the write is refused.
     Writing {
         write: Write,
         purpose: Purpose,
         is_own: bool,
     },
-    /// Reads until the record has the sequence of the conflict or a later one.
+    /// Repeats the read until the record has the sequence number of the conflict or a later one.
     Confirming {
         write: Write,
         purpose: Purpose,
@@ -135,7 +137,7 @@ enum State {
         conclusion: Conclusion,
     },
     Acknowledging(Conclusion),
-    /// Only with the planted fault `acknowledges_before_record`.
+    /// Used only with the injected fault `acknowledges_before_record`.
     AcknowledgingEarly {
         ending: Ending,
         attempts: u32,
@@ -144,7 +146,7 @@ enum State {
     Over,
 }
 
-/// The handling of one delivered message. Performs one action at a time.
+/// State machine for one delivered message. Requests one action at a time.
 #[derive(Clone, Debug)]
 pub struct Handling {
     message: Message,
@@ -152,7 +154,7 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
-    /// Number of writes, which makes the nonce of each write unique.
+    /// Number of writes so far. Makes the nonce of each write unique.
     writes: u32,
     /// Number of consecutive failures of the current request.
     failures: u32,
@@ -161,8 +163,8 @@ pub struct Handling {
 }
 
 impl Handling {
-    /// Begins to handle a message. `nonce` is unique among all handlings of all agents, and `jitter` a random number
-    /// from 0 to 1. Returns the first step too.
+    /// Creates the handling of a message, and returns the first step. `nonce` must be unique among all
+    /// handlings of all agents. `jitter` is a random number from 0 to 1.
     pub fn begin(
         message: Message,
         terms: Terms,
@@ -176,7 +178,7 @@ impl Handling {
         (own, Step::Do(Action::Read, Duration::ZERO))
     }
 
-    /// Returns true while the job is submitted, or about to be.
+    /// Returns true from the decision to submit the job until the attempt has ended.
     pub fn is_running(&self) -> bool {
         matches!(self.state, State::Running { .. })
     }
@@ -269,8 +271,8 @@ impl Handling {
         }
     }
 
-    /// Finds out who wrote the record that was in the way. Direct reads can be out of date, so that only a record with
-    /// the sequence of the conflict or a later one counts.
+    /// Determines which agent wrote the conflicting record. Ignores records older than the conflict, because
+    /// direct reads can be stale.
     fn confirmed(
         &mut self,
         write: Write,
@@ -333,7 +335,7 @@ impl Handling {
         }
     }
 
-    /// Writes the outcome of an own attempt over the own claim.
+    /// Writes the outcome of this agent's attempt over its claim.
     fn record_ending(&mut self, ending: Ending, attempts: u32, sequence: u64) -> Step {
         let phase = Phase::Decided(ending.clone());
         self.write(Some(sequence), attempts, phase, Purpose::Decide(ending), true)
@@ -363,17 +365,18 @@ impl Handling {
     }
 }
 
-/// Returns the conclusion of a refused write. `is_own` is true for the outcome of an own attempt.
+/// Returns the conclusion of a refused write. `is_own` is true if the write contained the outcome of this
+/// agent's attempt.
 fn refused(is_own: bool) -> Conclusion {
     if is_own { Conclusion::Fenced } else { Conclusion::Left(None) }
 }
 
-/// Returns true if the end of a job needs a dead letter.
+/// Returns true if a job with this outcome needs a dead letter.
 fn is_dead(ending: &Ending) -> bool {
     !matches!(ending.outcome.verdict, Verdict::Ok | Verdict::Cancelled { .. })
 }
 
 impl AttemptEnd {
-    /// The end of an attempt that was not sent to the supervisor.
+    /// End of an attempt whose job was not sent to the supervisor.
     pub const NOT_SENT: Self = Self::Disconnected { executed: Executed::No };
 }

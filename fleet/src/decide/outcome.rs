@@ -1,4 +1,4 @@
-//! The decision at the end of an attempt, by the outcome that the supervisor reported.
+//! Decides what to do after an attempt, depending on the outcome that the supervisor reported.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::delivery::{host_lost, may_have_begun, outcome};
 use super::{Message, RETURN_DELAY_MAX, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::Ending;
 
-/// The end of an attempt, as the agent saw it.
+/// The way in which an attempt ended.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
 pub enum AttemptEnd {
@@ -18,7 +18,7 @@ pub enum AttemptEnd {
     Reported(Ending),
     /// The connection to the supervisor failed.
     Disconnected {
-        /// Certainty about whether the job began.
+        /// Whether the job had begun.
         executed: Executed,
     },
 }
@@ -26,31 +26,31 @@ pub enum AttemptEnd {
 /// The claim under which an attempt ran.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
-    /// Number of counted attempts, the ended one included.
+    /// Number of counted attempts, including the ended one.
     pub attempts: u32,
     /// Outcome of the previous attempt.
     pub previous: Option<Outcome>,
 }
 
-/// The consequence of an outcome.
+/// The consequence of an attempt's outcome.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Consequence {
-    /// The job has ended.
+    /// The outcome is final.
     Decide(Ending),
     /// The job waits for another attempt.
     Return {
         /// Number of counted attempts.
         attempts: u32,
-        /// Outcome to report if there is no further attempt.
+        /// Outcome to report if no further attempt takes place.
         previous: Outcome,
-        /// Delay before the next delivery.
+        /// Delay before the message is redelivered.
         delay: Duration,
-        /// True if the agent must not take further jobs of the bulkhead during the delay.
+        /// True if the agent must stop pulling jobs of the bulkhead during the delay.
         pauses_pulls: bool,
     },
 }
 
-/// Decides about an ended attempt. `jitter` is a random number from 0 to 1.
+/// Returns the consequence of an attempt. `jitter` is a random number from 0 to 1.
 pub fn decide(
     message: &Message,
     terms: &Terms,
@@ -88,12 +88,13 @@ pub fn decide(
     }
 }
 
-/// Returns true if a rejection says nothing about the job, so that another host or a later time may accept the job.
+/// Returns true for rejections that do not depend on the job, so that another host or a later attempt may
+/// accept the job.
 fn is_returned(reason: RejectReason) -> bool {
     reason.is_retryable() || reason == RejectReason::NotFound
 }
 
-/// Returns true if another attempt of an idempotent job may end differently.
+/// Returns true if another attempt of an idempotent job can have a different outcome.
 fn is_repeated(outcome: &Outcome) -> bool {
     match &outcome.verdict {
         Verdict::Failed(failure) => failure.retryable,
@@ -102,7 +103,7 @@ fn is_repeated(outcome: &Outcome) -> bool {
     }
 }
 
-/// Returns a job that did not begin. The attempt does not count.
+/// Returns a job that did not begin to the queue. The attempt does not count.
 fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
@@ -117,7 +118,7 @@ fn not_sent(terms: &Terms) -> Outcome {
     outcome(terms, Verdict::Rejected { reason: RejectReason::Unavailable, message }, 0)
 }
 
-/// Replaces a result that the server would reject.
+/// Replaces a result that is too large for the server with an error.
 fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
     if bytes <= max {
@@ -135,8 +136,8 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     Ending { outcome: Outcome { verdict, retryable, ..ending.outcome }, payload: Bytes::new() }
 }
 
-/// Adds the history of earlier attempts. If the last attempt did not begin, the outcome of an earlier attempt that may
-/// have begun counts. The outcome must not deny that the job may have run.
+/// Adds the history of earlier attempts. If the last attempt did not begin, uses the outcome of an earlier
+/// attempt that may have begun, because the final outcome must not claim that the job never ran.
 fn with_history(claim: &Claim, ending: Ending) -> Ending {
     let Some(previous) = &claim.previous else { return ending };
     if !may_have_begun(&ending.outcome) && may_have_begun(previous) {
@@ -146,13 +147,14 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay before the attempt after `attempts`: one second, doubled with each attempt.
+/// Returns the delay before the attempt after `attempts`, which starts at one second and doubles with each
+/// attempt.
 fn backoff(attempts: u32, jitter: f64) -> Duration {
     let doublings = attempts.saturating_sub(1).min(6);
     with_jitter((Duration::from_secs(1) * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
 }
 
-/// Adds up to a fifth, so that returned jobs do not come back all at once.
+/// Adds random jitter of up to a fifth, so that returned jobs are not all redelivered at once.
 fn with_jitter(delay: Duration, jitter: f64) -> Duration {
     delay.mul_f64(1.0 + 0.2 * jitter.clamp(0.0, 1.0))
 }

@@ -1,4 +1,4 @@
-//! Each row of the tables of decisions.
+//! Tests each row of the decision tables.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use crate::record::{Ending, Phase, Record, Stored};
 const ACK_WAIT: Duration = Duration::from_secs(10);
 const HOST_LOST_AFTER: Duration = Duration::from_secs(20);
 const PUBLISHED: Duration = Duration::from_secs(1_000_000);
-/// A moment before the deadline.
+/// A time before the deadline.
 const IN_TIME: Duration = Duration::from_secs(1_000_010);
-/// A moment after the deadline.
+/// A time after the deadline.
 const LATE: Duration = Duration::from_secs(1_000_060);
 
 fn rules() -> Rules {
@@ -245,7 +245,7 @@ fn later_rejection_does_not_deny_an_earlier_run() {
     assert!(matches!(&returned, Consequence::Return { attempts: 1, previous, .. } if *previous == crashed()));
 }
 
-/// Begins a handling, and applies events up to the submission under the claim with sequence 1.
+/// Returns a handling whose job was submitted under a claim with sequence number 1.
 fn submitted() -> Handling {
     let (mut handling, step) =
         Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
@@ -257,7 +257,7 @@ fn submitted() -> Handling {
     handling
 }
 
-/// Ends the attempt of a submitted job, and returns the write of the outcome.
+/// Completes the attempt of a submitted job, and returns the write of its outcome.
 fn outcome_write(handling: &mut Handling) -> Write {
     let end = AttemptEnd::Reported(ending(verdict(Verdict::Ok)));
     let step = handling.apply(Event::Ended(end), IN_TIME);

@@ -43,7 +43,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     })
 }
 
-/// Drains the agent. A second signal ends the wait.
+/// Drains the agent. A second signal stops the agent at once.
 async fn stop_with(
     stop: tokio::sync::oneshot::Sender<()>,
     running: std::pin::Pin<&mut impl Future<Output = Result<(), AgentError>>>,
@@ -61,7 +61,7 @@ async fn stop_with(
 fn start_log() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,async_nats=error"));
-    // A subscriber that exists already is one of a test.
+    // Fails only if a test has already installed a subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())

@@ -52,6 +52,12 @@ pub(crate) enum Command {
     ///
     /// Submits a hundred jobs and kills one agent in the middle. Shows that each job has exactly one outcome.
     Try(Try),
+    /// Write man pages
+    Man {
+        /// Target directory; created if missing
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+    },
 }
 
 #[derive(Debug, clap::Args)]

@@ -5,28 +5,18 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use bulkhead_api::JobOutcome;
+pub(crate) use bulkhead_api::exit;
 use bulkhead_api::text::{escape, escape_json};
 use bulkhead_client::{Executed, JobError, Reply};
 use bulkhead_fleet::FleetError;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// Exit codes other than those of outcomes.
-pub(crate) mod exit {
-    pub(crate) const OK: u8 = 0;
-    pub(crate) const FAILED: u8 = 1;
-    pub(crate) const USAGE: u8 = 2;
-    pub(crate) const NOT_FOUND: u8 = 66;
-    pub(crate) const UNREACHABLE: u8 = 69;
-    pub(crate) const OUTPUT_FAILED: u8 = 74;
-    pub(crate) const CANCELLED: u8 = 130;
-}
-
-/// The reason for an early end of the program.
+/// The reason why the program exits early.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// `None` if the reader of the output has gone.
+    /// `None` if the reader of the output has closed the pipe.
     message: Option<String>,
 }
 
@@ -55,16 +45,9 @@ impl Failure {
     }
 }
 
-/// Writes bytes to standard output. A reader that has gone ends the program silently.
+/// Writes bytes to standard output. Exits silently if the reader has closed the pipe.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    let written = standard_output::get().and_then(|out| {
-        let mut out = out.lock();
-        out.write_all(bytes).and_then(|()| out.flush())
-    });
-    written.map_err(|error| match error.kind() {
+    standard_output::write(bytes).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },
         _ => Failure::new(exit::OUTPUT_FAILED, format!("failed to write to standard output: {error}")),
     })
@@ -85,7 +68,7 @@ pub(crate) fn to_stderr(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Writes a payload to a file, or to standard output for `-` and without a file.
+/// Writes a payload to `file`. Writes to standard output if `file` is `-` or `None`.
 pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> {
     match file.filter(|file| *file != Path::new("-")) {
         Some(file) => std::fs::write(file, bytes).map_err(|error| {
@@ -95,7 +78,7 @@ pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> 
     }
 }
 
-/// Describes the end of a job in one line.
+/// Returns a one-line description of a job's result.
 pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     let text = match result {
         Ok(reply) => {
@@ -106,7 +89,7 @@ pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     format!("{}, id {}", escape(&text).replace('\n', "\\n"), escape(id))
 }
 
-/// Formats the end of a job as a flat object, with the fields of `bulkhead submit --json` and the id.
+/// Returns a job's result as a flat JSON object, with the id and the fields of `bulkhead submit --json`.
 pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, FleetError>) -> Value {
     let document = match result {
         Ok(reply) => {
@@ -144,7 +127,7 @@ fn without_outcome(bulkhead: &str, outcome: &'static str, message: &str, execute
     }
 }
 
-/// Returns the exit code of a job's end.
+/// Returns the exit code for a job's result.
 pub(crate) fn code(result: &Result<Reply, FleetError>) -> u8 {
     result.as_ref().map_or_else(FleetError::exit_code, |_| exit::OK)
 }

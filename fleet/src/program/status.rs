@@ -53,7 +53,7 @@ fn agent_rows(agent: &Value) -> Vec<Vec<String>> {
     bulkheads.map(row).collect()
 }
 
-/// Prints a table without lines.
+/// Prints a table without borders.
 pub(crate) fn print_table(header: &[&str], rows: impl Iterator<Item = Vec<String>>) -> Result<(), Failure> {
     let mut table = Table::new();
     table

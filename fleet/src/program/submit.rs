@@ -1,4 +1,4 @@
-//! `submit` and `result`: jobs of a submitter.
+//! The commands `submit` and `result`.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -16,7 +16,7 @@ use serde_json::json;
 use super::args::{ResultOf, Submit};
 use super::output::{self, Failure, exit};
 
-/// Runs `submit`. Returns the exit code of the first job that was not `ok`, otherwise 0.
+/// Runs `submit`. Returns the exit code of the first job that did not end `ok`, or 0 if all did.
 pub(crate) async fn run(settings: &Settings, submit: &Submit, is_json: bool) -> Result<u8, Failure> {
     let (payload, fleet) = match prepare(settings, submit).await {
         Ok(prepared) => prepared,
@@ -70,7 +70,7 @@ struct Run<'a> {
     is_json: bool,
     /// Index of the next job.
     next: Cell<u64>,
-    /// Index and exit code of the first job that was not `ok`.
+    /// Index and exit code of the first job that did not end `ok`.
     first_failure: Cell<Option<(u64, u8)>>,
 }
 
@@ -138,7 +138,7 @@ fn job(fleet: &Fleet, submit: &Submit, payload: &[u8]) -> FleetJob {
     job
 }
 
-/// Prints the end of a job. Returns its exit code.
+/// Prints the result of a job. Returns its exit code.
 fn print(
     bulkhead: &str,
     id: &str,
@@ -157,7 +157,7 @@ fn print(
         Err(_) => None,
     };
     match payload {
-        // With JSON, standard output has nothing else.
+        // With JSON, standard output contains nothing else.
         Some(payload) if !is_json || file.is_some() => output::payload(file, payload)?,
         _ => {}
     }
@@ -168,7 +168,7 @@ fn print(
 pub(crate) async fn result(settings: &Settings, of: &ResultOf, is_json: bool) -> Result<u8, Failure> {
     let fleet = Fleet::connect_with(&settings.nats, &settings.streams).await.map_err(Failure::unreachable)?;
     let tenant = of.tenant.clone().or_else(|| settings.nats.tenant.clone()).unwrap_or_default();
-    // One read, even without a wait.
+    // Reads the ledger at least once, even if `wait` is zero.
     let result = fleet.result(&tenant, &of.id, of.wait.max(Duration::from_millis(1))).await;
     print("", &of.id, &result, of.output.as_deref(), is_json)
 }

@@ -1,4 +1,4 @@
-//! `try`: a whole fleet in a temporary folder, which loses a host in the middle of a hundred jobs.
+//! `try`: runs a whole fleet in a temporary folder, and kills an agent while a hundred jobs run.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, TcpListener};
@@ -19,10 +19,11 @@ const JOBS: usize = 100;
 const KILLED_AFTER: usize = 40;
 /// Maximum time for the start of each part.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
-/// Version that the message recommends.
+/// Server version that the error message recommends.
 const VERSION: &str = "2.12.8";
 
-/// The supervisor's configuration. Each job adds a line to `begun`, so that every run is counted.
+/// Configuration of the supervisor. Each job appends a line to the file `begun`, so that every run is
+/// counted.
 const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n\
     [bulkhead.demo]\nexec = [\"sh\", \"-c\", \"read id; echo $id >> begun; sleep 0.2; echo done $id\"]\n\
     cwd = \".\"\nmax_in_flight = 4\nmax_queue = 100\n[bulkhead.demo.sandbox]\nprofile = \"none\"\n";
@@ -37,7 +38,7 @@ pub(crate) async fn run(options: &Try) -> Result<u8, Failure> {
     demo.submit_all().await
 }
 
-/// Finds the server's program, and checks that it runs.
+/// Returns the path of the server's executable, after checking that it runs.
 async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     let program = options.server.clone().unwrap_or_else(|| "nats-server".into());
     let output = Command::new(&program).arg("--version").output().await;
@@ -63,12 +64,12 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     }
 }
 
-/// The processes of the demonstration, which end with it.
+/// The processes of the demonstration. They are killed when this value is dropped.
 struct Demo {
     folder: PathBuf,
     settings: Settings,
     agents: Vec<Child>,
-    /// Server and supervisor.
+    /// The server and the supervisor.
     _others: Vec<Child>,
 }
 
@@ -133,7 +134,7 @@ impl Demo {
         let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
         for (number, job) in submitted.into_iter().enumerate() {
             if number == KILLED_AFTER {
-                // The process may have ended already.
+                // The process may have exited already.
                 let _ = self.agents[0].kill().await;
                 output::line("killed:     the agent of host-a, with the jobs that it held")?;
             }
@@ -172,7 +173,7 @@ fn outcome(result: &Result<bulkhead_client::Reply, FleetError>) -> String {
     }
 }
 
-/// Prepares the streams as soon as the server listens.
+/// Creates the streams as soon as the server listens.
 async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     let began = Instant::now();
     loop {
@@ -205,7 +206,7 @@ fn free_port() -> Result<u16, Failure> {
         .map_err(|error| Failure::new(exit::FAILED, format!("no port: {error}")))
 }
 
-/// Returns a program in the folder of this program.
+/// Returns the path of another program in the folder of this executable.
 fn sibling(name: &str) -> Result<PathBuf, Failure> {
     let own = std::env::current_exe().map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
     let program = own.with_file_name(name);
@@ -218,7 +219,8 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// Starts a process whose output goes to a file, and which ends with this one.
+/// Starts a process and redirects its output to a file. The process is killed when the returned handle is
+/// dropped.
 fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Failure> {
     let fail = |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to start {name}: {error}"));
     let log = std::fs::File::create(folder.join(format!("{name}.log"))).map_err(fail)?;
@@ -227,7 +229,7 @@ fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Fail
     command.spawn().map_err(fail)
 }
 
-/// Returns the end of each log.
+/// Returns the last lines of each log.
 fn logs(folder: &Path) -> String {
     let mut text = String::new();
     for name in ["nats", "supervisor", "host-a", "host-b"] {

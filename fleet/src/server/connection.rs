@@ -11,11 +11,11 @@ use crate::names::escape;
 use crate::server::refusals::Refusals;
 use crate::settings::Nats;
 
-/// Maximum time for the first connection.
+/// Timeout of the first connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time for an answer to a request.
+/// Maximum time to wait for the response to a request.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest pause between attempts to connect again.
+/// Maximum delay between attempts to reconnect.
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
 /// Error of the first connection.
@@ -30,12 +30,12 @@ impl fmt::Display for ConnectError {
 
 impl std::error::Error for ConnectError {}
 
-/// Connects to the servers. With `waits`, also waits for a server that is not there yet.
+/// Connects to the servers. If `waits` is true, waits until a server is available.
 pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Client, ConnectError> {
     Ok(connect_with_refusals(nats, name, waits).await?.0)
 }
 
-/// Connects like [`connect`], and records what the server refuses.
+/// Connects like [`connect`], and records permission errors that the server reports.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,
@@ -92,7 +92,7 @@ async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {
     Ok(options)
 }
 
-/// Rejects a file of secrets that other users can read.
+/// Returns an error if other users can read a file with secrets.
 fn check_secret(file: &Path) -> Result<(), ConnectError> {
     let metadata = std::fs::metadata(file)
         .map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())))?;

@@ -8,7 +8,7 @@ use crate::format;
 use crate::names::LEDGER;
 use crate::record::Stored;
 
-/// Reads the record of a job, which can be out of date.
+/// Reads the record of a job. The record can be stale.
 pub(crate) async fn read(client: &Client, subject: &str) -> Result<Option<Stored>, String> {
     let Some(message) = messages::read_last(client, LEDGER, subject).await? else { return Ok(None) };
     if message.subject != subject {
@@ -18,7 +18,7 @@ pub(crate) async fn read(client: &Client, subject: &str) -> Result<Option<Stored
     Ok(Some(Stored { sequence: message.sequence, record }))
 }
 
-/// Writes a record if the current one has the expected sequence.
+/// Writes a record if the current record has the expected sequence number.
 pub(crate) async fn write(client: &Client, subject: &str, write: &Write) -> WriteResult {
     let (headers, body) = format::encode(&write.record);
     match messages::publish(client, subject.to_owned(), headers, body, write.expects).await {

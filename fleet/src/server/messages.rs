@@ -1,6 +1,6 @@
-//! Requests to JetStream whose errors matter: publications with an acknowledgement, and direct reads.
+//! JetStream requests: acknowledged publications and direct reads.
 //!
-//! The error codes decide what an agent may conclude, so that this module reads the answers itself.
+//! This module parses the responses itself, because the agent's decisions depend on the error codes.
 
 use std::time::Duration;
 
@@ -10,15 +10,15 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Code for an unexpected last sequence, which the text names.
+/// Error code for an unexpected last sequence number. The message text contains the actual number.
 const WRONG_LAST_SEQUENCE: u64 = 10071;
-/// Code for a write while another write of the same subject is in process.
+/// Error code for a write while another write to the same subject is pending.
 const WRITE_IN_PROCESS: u64 = 10164;
-/// Code of a server without disk space or memory.
+/// Error code for a server that lacks disk space or memory.
 const NO_RESOURCES: u64 = 10023;
-/// Code of a cluster without a majority.
+/// Error code for a cluster without quorum.
 const NO_QUORUM: u64 = 10008;
-/// Code of a full stream or subject.
+/// Error code for a full stream or subject.
 const STORE_FAILED: u64 = 10077;
 
 /// The result of a publication.
@@ -28,21 +28,21 @@ pub(crate) enum Published {
     Stored(u64),
     /// No stream has this subject, or the stream has no leader.
     NoStream,
-    /// The last message of the subject has this sequence, which is not the expected one.
+    /// The last message of the subject has this sequence number, which is not the expected one.
     Conflict(u64),
-    /// Another write of the same subject is in process.
+    /// Another write to the same subject is pending.
     Pending,
-    /// The subject has as many messages as it may have.
+    /// The subject has reached its maximum number of messages.
     SubjectFull,
     /// The stream is full.
     StreamFull,
-    /// The server cannot store messages, for lack of disk space or of other servers.
+    /// The server cannot store messages, because it lacks disk space or the cluster lacks quorum.
     Unavailable(String),
     /// The message is larger than the server accepts.
     TooLarge,
-    /// This user has no permission for the subject.
+    /// This user lacks permission to publish to the subject.
     Refused(String),
-    /// There was no answer: the message may be stored.
+    /// The server did not respond. The message may have been stored.
     Unknown(String),
 }
 
@@ -53,7 +53,7 @@ struct Answer {
     seq: u64,
 }
 
-/// An error in an answer of the server.
+/// An error in a response of the server.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ApiError {
@@ -105,23 +105,23 @@ fn classify(payload: &[u8]) -> Published {
     }
 }
 
-/// A stored message, as a direct read returns it.
+/// A stored message, returned by a direct read.
 #[derive(Debug)]
 pub(crate) struct StoredMessage {
     pub(crate) subject: String,
     pub(crate) sequence: u64,
-    /// Time of storage in RFC 3339.
+    /// Time at which the message was stored, in RFC 3339.
     pub(crate) stored_at: String,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
 }
 
-/// Returns the subject of a request for the last message of a subject.
+/// Returns the request subject for a direct read of the last message of `subject`.
 pub(crate) fn read_subject(stream: &str, subject: &str) -> String {
     format!("$JS.API.DIRECT.GET.{stream}.{subject}")
 }
 
-/// Reads the last message of a subject from any replica, so that the message can be out of date.
+/// Reads the last message of a subject from any replica. The message can be stale.
 pub(crate) async fn read_last(
     client: &Client,
     stream: &str,
@@ -150,7 +150,7 @@ fn stored_message(message: Message) -> Result<StoredMessage, String> {
     })
 }
 
-/// Calls the API of JetStream. The error has the server's words.
+/// Calls the JetStream API. Errors contain the server's description.
 pub(crate) async fn api<T: DeserializeOwned>(
     client: &Client,
     call: &str,
@@ -168,7 +168,7 @@ pub(crate) async fn api<T: DeserializeOwned>(
     serde_json::from_value(value).map_err(|error| local(format!("the answer is unknown: {error}")))
 }
 
-/// Pause between repeated publications.
+/// Delay before a publication is retried.
 pub(crate) const REPEAT_DELAY: Duration = Duration::from_millis(250);
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
-//! Refusals by the server's permissions. The server reports them apart from the request, which then has no answer.
+//! Permission errors of the server. The server reports these errors separately, and never responds to the
+//! request itself.
 
 use tokio::sync::watch;
 
-/// The latest refusal of a connection.
+/// The latest permission error of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(watch::Sender<String>);
 
@@ -12,14 +13,14 @@ impl Refusals {
         Self(watch::Sender::new(String::new()))
     }
 
-    /// Stores an error of the server if it is a refusal.
+    /// Stores an error of the server if it is a permission error.
     pub(crate) fn report(&self, error: &str) {
         if error.to_ascii_lowercase().contains("permissions violation") {
             self.0.send_replace(error.to_owned());
         }
     }
 
-    /// Waits until the server refuses this subject. Returns the server's words.
+    /// Waits for a permission error for this subject, and returns the server's description.
     pub(crate) async fn of(&self, subject: &str) -> String {
         let quoted = format!("\"{subject}\"").to_ascii_lowercase();
         let is_own = |error: &String| error.to_ascii_lowercase().contains(&quoted);
@@ -27,7 +28,7 @@ impl Refusals {
         let found = receiver.wait_for(is_own).await.map(|error| error.clone());
         match found {
             Ok(error) => error,
-            // The sender is in `self`.
+            // Never happens, because `self` owns the sender.
             Err(_) => std::future::pending().await,
         }
     }

@@ -1,5 +1,5 @@
-//! The streams of a fleet: creates missing streams and consumers, and compares existing ones with the configuration.
-//! Never changes an object that differs.
+//! Creates missing streams and consumers of a fleet, and compares existing ones with the configuration. Does
+//! not modify an existing object that differs.
 
 use std::fmt;
 
@@ -10,29 +10,30 @@ use super::messages::{ApiError, api};
 use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, consumer, consumer_filters};
 use crate::settings::{Bulkhead, Settings};
 
-/// Oldest version for one server.
+/// Minimum version of a single server.
 const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
-/// Oldest version for replicas: earlier ones check expected sequences wrongly, or lose them at an election.
+/// Minimum version of servers with replicas. Earlier versions can check expected sequence numbers
+/// incorrectly, or lose them in an election.
 const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
-/// Code for a stream that does not exist.
+/// Error code for a stream that does not exist.
 const STREAM_NOT_FOUND: u64 = 10059;
-/// Code for a consumer that does not exist.
+/// Error code for a consumer that does not exist.
 const CONSUMER_NOT_FOUND: u64 = 10014;
-/// Maximum number of waiting pulls of one consumer.
+/// Maximum number of pending pulls per consumer.
 const PULLS_MAX: u32 = 4096;
-/// Time for which presence of an agent is believed.
+/// Time without a renewal after which the presence of an agent expires, in seconds.
 const PRESENCE_SECONDS: u64 = 15;
 
 /// Result of `init` for one stream or consumer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// Was missing and was created.
+    /// The object was missing and was created.
     Created(String),
-    /// Exists as configured.
+    /// The object exists as configured.
     Unchanged(String),
-    /// Was changed, because the change is safe.
+    /// The object differed and was changed, because the change is safe.
     Changed(String),
-    /// Differs from the configuration and was not changed: name, and each difference.
+    /// The object differs from the configuration and was not changed. Contains its name and the differences.
     Differs(String, Vec<String>),
 }
 
@@ -41,7 +42,7 @@ pub enum Finding {
 pub enum InitError {
     /// The configuration has no bulkhead.
     NoBulkhead,
-    /// The server is too old.
+    /// The server's version is too old.
     Version(String),
     /// The server refused a request.
     Server(String),
@@ -82,7 +83,7 @@ fn stream(name: &str, subjects: &[String], settings: &Settings, more: Value) -> 
         "max_msgs": -1,
         "max_msg_size": -1,
         "allow_rollup_hdrs": false,
-        // A short window, because the fleet does not use `Nats-Msg-Id`.
+        // Short, because the fleet does not use `Nats-Msg-Id`.
         "duplicate_window": 100_000_000,
     });
     merge(&mut config, more);
@@ -137,7 +138,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
         "ack_policy": "explicit",
         "ack_wait": nanos(settings.streams.ack_wait()),
         "max_deliver": -1,
-        // Delayed negative acknowledgements would count.
+        // Unlimited, because messages with a delayed negative acknowledgement count towards this limit.
         "max_ack_pending": -1,
         "max_waiting": PULLS_MAX,
     });
@@ -149,7 +150,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
     config
 }
 
-/// Prepares the streams and consumers of a fleet. Creates missing objects, and adds the subjects of new bulkheads.
+/// Creates missing streams and consumers, and adds the subjects of new bulkheads.
 pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
     if settings.bulkhead.is_empty() {
         return Err(InitError::NoBulkhead);
@@ -221,7 +222,8 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
     created.map(drop).map_err(|error| InitError::of(object, &error))
 }
 
-/// Returns the subjects that the configuration adds; none if it also removes one.
+/// Returns the subjects that the configuration adds to a stream, or none if the configuration also removes a
+/// subject.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
@@ -265,8 +267,9 @@ async fn prepare_consumers(
     Ok(())
 }
 
-/// Removes the consumers of another number of lanes. Their filters overlap with the new ones, and a bulkhead with
-/// waiting jobs would lose count of deliveries, so that the bulkhead must be empty.
+/// Removes consumers that were created for another number of lanes, because their filters overlap with the
+/// new ones. Requires that no job of the bulkhead is waiting, because delivery counts are lost with the
+/// consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
@@ -331,7 +334,7 @@ async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
 }
 
-/// Compares each wanted key with what exists. Servers leave out default values.
+/// Compares each configured key with the existing object. Servers omit keys with default values.
 fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
     let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
     let mut differences = Vec::new();

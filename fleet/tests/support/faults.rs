@@ -1,4 +1,4 @@
-//! Faults of agents, supervisors and the server.
+//! Injects faults into agents, supervisors and the server.
 
 use bulkhead_fleet::decide::Event;
 use bulkhead_fleet::decide::outcome::AttemptEnd;
@@ -9,7 +9,7 @@ use super::server::Ms;
 use super::world::{ACK_WAIT, Coverage, FAULTS_UNTIL, HOST_LOST_AFTER, Happening, SHORT, World};
 
 impl World {
-    /// Schedules the faults of a history.
+    /// Schedules the faults of a simulated history.
     pub(crate) fn plan_faults(&mut self) {
         let at = |random: &mut Random| random.below(FAULTS_UNTIL);
         for _ in 0..self.random.below(6) {
@@ -29,7 +29,8 @@ impl World {
             let time = self.random.below(SHORT);
             self.after(moment, Happening::Outage { time });
         }
-        // At most one, because two outages beyond `ack_wait` during a job may end the job as `host_lost`.
+        // Schedules at most one, because two outages longer than `ack_wait` during a job can end the job as
+        // `host_lost`.
         if self.random.chance(40) {
             let (moment, time) = (at(&mut self.random), self.random.between(ACK_WAIT, 60_000));
             self.after(moment, Happening::Outage { time });
@@ -61,7 +62,7 @@ impl World {
         self.last_fault = self.last_fault.max(until);
     }
 
-    /// Ends the supervisor of an agent, with all jobs.
+    /// Stops the supervisor of an agent. All jobs in the supervisor are lost.
     pub(crate) fn lose_supervisor(&mut self, agent: usize, coverage: &mut Coverage) {
         let to = self.holder(agent);
         let running: Vec<u64> = self.agents[agent]

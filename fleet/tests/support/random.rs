@@ -1,6 +1,6 @@
-//! A small generator of random numbers (SplitMix64), so that a seed gives the same history everywhere.
+//! A small random number generator (SplitMix64). A seed gives the same history on every machine.
 
-/// Seeded generator.
+/// Random number generator with a seed.
 #[derive(Clone, Debug)]
 pub(crate) struct Random(u64);
 
@@ -24,12 +24,12 @@ impl Random {
         self.next() % limit.max(1)
     }
 
-    /// Returns a number from `low` up to, but without, `high`.
+    /// Returns a number of at least `low` and less than `high`.
     pub(crate) fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low)
     }
 
-    /// Returns true in `percent` of all calls.
+    /// Returns true with a probability of `percent`.
     pub(crate) fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }

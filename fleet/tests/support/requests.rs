@@ -1,4 +1,4 @@
-//! Requests of agents to the server, and the promises that concern new records.
+//! Requests of agents to the server, and the invariants of new records.
 
 use bulkhead_fleet::decide::{Event, Write, WriteResult};
 use bulkhead_fleet::record::{Phase, Stored};
@@ -8,7 +8,7 @@ use super::server::Ms;
 use super::world::{Coverage, Happening, Holder, Request, World};
 
 impl World {
-    /// Sends a request. A lost request is answered by the time limit of the agent.
+    /// Sends a request. If the request is lost, the agent gets a timeout.
     pub(crate) fn request(&mut self, to: Holder, sequence: u64, request: Request) {
         const TIMEOUT: Ms = 5000;
         // A heartbeat is lost only if the server is down, because the connection is a byte stream.
@@ -63,7 +63,7 @@ impl World {
         coverage: &mut Coverage,
     ) {
         const TIMEOUT: Ms = 5000;
-        // Most writes take milliseconds. After a change of the leader some take longer than the agent waits.
+        // Most writes take milliseconds. After a leader change, some take longer than the agent's timeout.
         let time = if self.random.chance(5) { self.random.below(8000) } else { self.random.between(1, 10) };
         match self.server.begin_write(job, write, self.now + time) {
             Some(result) => {
@@ -102,7 +102,7 @@ impl World {
         }
     }
 
-    /// Checks the promises that concern a new record.
+    /// Checks the invariants of a new record.
     fn check_record(
         &mut self,
         job: usize,
@@ -135,7 +135,7 @@ impl World {
         }
     }
 
-    /// Checks that the holder of a claim that was declared lost was really lost.
+    /// Checks that an agent whose claim was taken over had really failed.
     fn check_holder(&mut self, job: usize, writer: Holder, replaced: Option<&Stored>) {
         let Some(old) = replaced.filter(|old| is_claim(Some(old))) else {
             return;
@@ -143,7 +143,7 @@ impl World {
         let mut holder = old.record.agent.split('-').skip(1).filter_map(|number| number.parse::<u64>().ok());
         let (Some(agent), Some(life)) = (holder.next(), holder.next()) else { return };
         let holder = Holder { agent: agent as usize, life };
-        // An agent that lost its supervisor decides about its own job.
+        // An agent that has lost its supervisor may replace its own claim.
         if holder != writer && !self.impaired.contains(&holder) {
             self.violate(format!("job {job} of the living {holder:?} was declared lost by {writer:?}"));
         }
@@ -165,7 +165,7 @@ fn is_claim(stored: Option<&Stored>) -> bool {
     stored.is_some_and(|stored| matches!(stored.record.phase, Phase::Claimed { .. }))
 }
 
-/// Returns the event for a request without an answer, if the agent waits for one.
+/// Returns the event for a request that timed out, if the agent waits for one.
 fn no_answer(request: &Request) -> Option<Event> {
     match request {
         Request::Read => Some(Event::Read(Err(()))),

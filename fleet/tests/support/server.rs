@@ -1,5 +1,5 @@
-//! A model of the server: a work queue with redelivery, and a ledger with expected sequences. The model shows
-//! every behaviour that the real server may show, not only the usual one.
+//! A model of the server: a work queue with redelivery, and a ledger with expected sequence numbers. The
+//! model also shows behaviour that is rare on a real server.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use bulkhead_fleet::record::{Record, Stored};
 
 use super::random::Random;
 
-/// Time in ms.
+/// Time in milliseconds.
 pub(crate) type Ms = u64;
 
 /// A stored job.
@@ -16,29 +16,29 @@ pub(crate) type Ms = u64;
 pub(crate) struct Queued {
     /// Index of the job.
     pub(crate) job: usize,
-    /// Time of storage.
+    /// Time at which the job was stored.
     pub(crate) published: Ms,
     /// Number of deliveries.
     pub(crate) deliveries: u64,
-    /// Time from which the message can be delivered.
+    /// Time at which the message becomes available for delivery.
     pub(crate) available: Ms,
-    /// Number of deliveries that will follow although the message was acknowledged.
+    /// Number of further deliveries after the acknowledgement.
     pub(crate) ghosts: u32,
 }
 
 /// The ledger record of one job.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ledger {
-    /// All records, oldest first. The last one is in force.
+    /// All records, oldest first. The last one is current.
     pub(crate) history: Vec<Stored>,
-    /// A write that is accepted and not stored yet, with the time of storage.
+    /// A write that is accepted but not yet stored, with the time at which it will be stored.
     pub(crate) in_process: Option<(Ms, Record)>,
 }
 
 /// The server.
 #[derive(Debug)]
 pub(crate) struct Server {
-    /// False during an outage: the server then neither receives nor answers.
+    /// False during an outage, in which the server neither receives requests nor responds.
     pub(crate) is_up: bool,
     /// Messages by stream sequence.
     pub(crate) queue: BTreeMap<u64, Queued>,
@@ -69,7 +69,8 @@ impl Server {
         self.next_message += 1;
     }
 
-    /// Delivers one message, if one is available. Not always the oldest, because there are several replicas and lanes.
+    /// Delivers one of the available messages. Does not always choose the oldest, because there are several
+    /// replicas and lanes.
     pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
         let ready: Vec<u64> = self
             .queue
@@ -92,7 +93,8 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, no matter by which receiver. A few acknowledged messages are delivered once more.
+    /// Acknowledges a message, regardless of which delivery is acknowledged. A few acknowledged messages are
+    /// delivered once more.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {
@@ -103,21 +105,21 @@ impl Server {
         }
     }
 
-    /// Extends the time of a holder.
+    /// Postpones the redelivery of a message by `ack_wait`.
     pub(crate) fn in_progress(&mut self, sequence: u64, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + self.ack_wait;
         }
     }
 
-    /// Schedules another delivery.
+    /// Schedules the redelivery of a message.
     pub(crate) fn negative_acknowledge(&mut self, sequence: u64, delay: Ms, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + delay;
         }
     }
 
-    /// Forgets the latest deliveries of some messages, as a new leader of a consumer may.
+    /// Undoes the latest deliveries of some messages, as a leader change can.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {
@@ -127,7 +129,8 @@ impl Server {
         }
     }
 
-    /// Begins a write. Returns the answer, or `None` if the write is accepted and is stored at `stored_at`.
+    /// Begins a write. Returns the response, or `None` if the write is accepted and will be stored at
+    /// `stored_at`.
     pub(crate) fn begin_write(&mut self, job: usize, write: &Write, stored_at: Ms) -> Option<WriteResult> {
         let ledger = &mut self.ledgers[job];
         if ledger.in_process.is_some() {
@@ -141,7 +144,7 @@ impl Server {
         None
     }
 
-    /// Stores the accepted write of a job. Returns the sequence, and the record that it replaces.
+    /// Stores the accepted write of a job. Returns the new sequence number and the replaced record.
     pub(crate) fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
         let ledger = &mut self.ledgers[job];
         let (_, record) = ledger.in_process.take()?;
@@ -152,7 +155,7 @@ impl Server {
         Some((sequence, replaced))
     }
 
-    /// Reads the record of a job. One read in ten is out of date.
+    /// Reads the record of a job. One read in ten returns a stale record.
     pub(crate) fn read(&mut self, job: usize, random: &mut Random) -> Option<Stored> {
         let history = &self.ledgers[job].history;
         let age = if random.chance(10) { random.below(3) as usize } else { 0 };

@@ -1,4 +1,4 @@
-//! The simulated world: agents, supervisors, submitters and the network, with the checks of every promise.
+//! The simulated fleet: agents, supervisors, submitters and the network. Checks every invariant.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -19,30 +19,32 @@ use super::server::{Ms, Server};
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
-/// Longest freeze or outage that must have no consequences.
+/// Maximum length of a freeze or outage that must have no consequences.
 pub(crate) const SHORT: Ms = 1500;
 /// End of the period with faults.
 pub(crate) const FAULTS_UNTIL: Ms = 120_000;
-/// Longest run of a job.
+/// Maximum run time of a job.
 const RUN_MAX: Ms = 6000;
-/// Longest deadline of a job.
+/// Maximum deadline of a job.
 const DEADLINE_MAX: Ms = 400_000;
-/// Maximum time from the last fault to the last decision: the promise, and three attempts with their delays.
+/// Maximum time from the last fault to the last decision: the guaranteed limit, plus three attempts with
+/// their delays.
 const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
-/// Maximum time until all messages are acknowledged. A second copy waits for `host_lost_after` at a time.
+/// Maximum time until all messages are acknowledged. A duplicate can wait for `host_lost_after` several
+/// times.
 const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
-/// Maximum difference between the clock of an agent and that of the server, after correction.
+/// Maximum difference between the corrected clock of an agent and the server's clock.
 const CLOCK_ERROR: Ms = 300;
-/// Start of the simulated time, so that no subtraction reaches zero.
+/// Start of the simulated time. Large enough that subtractions do not underflow.
 const EPOCH: Ms = 1_000_000;
 /// Maximum number of events of one history.
 const EVENTS_MAX: u64 = 2_000_000;
 
-/// Number of times that each interesting situation occurred.
+/// Number of occurrences of each situation of interest.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
-/// Situations that a sufficient number of histories must reach.
+/// Situations that the histories of a simulation must reach.
 const REQUIRED: [&str; 18] = [
     "agent killed",
     "agent frozen beyond host_lost_after",
@@ -69,14 +71,14 @@ impl Coverage {
         *self.0.entry(what).or_default() += 1;
     }
 
-    /// Panics if a required situation never occurred.
+    /// Panics if a required situation did not occur.
     pub(crate) fn demand_all(&self) {
         let missing: Vec<_> = REQUIRED.iter().filter(|what| !self.0.contains_key(*what)).collect();
         assert!(missing.is_empty(), "never happened: {missing:?}");
     }
 }
 
-/// Something that happens at a certain time.
+/// A scheduled event of the simulation.
 #[derive(Clone, Debug)]
 pub(crate) enum Happening {
     Publish { job: usize, tries: u32 },
@@ -109,7 +111,7 @@ pub(crate) enum Request {
     Negative(Ms),
 }
 
-/// A life of an agent, from start to kill.
+/// One process of an agent, from its start until it is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Holder {
     pub(crate) agent: usize,
@@ -119,7 +121,7 @@ pub(crate) struct Holder {
 pub(crate) struct Held {
     pub(crate) job: usize,
     handling: Handling,
-    /// Number of the run at the supervisor, if the job runs.
+    /// Number of the supervisor's run, if the job is running.
     pub(crate) run: Option<u64>,
 }
 
@@ -142,7 +144,7 @@ pub(crate) struct Job {
     pub(crate) completed: u32,
 }
 
-/// A history in progress.
+/// The state of a simulated history.
 pub(crate) struct World {
     pub(crate) random: Random,
     pub(crate) now: Ms,
@@ -152,11 +154,11 @@ pub(crate) struct World {
     pub(crate) server: Server,
     pub(crate) agents: Vec<Agent>,
     pub(crate) jobs: Vec<Job>,
-    /// Lives of agents that were dead or frozen for long.
+    /// Agent processes that were dead or frozen for a long time.
     pub(crate) impaired: Vec<Holder>,
     /// Time of the last fault.
     pub(crate) last_fault: Ms,
-    /// Percentage of requests and answers that are lost.
+    /// Percentage of lost requests and responses.
     loss: u64,
     faults: Faults,
     runs: u64,
@@ -165,7 +167,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// Prepares a history.
+    /// Creates a history from a seed.
     pub(crate) fn new(seed: u64, faults: Faults) -> Self {
         let mut random = Random::new(seed);
         let agents = random.between(2, 5) as usize;
@@ -236,7 +238,7 @@ impl World {
         self.violation.get_or_insert(text);
     }
 
-    /// Runs the history to its end. Returns the first broken promise.
+    /// Runs the history to its end. Returns the first violated invariant.
     pub(crate) fn run(mut self, coverage: &mut Coverage) -> Result<(), String> {
         let mut events = 0;
         while let Some(Reverse((at, order))) = self.agenda.pop() {
@@ -342,17 +344,17 @@ impl World {
         if self.random.chance(2) { self.random.below(3000) } else { self.random.below(20) }
     }
 
-    /// Returns true if a request or an answer is lost. No faults happen after the period of faults.
+    /// Returns true if a request or response is lost. No messages are lost after the period with faults.
     pub(crate) fn is_lost(&mut self) -> bool {
         self.now < EPOCH + FAULTS_UNTIL && self.random.chance(self.loss)
     }
 
-    /// Returns true if this life of the agent has ended.
+    /// Returns true if this agent process has ended.
     fn is_over(&self, to: Holder) -> bool {
         self.agents[to.agent].life != to.life
     }
 
-    /// Postpones a happening of a frozen agent. Returns false if the agent can act now.
+    /// Postpones an event of a frozen agent. Returns false if the agent is not frozen.
     fn is_postponed(&mut self, to: Holder, happening: &Happening) -> bool {
         let until = self.agents[to.agent].frozen_until;
         if until > self.now {
@@ -477,7 +479,7 @@ impl World {
         self.step(to, sequence, step, coverage);
     }
 
-    /// Begins a job at the supervisor of its agent, which may also reject the job.
+    /// Submits a job to the agent's supervisor, which may reject the job.
     fn begin(&mut self, to: Holder, sequence: u64) {
         if self.is_over(to) {
             return;

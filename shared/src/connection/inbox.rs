@@ -9,8 +9,8 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Maximum number of bytes of an incomplete frame that are kept. The maximum is reached by a small frame of
-/// maximum size that lacks only the last byte.
+/// Maximum number of bytes kept of an incomplete frame, which is one byte less than a small frame of maximum
+/// size.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
 /// Maximum number of bytes of a large payload's buffer that are zeroed before a read, so that no read takes
@@ -152,7 +152,7 @@ impl Large {
 }
 
 /// Returns the capacity of the buffer for a payload of `total` bytes, of which `arrived` bytes have been
-/// received. The capacity is a multiple of `arrived`, or `total` if the multiple is nearly as large.
+/// received. The capacity grows in proportion to `arrived`, up to `total`.
 fn large_capacity(arrived: usize, total: usize) -> usize {
     let room = arrived.saturating_mul(LARGE_GROWTH_FACTOR_MAX).max(LARGE_BUFFER_BYTES_MIN);
     if room >= total - total / 4 { total } else { room }
@@ -179,7 +179,8 @@ impl Inbox {
         })
     }
 
-    /// Receives frames like [`Inbox::receive`], but reads with the function `read`, which must not block.
+    /// Receives frames like [`Inbox::receive`], but calls `read` instead of reading from a socket. `read`
+    /// must not block.
     pub fn receive_by<'b>(
         &'b mut self,
         scratch: &'b mut Scratch,
@@ -414,8 +415,8 @@ impl<'b> Batch<'b> {
         matches!(self.inbox.state, ReceiveState::Skipping { .. } | ReceiveState::Announced { .. })
     }
 
-    /// Keeps the unprocessed bytes of this batch. The next [`Inbox::receive`] returns the frames in these
-    /// bytes, even if no further bytes arrive. Must be called only after a small frame.
+    /// Keeps the unprocessed bytes of this batch for the next [`Inbox::receive`], which returns their frames
+    /// even if no further bytes arrive. Must be called only after a small frame.
     pub fn keep_rest(self) {
         debug_assert!(matches!(self.inbox.state, ReceiveState::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);

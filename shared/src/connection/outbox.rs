@@ -25,8 +25,8 @@ const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 /// Maximum number of bytes of a file that are copied and sent per call, if `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
-/// Maximum size of an empty coalescing buffer that an [`Outbox`] keeps, in bytes. Larger buffers are taken
-/// from a [`BufferPool`] and returned to it.
+/// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. Larger buffers are
+/// taken from a [`BufferPool`] and returned to it.
 pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
 
 /// Space reserved for the metadata of a frame, in bytes. Larger metadata makes the buffer grow.
@@ -339,8 +339,9 @@ impl Outbox {
 /// True if `sendfile(2)` must not be used.
 static SENDFILE_IS_DISABLED: AtomicBool = AtomicBool::new(false);
 
-/// Disables `sendfile(2)` in this process, so that no later write raises SIGPIPE. There is no `MSG_NOSIGNAL`
-/// for `sendfile(2)`. An application must call this function if its threads neither block nor ignore SIGPIPE.
+/// Disables `sendfile(2)` in this process, so that no later write raises SIGPIPE. `sendfile(2)` has no
+/// equivalent of `MSG_NOSIGNAL`. An application whose threads neither block nor ignore SIGPIPE must call this
+/// function.
 pub fn disable_sendfile() {
     SENDFILE_IS_DISABLED.store(true, Ordering::Relaxed);
 }

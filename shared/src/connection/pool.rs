@@ -2,8 +2,8 @@
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum ratio of a pooled buffer's size to the requested size. The ratio is low because the whole buffer
-/// counts as memory in use.
+/// Maximum ratio of a pooled buffer's size to the requested size. Kept low, because the whole buffer counts
+/// towards the memory limit.
 pub(super) const POOL_OVERSIZE_FACTOR_MAX: usize = 2;
 
 /// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
@@ -60,8 +60,7 @@ impl BufferPool {
         }
         self.buffers.push(buffer);
         self.bytes += bytes;
-        // Drops the oldest buffers, because buffers of their sizes have not been requested for the longest
-        // time.
+        // Drops the oldest buffers, because their sizes have not been requested recently.
         while self.bytes > POOL_BYTES_MAX {
             self.bytes -= self.buffers.remove(0).capacity();
         }

@@ -5,7 +5,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::{BreakerState, BulkheadState, Changes, CrashId, Rate, ReplayVerdict, Service, Text, Word};
+use crate::{
+    BreakerState, BulkheadState, Changes, CrashId, JobProgress, Rate, ReplayVerdict, Service, Text, Word,
+};
 
 vocabulary! {
     /// Severity of an event.
@@ -150,6 +152,10 @@ events! {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, reason: Option<Text>, message: Option<String>, attempts: u32
     };
+    /// An operator has cancelled a job.
+    JobCancelled = "job_cancelled" {
+        job: String, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>, state: Word<JobProgress>
+    };
     /// The breaker has opened: jobs are rejected at once.
     BreakerOpened = "breaker_opened" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
@@ -249,6 +255,7 @@ impl EventKind {
                 | Self::SpareTookOver { .. }
                 | Self::RestartBackoff { .. }
                 | Self::JobTimeout { .. }
+                | Self::JobCancelled { .. }
                 | Self::JobCrashed { .. }
                 | Self::JobRetried { .. }
                 | Self::QueuePressure { .. }

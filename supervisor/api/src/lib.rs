@@ -9,6 +9,7 @@ mod change;
 mod crash;
 mod events;
 mod histogram;
+mod jobs;
 mod outcome;
 mod reload;
 mod responses;
@@ -16,8 +17,8 @@ mod snapshot;
 mod word;
 
 pub use advice::{Advice, DeadlineMisses, Kept, Marks, Observations, Proposal, Setting};
-pub use bulkhead_policy::{BreakerState, BulkheadState};
-pub use bulkhead_shared::{Vocabulary, text};
+pub use bulkhead_policy::{BreakerState, BulkheadState, JobProgress};
+pub use bulkhead_shared::{Vocabulary, exit, text};
 pub use change::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 pub use crash::{
     Cause, CauseKind, CrashId, CrashJob, CrashReport, Crashes, InvalidCrashId, JOBS_MAX, PAYLOAD_BYTES_MAX,
@@ -25,6 +26,7 @@ pub use crash::{
 };
 pub use events::{Event, EventKind, Severity};
 pub use histogram::Histogram;
+pub use jobs::{Job, Jobs};
 pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
 pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};

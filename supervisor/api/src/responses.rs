@@ -63,19 +63,28 @@ pub struct Done {
     pub bulkhead: String,
     /// The action that was carried out.
     pub done: Text,
+    /// Number of the job, if the action concerns a job.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
 }
 
 /// A line of output, as shown by `GET /v1/bulkheads/{name}/logs`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LogLine {
-    /// Number of lines that were dropped because the reader was too slow. If present, all other fields are
-    /// absent.
+    /// Time at which the line was read, in UTC, formatted as in RFC 3339.
+    pub at: String,
+    /// Name of the bulkhead.
+    pub bulkhead: String,
+    /// Number of lines that were dropped, because there were too many or the reader was too slow. If present,
+    /// there is no line.
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,
     /// Process id of the worker that wrote the line.
     pub pid: u32,
+    /// Sequence number of the line in its bulkhead, starting at 1. Absent if the reader was too slow.
+    pub seq: Option<u64>,
     /// Stream to which the line was written: `stdout` or `stderr`.
     pub stream: Text,
 }

@@ -16,12 +16,14 @@ pub const OTHER_TENANTS: &str = "_other";
 pub struct Config {
     /// Absolute path of the configuration file.
     pub path: PathBuf,
+    /// Absolute paths of the files in `conf.d` that belong to the configuration, in the order of their names.
+    pub fragments: Vec<PathBuf>,
     /// Settings of `[supervisor]`.
     pub supervisor: SupervisorConfig,
-    /// Rules of `[[access]]`, in the order of the file. Without any rule, only root and the supervisor's own
+    /// Rules of `[[access]]`, in the order of the files. Without any rule, only root and the supervisor's own
     /// user have access, to all bulkheads.
     pub access: Vec<AccessConfig>,
-    /// All bulkheads, in the order of the file. There is at least one, and names are unique.
+    /// All bulkheads, in the order of the files. There is at least one, and names are unique.
     pub bulkheads: Vec<BulkheadConfig>,
 }
 

@@ -44,6 +44,17 @@ pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
+/// Environment variable with the path of the configuration file, for a supervisor whose command line names
+/// none.
+pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
+/// Default path of root's configuration file.
+pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
+/// Default path of another user's configuration file, in the user's configuration folder.
+pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
+/// Name of the folder, next to the configuration file, whose files add bulkheads and access rules.
+pub const FRAGMENTS_FOLDER: &str = "conf.d";
+/// Maximum number of configuration files in that folder.
+pub const FRAGMENTS_MAX: usize = 256;
 /// Maximum size of a configuration file, in bytes.
 pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
 /// Maximum number of bulkheads.

@@ -1,4 +1,4 @@
-//! Problems of a configuration file. Problems are collected while the file is read, and then shown together
+//! Problems of a configuration. Problems are collected while the files are read, and then shown together
 //! in the style of rustc. This module handles text and positions, and does not know the meaning of keys.
 
 use std::fmt;
@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use serde::Serialize;
 
+use super::sources::{Source, Sources};
+
 /// Maximum number of problems that a report shows. Further problems are only counted in the report, but
 /// [`ConfigErrors::problems`] returns all of them.
 const SHOWN_MAX: usize = 100;
@@ -15,19 +17,20 @@ const SHOWN_MAX: usize = 100;
 /// Maximum number of characters that a message quotes from the file.
 const QUOTED_CHARS_MAX: usize = 80;
 
-/// All problems of a configuration file, in the order of the file.
+/// All problems of a configuration, in the order of the files and their lines.
 ///
 /// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
 pub struct ConfigErrors {
-    path: PathBuf,
-    text: String,
+    sources: Sources,
     problems: Vec<Problem>,
 }
 
 /// A problem of a configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Problem {
+    /// Path of the file that has the problem: the configuration file, or a file in `conf.d`.
+    pub file: PathBuf,
     /// Position of the problem. `None` if the file as a whole could not be read.
     #[serde(flatten)]
     pub at: Option<Position>,
@@ -51,16 +54,17 @@ pub struct Position {
 impl ConfigErrors {
     /// Creates an error for a file that cannot be read at all.
     pub(super) fn of_file(path: &Path, message: String, help: &str) -> Self {
-        let problem = Problem { at: None, message, help: Some(help.to_owned()), span: 0..0 };
-        Self { path: path.to_owned(), text: String::new(), problems: vec![problem] }
+        let mut problems = Problems::default();
+        problems.report(0..0, message, help);
+        problems.into_errors(Sources::unreadable(path))
     }
 
     /// Returns the path of the configuration file, as passed by the caller.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.sources.main().path
     }
 
-    /// Returns all problems in the order of the file. There is at least one.
+    /// Returns all problems in the order of the files and their lines. There is at least one.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
@@ -69,32 +73,34 @@ impl ConfigErrors {
     /// suggested correction.
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
-        let path = self.path.to_string_lossy();
         let mut report = String::new();
         for problem in self.problems.iter().take(SHOWN_MAX) {
-            report.push_str(&self.render_one(&renderer, &path, problem));
+            report.push_str(&self.render_one(&renderer, problem));
             report.push_str("\n\n");
         }
         report.push_str(&self.closing_line());
         report
     }
 
-    fn render_one(&self, renderer: &Renderer, path: &str, problem: &Problem) -> String {
+    fn render_one(&self, renderer: &Renderer, problem: &Problem) -> String {
+        let source = self.sources.at(problem.span.start);
+        let (path, text) = (source.path.to_string_lossy(), source.text());
         let title = Level::ERROR.primary_title(problem.message.as_str());
         let help = problem.help.as_deref().map(|help| Level::HELP.message(help));
         let group = match problem.at {
             Some(at) => {
-                let line = line_range(&self.text, problem.span.start);
-                let end = problem.span.end.clamp(problem.span.start, line.end);
-                let span = problem.span.start - line.start..end - line.start;
+                let start = problem.span.start - source.start;
+                let line = line_range(text, start);
+                let end = (problem.span.end - source.start).clamp(start, line.end);
+                let span = start - line.start..end - line.start;
                 title.element(
-                    Snippet::source(&self.text[line])
-                        .path(path)
+                    Snippet::source(&text[line])
+                        .path(&*path)
                         .line_start(at.line)
                         .annotation(AnnotationKind::Primary.span(span)),
                 )
             }
-            None => title.element(Origin::path(path)),
+            None => title.element(Origin::path(&*path)),
         };
         renderer.render(&[group.elements(help)])
     }
@@ -102,8 +108,8 @@ impl ConfigErrors {
     fn closing_line(&self) -> String {
         let count = self.problems.len();
         let mut line = match count {
-            1 => format!("{}: 1 error", self.path.display()),
-            _ => format!("{}: {count} errors", self.path.display()),
+            1 => format!("{}: 1 error", self.path().display()),
+            _ => format!("{}: {count} errors", self.path().display()),
         };
         if count > SHOWN_MAX {
             line.push_str(&format!(", of which the first {SHOWN_MAX} are shown"));
@@ -130,16 +136,24 @@ fn line_range(text: &str, offset: usize) -> Range<usize> {
     start..end
 }
 
-/// Collects problems while a file is read.
+/// Collects problems while the files are read.
 #[derive(Debug, Default)]
 pub(super) struct Problems {
     found: Vec<(Range<usize>, String, String)>,
 }
 
 impl Problems {
-    /// Adds a problem. `span` is a range of byte offsets in the file.
+    /// Adds a problem. `span` is a range of positions in the configuration.
     pub(super) fn report(&mut self, span: Range<usize>, message: impl Into<String>, help: impl Into<String>) {
         self.found.push((span, message.into(), help.into()));
+    }
+
+    /// Adds the problems of a file whose first byte has the position `start`.
+    pub(super) fn append(&mut self, of_file: Self, start: usize) {
+        let moved = |(span, message, help): (Range<usize>, String, String)| {
+            (span.start + start..span.end + start, message, help)
+        };
+        self.found.extend(of_file.found.into_iter().map(moved));
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -153,44 +167,61 @@ impl Problems {
 
     /// Converts the collected problems into an error with line and column numbers. Removes duplicates,
     /// because an invalid value in `[defaults]` is reported once for each bulkhead.
-    pub(super) fn into_errors(mut self, path: &Path, text: &str) -> ConfigErrors {
+    pub(super) fn into_errors(mut self, sources: Sources) -> ConfigErrors {
         self.found.sort_by(|a, b| (a.0.start, a.0.end, &a.1).cmp(&(b.0.start, b.0.end, &b.1)));
         self.found.dedup_by(|a, b| a.0 == b.0 && a.1 == b.1);
-        let mut cursor = Cursor { text, offset: 0, at: Position { line: 1, column: 1 } };
+        let mut cursor = Cursor::new(sources.main());
         let problems = self
             .found
             .into_iter()
             .map(|(span, message, help)| {
-                let start = char_start(text, span.start);
-                let end = char_start(text, span.end.max(start));
-                let at = Some(cursor.advance_to(start));
-                Problem { at, message, help: Some(help), span: start..end }
+                let source = sources.at(span.start);
+                if source.start != cursor.source.start {
+                    cursor = Cursor::new(source);
+                }
+                let start = char_start(source, span.start);
+                let end = char_start(source, span.end.max(start));
+                let at = source.text.is_some().then(|| cursor.advance_to(start));
+                Problem { file: source.path.clone(), at, message, help: Some(help), span: start..end }
             })
             .collect();
-        ConfigErrors { path: path.to_owned(), text: text.to_owned(), problems }
+        ConfigErrors { sources, problems }
     }
 }
 
-/// Rounds a byte offset down to the start of a character. Offsets from the TOML parser can be inside a
+/// Rounds a position down to the start of a character. Positions from the TOML parser can be inside a
 /// character.
-fn char_start(text: &str, offset: usize) -> usize {
-    let mut start = offset.min(text.len());
+fn char_start(source: &Source, position: usize) -> usize {
+    let text = source.text();
+    let mut start = (position - source.start).min(text.len());
     while !text.is_char_boundary(start) {
         start -= 1;
     }
-    start
+    source.start + start
 }
 
-/// Converts ascending byte offsets to positions in a single pass over the file.
-struct Cursor<'t> {
-    text: &'t str,
+/// Returns a position as text: the path of the file, the line and the column.
+pub(super) fn place(sources: &Sources, position: usize) -> String {
+    let source = sources.at(position);
+    let Position { line, column } = Cursor::new(source).advance_to(char_start(source, position));
+    format!("{}:{line}:{column}", shown(&source.path.to_string_lossy()))
+}
+
+/// Converts ascending positions in one file to line and column in a single pass over the file.
+struct Cursor<'s> {
+    source: &'s Source,
     offset: usize,
     at: Position,
 }
 
-impl Cursor<'_> {
-    fn advance_to(&mut self, offset: usize) -> Position {
-        for c in self.text[self.offset..offset].chars() {
+impl<'s> Cursor<'s> {
+    fn new(source: &'s Source) -> Self {
+        Self { source, offset: 0, at: Position { line: 1, column: 1 } }
+    }
+
+    fn advance_to(&mut self, position: usize) -> Position {
+        let offset = position - self.source.start;
+        for c in self.source.text()[self.offset..offset].chars() {
             if c == '\n' {
                 self.at = Position { line: self.at.line + 1, column: 1 };
             } else {

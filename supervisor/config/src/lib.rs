@@ -1,7 +1,7 @@
 //! Reads and validates the configuration file. Returns plain values, or all errors at once. Defines the
 //! meaning and the default of each key. This crate only reads: it starts no process and changes no file.
 //!
-//! Data flow: `reader` and `values` read each key as its row in `keys` declares, and `file` holds the values
+//! Data flow: `loading` reads the files into `sources`. `reader` and `values` read each key as its row in `keys` declares, and `file` holds the values
 //! with their positions. `relations` then checks rules that span several keys, and `programs` checks files on
 //! disk. The result is a [`Config`], or the problems that `diagnostics` has collected as [`ConfigErrors`].
 
@@ -14,12 +14,14 @@ mod ids;
 mod json_schema;
 mod key;
 mod keys;
+mod loading;
 mod programs;
 mod reader;
 mod relations;
 mod resolved;
 mod rlimits;
 mod schema;
+mod sources;
 mod summary;
 mod syntax;
 mod system_calls;
@@ -31,9 +33,6 @@ mod units;
 mod values;
 
 use std::ffi::OsString;
-use std::fs::OpenOptions;
-use std::io::{self, Read as _};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 pub use bulkhead_linux::rlimits::Resource;
@@ -43,8 +42,8 @@ pub use bulkhead_policy::{
     Restart, RestartPolicy, RetryLimits as RetryConfig, Start, StartMode,
 };
 pub use checked::{Config, OTHER_TENANTS};
+use diagnostics::Problems;
 pub use diagnostics::{ConfigErrors, Position, Problem};
-use diagnostics::{Problems, shown};
 pub use ids::UidRange;
 pub use json_schema::json_schema;
 pub use key::{DefaultValue, Key, Kind, OnReload};
@@ -58,19 +57,20 @@ pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
 pub use relations::admission::{overflow_needs_queue, pressure_needs_queue};
 pub use rlimits::Rlimit;
 pub use schema::{needs_restart, reference, replaces_workers};
+use sources::Sources;
 pub use summary::WorkerIds;
 pub use token::Token;
-use toml::de::DeTable;
 pub use units::{format_duration, format_size};
 
-/// Reads and validates a configuration file.
+/// Reads and validates a configuration file, together with the files in the folder `conf.d` next to this file.
 ///
-/// Also checks that the programs, libraries and folders that the file names exist. Creates and changes
-/// nothing on disk.
+/// Files in `conf.d` whose name ends in `.toml` add bulkheads and access rules, in the order of their names.
+/// Other users than root and the supervisor's user must not be able to change them. Also checks that the
+/// programs, libraries and folders that the files name exist. Creates and changes nothing on disk.
 ///
 /// # Errors
 ///
-/// Returns all problems of the file, or the reason why the file cannot be read.
+/// Returns all problems of the files, or the reasons why files cannot be read.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -78,70 +78,43 @@ pub use units::{format_duration, format_size};
 /// assert!(errors.to_string().contains("/nonexistent/workers.toml"));
 /// ```
 pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
-    parse(&read(path)?, path)
+    let (sources, problems) = loading::read(path)?;
+    check(sources, problems, &ProcessEnv::of_process())
 }
 
-/// Reads and validates a configuration file for an embedded supervisor. Keys that configure sockets are
-/// rejected, because an embedded supervisor has none.
+/// Reads and validates a configuration file for an embedded supervisor, as [`load`] does. Keys that configure
+/// sockets are rejected, because an embedded supervisor has none.
 ///
 /// # Errors
 ///
-/// Returns all problems of the file, or the reason why the file cannot be read.
+/// Returns all problems of the files, or the reasons why files cannot be read.
 pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
-    parse_embedded(&read(path)?, path)
+    let (sources, problems) = loading::read(path)?;
+    check(sources, problems, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
-fn read(path: &Path) -> Result<String, ConfigErrors> {
-    let bytes = read_bounded(path).map_err(|error| {
-        let message = format!("cannot read {}: {error}", shown(&path.to_string_lossy()));
-        ConfigErrors::of_file(path, message, "pass a configuration file that this user can read")
-    })?;
-    if bytes.len() as u64 > defaults::FILE_BYTES_MAX {
-        let max = units::format_size(defaults::FILE_BYTES_MAX);
-        let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
-        return Err(ConfigErrors::of_file(
-            path,
-            message,
-            "pass a configuration file, which is a text file in the TOML format",
-        ));
+/// Returns the path of the configuration file for a supervisor whose command line names none. This is the path
+/// in `BULKHEAD_CONFIG`, or `/etc/bulkhead/workers.toml` for root, or `bulkhead/workers.toml` in the user's
+/// configuration folder (`XDG_CONFIG_HOME`, or `~/.config`). Returns `None` if the user has no such folder.
+pub fn default_path() -> Option<PathBuf> {
+    default_path_in(rustix::process::geteuid().is_root(), |name| std::env::var_os(name))
+}
+
+fn default_path_in(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let set = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if let Some(path) = set(defaults::CONFIG_VARIABLE) {
+        return Some(path);
     }
-    String::from_utf8(bytes).map_err(|error| not_utf8(path, &error))
-}
-
-/// Reads at most one byte more than the maximum size, so that the caller can detect larger files. Does not
-/// block on a FIFO.
-fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
-    let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path)?;
-    let kind = file.metadata()?;
-    if !kind.is_file() {
-        let what = if kind.is_dir() {
-            "the path is a directory"
-        } else {
-            "the path is not a regular file; a pipe such as `<(...)` cannot be read again at a reload"
-        };
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    if is_root {
+        return Some(defaults::CONFIG_OF_ROOT.into());
     }
-    let mut bytes = Vec::new();
-    file.take(defaults::FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
-fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
-    let at = error.utf8_error().valid_up_to();
-    let byte = error.as_bytes().get(at).copied().unwrap_or_default();
-    let mut problems = Problems::default();
-    problems.report(
-        at..at + 1,
-        format!("the file is not UTF-8: byte 0x{byte:02x}"),
-        "save the file as UTF-8, the only encoding of TOML",
-    );
-    // The lossy conversion does not change the text before the invalid byte, so the position is correct.
-    problems.into_errors(path, &String::from_utf8_lossy(error.as_bytes()))
+    // According to the XDG specification, a relative XDG_CONFIG_HOME must be ignored.
+    let folder = set("XDG_CONFIG_HOME").filter(|folder| folder.is_absolute());
+    Some(folder.or_else(|| Some(set("HOME")?.join(".config")))?.join(defaults::CONFIG_OF_USER))
 }
 
 /// Validates the text of a configuration file that is, or will be, at `path`. Relative paths in the text are
-/// resolved against the folder of `path`.
+/// resolved against the folder of `path`. The folder `conf.d` is not read.
 ///
 /// # Errors
 ///
@@ -221,29 +194,18 @@ impl ProcessEnv {
 }
 
 fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let absolute = std::path::absolute(path).map_err(|error| {
-        let message = format!("cannot find the folder of \"{}\": {error}", shown(&path.to_string_lossy()));
-        ConfigErrors::of_file(path, message, "pass the absolute path of the configuration file")
-    })?;
-    let folder = absolute.parent().unwrap_or(Path::new("/"));
-    if folder.to_str().is_none() {
-        // Paths in the checked configuration must be UTF-8, because they are also shown as text.
-        let message = format!("the name of the folder \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
-        return Err(ConfigErrors::of_file(
-            path,
-            message,
-            "rename the folder, or move the file to another folder",
-        ));
-    }
-    let mut problems = Problems::default();
-    let (document, syntax_errors) = DeTable::parse_recoverable(text);
-    syntax::report(text, &syntax_errors, &mut problems);
+    check(loading::from_text(path, text)?, Problems::default(), process_env)
+}
+
+/// Checks the files of a configuration. `problems` contains the problems that were found while the files were read.
+fn check(sources: Sources, mut problems: Problems, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
+    let documents = loading::parse(&sources, &mut problems);
     if !problems.is_empty() {
-        return Err(problems.into_errors(path, text));
+        return Err(problems.into_errors(sources));
     }
-    let raw = file::read(document.get_ref(), &mut problems);
-    let mut checker = relations::Checker { folder, process_env, problems: &mut problems };
-    let config = checker.check(&absolute, raw);
-    if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(path, text)) }
+    let document = loading::merge(&sources, documents, &mut problems);
+    let raw = file::read(&document, &mut problems);
+    let mut checker = relations::Checker { sources: &sources, process_env, problems: &mut problems };
+    let config = checker.check(raw);
+    if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(sources)) }
 }

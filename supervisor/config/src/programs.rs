@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::fs::{Access, AtFlags, CWD, StatVfsMountFlags, accessat, statvfs};
 
 use super::defaults;
 use super::diagnostics::shown;
@@ -119,6 +119,24 @@ pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> 
 /// Checks that a file or folder exists.
 pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     look_up(label, "file or folder", path, folder).map(drop)
+}
+
+/// Checks that a file or folder exists and can be changed. Devices can be used on any file system.
+pub(super) fn writable(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
+    let found = look_up(label, "file or folder", path, folder)?;
+    let is_on_disk = found.is_file() || found.is_dir();
+    let is_read_only = || statvfs(path).is_ok_and(|about| about.f_flag.contains(StatVfsMountFlags::RDONLY));
+    if is_on_disk && is_read_only() {
+        return Err(ValueError::new(
+            format!("`{label}`: {} is on a read-only file system", path.display()),
+            format!(
+                "mount it with write permission (`ReadWritePaths={}` in a unit with ProtectSystem=), or write another \
+                 path",
+                path.display()
+            ),
+        ));
+    }
+    Ok(())
 }
 
 fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {

@@ -22,6 +22,7 @@ use super::keys::lifecycle::RestartKeys;
 use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given, PresentKey};
 use super::resolved::{Resolved, report_position, report_position_of};
+use super::sources::{Source, Sources};
 use super::table::ByRows as _;
 use super::values::ValueError;
 use super::{
@@ -35,17 +36,17 @@ const POOLED_MIN: u64 = 512 * 1024;
 /// Maximum number of names that a message lists.
 const LISTED_MAX: usize = 10;
 
-/// Checks the rules of one configuration file and collects the problems.
+/// Checks the rules of a configuration and collects the problems.
 pub(super) struct Checker<'c> {
-    pub(super) folder: &'c Path,
+    pub(super) sources: &'c Sources,
     pub(super) process_env: &'c ProcessEnv,
     pub(super) problems: &'c mut Problems,
 }
 
-impl Checker<'_> {
-    /// Checks all rules of a configuration file. The returned configuration is valid only if no problem was
+impl<'c> Checker<'c> {
+    /// Checks all rules of a configuration. The returned configuration is valid only if no problem was
     /// reported.
-    pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
+    pub(super) fn check(&mut self, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
         let has_access = access.iter().any(|entry| entry.who.token_file().is_none());
@@ -57,7 +58,14 @@ impl Checker<'_> {
         }
         let bulkheads =
             raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw)).collect();
-        Config { path: path.to_owned(), supervisor, access, bulkheads }
+        let path = self.sources.main().absolute();
+        let fragments = self.sources.fragments().iter().map(Source::absolute).collect();
+        Config { path, fragments, supervisor, access, bulkheads }
+    }
+
+    /// Returns the folder at which relative paths at this position start.
+    fn folder(&self, span: &Range<usize>) -> &'c Path {
+        &self.sources.at(span.start).folder
     }
 
     fn report_error(&mut self, span: Range<usize>, error: ValueError) {
@@ -156,7 +164,7 @@ impl Checker<'_> {
         }
         let socket = match &raw.socket {
             Field::Given(given) => {
-                self.socket("socket", &given.span, programs::resolve(self.folder, &given.value))
+                self.socket("socket", &given.span, programs::resolve(self.folder(&given.span), &given.value))
             }
             Field::Invalid => None,
             Field::Absent => match self.process_env.default_socket() {
@@ -174,7 +182,7 @@ impl Checker<'_> {
         };
         let admin = match (&raw.admin, &socket) {
             (Field::Given(given), _) => {
-                self.socket("admin", &given.span, programs::resolve(self.folder, &given.value))
+                self.socket("admin", &given.span, programs::resolve(self.folder(&given.span), &given.value))
             }
             (Field::Absent, Some(socket)) => {
                 let position = raw.socket.given().map_or(&raw.heading, |given| &given.span);
@@ -215,7 +223,7 @@ impl Checker<'_> {
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
         let runs_programs = raw.exec.given().is_some();
         let bulkhead = BulkheadConfig {
-            cwd: self.cwd(&raw.cwd),
+            cwd: self.cwd(raw),
             name: raw.name.clone(),
             program,
             env: raw.env.value().unwrap_or_default().into_iter().collect(),
@@ -348,26 +356,26 @@ impl Checker<'_> {
         let Some(name) = arguments.first() else { return (argv, PathBuf::new()) };
         let label = format!("{key}[0]");
         let search_path = self.process_env.search_path.as_deref();
-        let path = programs::program(&label, &name.value, self.folder, search_path);
+        let path = programs::program(&label, &name.value, self.folder(&name.span), search_path);
         (argv, self.ok_or_report(&name.span, path).unwrap_or_default())
     }
 
     fn library(&mut self, given: &Given<String>) -> PathBuf {
-        let path = programs::resolve(self.folder, &given.value);
-        self.ok_or_report(&given.span, programs::library("library", &path, self.folder));
+        let path = programs::resolve(self.folder(&given.span), &given.value);
+        self.ok_or_report(&given.span, programs::library("library", &path, self.folder(&given.span)));
         path
     }
 
-    fn cwd(&mut self, cwd: &Field<String>) -> PathBuf {
-        let Some(given) = cwd.given() else { return self.folder.to_owned() };
-        let path = programs::resolve(self.folder, &given.value);
-        self.ok_or_report(&given.span, programs::working_folder("cwd", &path, self.folder));
+    fn cwd(&mut self, raw: &RawBulkhead) -> PathBuf {
+        let Some(given) = raw.cwd.given() else { return self.folder(&raw.heading).to_owned() };
+        let path = programs::resolve(self.folder(&given.span), &given.value);
+        self.ok_or_report(&given.span, programs::working_folder("cwd", &path, self.folder(&given.span)));
         path
     }
 
     fn crash_dir(&mut self, crash_dir: &Field<String>) -> Option<PathBuf> {
         let given = crash_dir.given()?;
-        let path = programs::resolve(self.folder, &given.value);
+        let path = programs::resolve(self.folder(&given.span), &given.value);
         self.ok_or_report(&given.span, programs::future_folder("crash_dir", &path));
         Some(path)
     }

@@ -40,6 +40,9 @@ impl Config {
     pub fn summary_where(&self, ids: WorkerIds) -> String {
         let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
+        for fragment in &self.fragments {
+            out.comment(fragment.display());
+        }
         out.supervisor(&self.supervisor);
         for entry in &self.access {
             out.access(entry);

@@ -32,6 +32,7 @@ mod tokens;
 pub mod upgrade;
 mod waiting;
 mod watch;
+mod watchdog;
 
 use admin_socket::CONNECTIONS_MAX;
 
@@ -68,7 +69,7 @@ use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, ResidentSizes};
-use crate::sockets::Sockets;
+use crate::sockets::{InheritedSockets, Sockets};
 use bulkhead_config::{Config, SupervisorConfig, Token};
 use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{
@@ -139,6 +140,8 @@ pub struct Options {
     pub http: Option<(TcpListener, Token)>,
     /// The bound TCP socket for jobs, if `jobs_http` is configured.
     pub jobs_http: Option<TcpListener>,
+    /// Sockets that belong to the service manager.
+    pub inherited: InheritedSockets,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
     /// How the supervisor can be upgraded, and what it takes over.
@@ -166,6 +169,8 @@ pub(crate) struct Control {
     reloads: Reloads,
     readiness: readiness::Readiness,
     sockets: sockets::SocketFiles,
+    /// Sockets that belong to the service manager.
+    inherited: InheritedSockets,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
     /// True if the supervisor runs in the process of an application.
@@ -218,6 +223,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         config,
         http,
         jobs_http,
+        inherited,
         threads,
         handover,
         crashes_lock,
@@ -244,6 +250,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         reloads: Reloads::new(active_config),
         readiness: readiness::Readiness::default(),
         sockets: sockets::SocketFiles::new(sockets, admin_copy),
+        inherited,
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         is_embedded,
@@ -294,6 +301,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             tokio::spawn(tasks.wrap_task("advice", advice::watch(control.clone())));
             tokio::spawn(tasks.wrap_task("events", report_suppressed(control.clone())));
             tokio::spawn(tasks.wrap_task("on request", panic_on_request("CONTROL")));
+            tokio::spawn(tasks.wrap_task("watchdog", watchdog::watch(control.clone())));
             handle_notices(&control, notices, &counters).await;
             control.report_stopped();
             control.events.wake_readers();

@@ -1,6 +1,7 @@
 //! Binds the listening sockets of the supervisor. When the file of a socket appears, it has the right mode
 //! and the socket is listening. The socket of a running supervisor is never replaced, but the socket of a
-//! dead supervisor is removed. A socket whose file was removed can be recreated.
+//! dead supervisor is removed. A socket whose file was removed can be recreated. A socket that the service
+//! manager has bound is used as it is.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -14,12 +15,14 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use bulkhead_linux::scm_rights::refuse_descriptors;
+use bulkhead_plane::handover::inherited;
 use bulkhead_plane::lock::{self, LockError};
 
 /// Maximum number of connections in the backlog. The kernel reduces the value to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
 
-/// A bound Unix socket. When it is dropped, the file is removed and the lock is released.
+/// A bound Unix socket. When it is dropped, the lock is released, and the file is removed unless it belongs to
+/// the service manager.
 #[derive(Debug)]
 pub struct BoundSocket {
     path: PathBuf,
@@ -32,6 +35,49 @@ pub struct BoundSocket {
     /// False while another supervisor serves the socket: before this one has taken over, or after it has handed
     /// over.
     is_owner: bool,
+    /// True if the service manager has bound the socket.
+    is_inherited: bool,
+}
+
+/// Sockets that the service manager has bound. The service manager also listens on them, so this process must
+/// not shut them down.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InheritedSockets {
+    /// The jobs socket.
+    pub jobs: bool,
+    /// The admin socket.
+    pub admin: bool,
+    /// The TCP socket of `http`.
+    pub http: bool,
+    /// The TCP socket of `jobs_http`.
+    pub jobs_http: bool,
+}
+
+impl InheritedSockets {
+    fn each(&mut self) -> [(&'static str, &mut bool); 4] {
+        let Self { jobs, admin, http, jobs_http } = self;
+        [
+            (inherited::JOBS, jobs),
+            (inherited::ADMIN, admin),
+            (inherited::HTTP, http),
+            (inherited::JOBS_HTTP, jobs_http),
+        ]
+    }
+
+    /// Returns the sockets with these names, which the previous supervisor of an upgrade has passed on.
+    pub fn from_names(names: &[String]) -> Self {
+        let mut sockets = Self::default();
+        for (name, is_inherited) in sockets.each() {
+            *is_inherited = names.iter().any(|found| found == name);
+        }
+        sockets
+    }
+
+    /// Returns the names of the sockets, for a successor.
+    pub fn names(mut self) -> Vec<String> {
+        let names = self.each().into_iter().filter(|(_, is_inherited)| **is_inherited);
+        names.map(|(name, _)| name.to_owned()).collect()
+    }
 }
 
 /// The jobs socket and the admin socket. They are shared, so that their files can be checked while other
@@ -61,20 +107,31 @@ impl BoundSocket {
         let lock = lock(path).map_err(fail)?;
         let (listener, identity) = listen_at(path, mode).map_err(fail)?;
         let listener = Some(listener);
-        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock, is_owner: true })
+        Ok(Self {
+            path: path.to_owned(),
+            mode,
+            folder_mode,
+            identity,
+            listener,
+            lock,
+            is_owner: true,
+            is_inherited: false,
+        })
     }
 
     /// Uses the socket of the previous supervisor of an upgrade, which still serves it.
-    pub fn inherit(
+    ///
+    /// `is_inherited` is true if the service manager has bound the socket.
+    pub fn take_over(
         path: &Path,
         (mode, folder_mode): (u32, u32),
-        listener: UnixListener,
+        (listener, is_inherited): (UnixListener, bool),
         lock: OwnedFd,
     ) -> Self {
         // Without a file, the identity matches no file, and the socket can be recreated.
         let identity = identity(path).unwrap_or_default();
         let (path, listener, lock) = (path.to_owned(), Some(listener), lock.into());
-        Self { path, mode, folder_mode, identity, listener, lock, is_owner: false }
+        Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
     }
 
     /// Sets whether this supervisor serves the socket. Only then the file is checked, recreated and removed.
@@ -92,6 +149,36 @@ impl BoundSocket {
         Ok(self.lock.try_clone()?.into())
     }
 
+    /// Uses a socket that the service manager has bound at `path`. The service manager has chosen the mode of the
+    /// file, and keeps the file.
+    pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
+        let fail = |problem: String| BindError { path: path.to_owned(), problem };
+        let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;
+        let at = bound.as_pathname();
+        let identity =
+            at.and_then(|at| identity(at).ok()).filter(|found| identity(path).ok() == Some(*found));
+        let Some(identity) = identity else {
+            let at = at.map_or_else(|| "no path".to_owned(), |at| at.display().to_string());
+            return Err(fail(format!(
+                "the service manager passes a socket with another path ({at}); use the same path for ListenStream= in \
+                 the socket unit and in the configuration file"
+            )));
+        };
+        let lock = lock(path).map_err(fail)?;
+        set_refusal(&listener).map_err(fail)?;
+        let (path, listener) = (path.to_owned(), Some(listener));
+        Ok(Self {
+            path,
+            mode: 0,
+            folder_mode: 0,
+            identity,
+            listener,
+            lock,
+            is_owner: true,
+            is_inherited: true,
+        })
+    }
+
     /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
@@ -106,6 +193,11 @@ impl BoundSocket {
     /// replaces the previous one.
     pub fn recreate(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
+        if self.is_inherited {
+            return Err(fail(
+                "the file of the service manager's socket was removed; restart the socket unit".to_owned(),
+            ));
+        }
         create_folders(&self.path, self.folder_mode).map_err(fail)?;
         let own = self.lock.metadata().map(|found| (found.dev(), found.ino()));
         // If the lock file was removed as well, another supervisor may have created and locked a new one.
@@ -128,7 +220,8 @@ impl Drop for BoundSocket {
     fn drop(&mut self) {
         // The file is only removed if it belongs to this socket, because another supervisor may have bound a
         // socket at the path. An error is ignored, because the file may be missing.
-        if self.is_owner && identity(&self.path).is_ok_and(|found| found == self.identity) {
+        let is_removable = self.is_owner && !self.is_inherited;
+        if is_removable && identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -171,19 +264,24 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
         let _ = std::fs::remove_file(first);
     }
     let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
-    // Accepted connections inherit this option. On kernels without the option, the module `descriptors` of
-    // the data plane handles received descriptors.
-    if let Err(error) = refuse_descriptors(&listener)
-        && error != Errno::NOPROTOOPT
-    {
-        return Err(format!("the socket option that prevents received descriptors cannot be set: {error}"));
-    }
+    set_refusal(&listener)?;
     std::fs::set_permissions(first, Permissions::from_mode(mode))
         .map_err(|error| format!("the mode of the socket cannot be set: {error}"))?;
     if is_short {
         std::fs::rename(first, path).map_err(|error| format!("the socket cannot be renamed: {error}"))?;
     }
     Ok(listener)
+}
+
+/// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option,
+/// the module `descriptors` of the data plane handles received descriptors.
+fn set_refusal(listener: &UnixListener) -> Result<(), String> {
+    match refuse_descriptors(listener) {
+        Err(error) if error != Errno::NOPROTOOPT => {
+            Err(format!("the socket option that prevents received descriptors cannot be set: {error}"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Binds a socket to which no client can connect yet. On Linux, the file gets the mode that the socket has
@@ -330,6 +428,35 @@ mod tests {
         std::fs::remove_dir_all(folder.path().join("run")).unwrap();
         let _other = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
         assert!(!bound.exists() && bound.recreate().is_err());
+    }
+
+    /// Also checks that a second supervisor cannot use the socket, and that the file is not created again.
+    #[test]
+    fn inherited_socket_keeps_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let service_manager = UnixListener::bind(&path).unwrap();
+        let mut inherited = BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap();
+        let error =
+            BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("another supervisor"), "{error}");
+        UnixStream::connect(&path).unwrap();
+        assert!(inherited.take_listener().unwrap().accept().is_ok());
+        drop(inherited);
+        assert!(path.exists() && UnixStream::connect(&path).is_ok());
+
+        let mut inherited = BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(!inherited.exists());
+        let error = inherited.recreate().unwrap_err().to_string();
+        assert!(error.contains("restart the socket unit"), "{error}");
+        drop(inherited);
+        for other in ["other.sock", "jobs.sock"] {
+            let path = folder.path().join(other);
+            let error =
+                BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap_err().to_string();
+            assert!(error.contains("with another path"), "{error}");
+        }
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! The listener of the jobs socket, which can be replaced at runtime, and the time budget for accepting
-//! connections.
+//! The listener of the jobs socket, and the time budget for accepting connections. The listener can be
+//! replaced at runtime.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -14,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay in accepting connections that is reported as an event.
+/// Minimum delay for which an event is sent, if accepting connections is delayed.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the share of processor time that may be used for accepting connections.
+/// Reciprocal of the share of processor time available for accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -29,13 +29,13 @@ pub(super) struct Acceptor {
     /// True if the listener is not registered with the event loop, so that new connections do not wake the
     /// data plane while the time budget is used up.
     is_deregistered: bool,
-    /// True if accepting a connection has failed. The event loop does not report waiting connections a second
-    /// time, so accepting must be retried.
+    /// True if accepting a connection has failed. Accepting must be retried, because the event loop reports
+    /// waiting connections only once.
     needs_retry: bool,
     budget: TimeBudget,
     /// Start of the current delay, or `None` if no connection is delayed.
     delayed_since: Option<Time>,
-    /// Number of connections accepted since `delayed_since`.
+    /// Number of connections accepted during the current delay.
     accepted: u64,
     delay_reported_at: Option<Time>,
 }
@@ -55,8 +55,7 @@ impl Acceptor {
         })
     }
 
-    /// Replaces the listener. No client can connect to the previous listener any more, because its socket
-    /// file is gone.
+    /// Replaces the listener. The previous listener gets no further clients, because its socket file is gone.
     pub(super) fn replace_listener(&mut self, poll: &Poll, listener: UnixListener) -> io::Result<()> {
         register(poll, &listener)?;
         if let Some(before) = self.listener.replace(listener) {
@@ -112,7 +111,8 @@ impl Acceptor {
     }
 
     /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted.
-    /// Returns the errors of `accept(2)`, usually because no descriptors are free, and of `epoll_ctl(2)`.
+    /// Returns the errors of `accept(2)`, most often because this process has no free descriptors, and of
+    /// `epoll_ctl(2)`.
     pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
         self.needs_retry = false;
         let Some(listener) = &self.listener else {
@@ -143,13 +143,13 @@ impl Acceptor {
         self.budget.charge(began);
     }
 
-    /// Records that no connection is waiting, or that none can be accepted.
+    /// Records that no connection is waiting, or that accepting connections failed.
     fn backlog_accepted(&mut self) {
         self.is_pending = false;
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// Records that connections may be waiting while the time budget is used up. Returns an event if the
+    /// Records that connections may be waiting although the time budget is used up. Returns an event if the
     /// delay must be reported now.
     pub(super) fn delayed(&mut self, now: Time) -> Option<EventKind> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
@@ -162,8 +162,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the
-    /// meantime, the event loop reports it at once. Returns the errors of `epoll_ctl(2)`.
+    /// Registers the listener again, because no connection is waiting. The event loop reports a connection
+    /// that has arrived in the meantime at once. Returns the errors of `epoll_ctl(2)`.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener

@@ -1,8 +1,8 @@
-//! Threads for blocking work. The data plane sends them tasks and handles the results in a later iteration.
-//! The `background` thread starts keepers and examines processes. The `memory-files` thread makes and frees
-//! memory files, so that slow file operations do not delay other tasks. Both threads live as long as the data
-//! plane, because the kernel sends a keeper its parent-death signal when the thread that started the keeper
-//! ends.
+//! Threads for blocking work. The data plane sends them tasks, and handles the results in a later iteration.
+//! The `background` thread starts keepers and examines processes. The `memory-files` thread creates and frees
+//! memory files; it is separate so that slow file operations do not delay other tasks. Both threads live as
+//! long as the data plane, because a keeper gets its parent-death signal when the thread that started it
+//! exits.
 
 use std::io;
 use std::sync::Arc;
@@ -18,33 +18,34 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Maximum number of pending tasks. If there are more, no starvation checks are added, because the machine is
+/// Maximum number of pending tasks. At this limit, no starvation checks are added. The machine is then
 /// overloaded, which explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
-/// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Without a pause,
-/// making files would keep a processor busy.
+/// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Prevents the
+/// creation of files from keeping a processor busy.
 const FILES_PAUSE: u32 = 1;
 
 enum Task {
-    /// Kills all processes that a lost keeper has left behind.
+    /// Kills all processes that a lost keeper left behind.
     SweepKeeper {
         lost: Box<Keeper>,
     },
-    /// Starts the next keeper after a pause, from the lost keeper's `launcher`.
+    /// Starts the next keeper with the lost keeper's `launcher`, after a pause.
     StartKeeper {
         pause: Duration,
         launcher: KeeperLauncher,
     },
-    /// Records how long the threads of a worker have waited for a processor up to now.
+    /// Records how long each thread of a worker has waited for a processor so far.
     Watch(Arc<Watch>),
-    /// Checks whether a thread of the worker has waited for a processor for most of the time since `Watch`.
+    /// Checks whether a thread of the worker has spent most of the time since `Watch` waiting for a
+    /// processor.
     Look {
         compartment: CompartmentIndex,
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Makes the files of a lease. This takes some time, because the kernel clears their memory.
+    /// Creates the files of a lease. Slow, because the kernel clears their memory.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -72,8 +73,7 @@ pub(super) struct Background {
     threads: ThreadMonitor,
 }
 
-/// Marks the end of the threads as expected, because they end together with the data plane, even after a
-/// panic.
+/// Marks the exit of the threads as expected, because they exit with the data plane, even after a panic.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -92,8 +92,8 @@ impl Background {
     fn send(&mut self, task: Task) {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
-        // Sending fails only if the thread has ended. In that case, the whole supervisor is shutting down
-        // (see `Fate`).
+        // Fails only if the thread has exited. In that case, the whole supervisor is shutting down (see
+        // `Fate`).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
@@ -105,7 +105,7 @@ impl Background {
         self.send(Task::StartKeeper { pause, launcher });
     }
 
-    /// Starts to observe the processor time of a worker. Returns false if too many tasks are pending.
+    /// Starts observing the processor time of a worker. Returns false if too many tasks are pending.
     pub(super) fn watch(&mut self, watch: &Arc<Watch>) -> bool {
         let has_room = self.waiting < LOOKS_WAITING_MAX;
         if has_room {
@@ -114,7 +114,8 @@ impl Background {
         has_room
     }
 
-    /// Checks whether an observed worker gets too little processor time. The result is [`Done::Looked`].
+    /// Checks whether an observed worker gets too little processor time. The result arrives as
+    /// [`Done::Looked`].
     pub(super) fn check_starvation(
         &mut self,
         compartment: CompartmentIndex,
@@ -124,7 +125,7 @@ impl Background {
         self.send(Task::Look { compartment, worker, watch });
     }
 
-    /// Makes the files of a lease. The result is [`Done::FilesMade`].
+    /// Creates the files of a lease. The result arrives as [`Done::FilesMade`].
     pub(super) fn make_files(&mut self, lease: u64, bytes: u64) {
         self.send(Task::MakeFiles { lease, bytes });
     }
@@ -141,7 +142,7 @@ impl Background {
         Some(done)
     }
 
-    /// Waits until the start of the next keeper is complete. Used when the supervisor shuts down.
+    /// Waits for a keeper that is being started. Used when the supervisor shuts down.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
@@ -151,8 +152,7 @@ impl Background {
     }
 }
 
-/// Starts a thread that performs tasks. After each task, the thread sleeps for `pause` times the duration of
-/// the task.
+/// Performs tasks. After each task, sleeps for `pause` times the duration of the task.
 fn serve(
     name: &'static str,
     pause: u32,
@@ -163,7 +163,7 @@ fn serve(
     threads.spawn(name, move || {
         for task in received {
             let begun_at = Instant::now();
-            // The data plane has ended, so the remaining tasks need not be performed.
+            // The data plane is gone, so the remaining tasks are dropped.
             if done.send(perform(task)).is_err() {
                 return;
             }

@@ -1,4 +1,4 @@
-//! Memory that is reused in order to avoid allocations for each job.
+//! Memory that is reused to avoid allocations per job.
 
 use bulkhead_policy::Action;
 use bulkhead_shared::connection::{BufferPool, Scratch};
@@ -21,7 +21,7 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    /// Boxes a record. Reuses the memory of a finished job's record if one is available.
+    /// Boxes a record, in the memory of a finished job's record if one is available.
     pub(super) fn record(&mut self, record: JobData) -> Box<JobData> {
         match self.records.pop() {
             Some(mut kept) => {

@@ -1,11 +1,12 @@
-//! Bulkheads by name, and their compartments. A bulkhead has one shared compartment, or one compartment for
-//! each tenant.
+//! Bulkheads by name, and their compartments. A bulkhead has either one shared compartment or one compartment
+//! per tenant.
 //!
-//! This part does not apply events to compartments. `wiring` applies the events that
+//! This part does not apply events to compartments. The wiring applies the events that
 //! [`Bulkheads::next_effect`] and [`Bulkheads::next_assignment`] return.
 
 mod compartments;
 mod counting;
+mod job_list;
 mod limits;
 mod metrics;
 mod snapshots;
@@ -27,6 +28,7 @@ use bulkhead_policy::{Bulkhead, Counters, Digest, Event, Limits, Time, WorkerId}
 use foldhash::quality::RandomState;
 
 pub(super) use compartments::Compartments;
+pub(super) use job_list::{JobListQueue, JobListSource};
 pub(super) use snapshots::{DescribeWorker, SnapshotQueue, SnapshotSource, WorkerDetails};
 pub(super) use tenants::Effect;
 
@@ -42,13 +44,13 @@ pub(super) struct Bulkheads {
     slab: Slab<BulkheadIndex, BulkheadEntry>,
     /// Bulkheads that accept jobs, by name.
     by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
-    /// Bulkheads that were removed from the configuration and still have jobs or workers.
+    /// Bulkheads that were removed from the configuration but still have jobs or workers.
     leaving: Vec<BulkheadIndex>,
-    /// Bulkheads with isolated tenants whose assignment of workers must be updated.
+    /// Bulkheads with isolated tenants in which workers may have to be assigned to other tenants.
     needing_update: Vec<BulkheadIndex>,
-    /// Sorted names of the tenants that have metrics of their own.
+    /// Sorted names of the tenants with separate metrics.
     labels: Arc<[String]>,
-    /// True if jobs that went to a fallback may not have been reported yet.
+    /// True if jobs were sent to a fallback and no event has counted them yet.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -64,25 +66,25 @@ pub(super) struct BulkheadEntry {
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Names of the bulkheads that get the jobs that this bulkhead cannot run, in the order in which they are
-    /// tried. Names of bulkheads that do not exist are skipped.
+    /// Names of the fallbacks of this bulkhead, in the order in which they are tried. Names of missing
+    /// bulkheads are skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// Time of the last event and number of jobs since that event, for each fallback.
+    /// For each fallback, the time of the last event and the number of jobs since then.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     pub(super) has_retries: bool,
     has_poison_detection: bool,
     latency: Latency,
-    /// Outcomes of the last minute.
+    /// Outcomes in the last minute.
     service: Window,
     /// Counters for the metrics.
     pub(super) counters: BulkheadCounters,
-    /// Metric series that were possible at any scrape so far.
+    /// Metric series that have been possible at any scrape so far.
     possible: PossibleSeries,
-    /// True if the configuration sets `pressure` for this bulkhead, which requires a queue.
+    /// True if the configuration sets `pressure` for this bulkhead. This requires a queue.
     has_own_pressure: bool,
-    /// Memory limit of each worker, in bytes. A worker that exceeds the limit is replaced or killed.
+    /// Memory limit per worker, in bytes. A worker that exceeds the limit is replaced or killed.
     memory_limit: Option<u64>,
-    /// Maximum total size of the memory files that are lent to a worker, in bytes.
+    /// Maximum total size of the memory files lent to a worker, in bytes.
     pub(super) loaned_bytes_max: Option<u64>,
     demand: Demand,
     /// Individual limits of tenants. Used only if all tenants share the workers.
@@ -90,20 +92,20 @@ pub(super) struct BulkheadEntry {
     layout: Layout,
 }
 
-/// Whether a bulkhead is part of the configuration.
+/// Whether a bulkhead is still configured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
     /// The bulkhead is configured and accepts jobs.
     Here,
-    /// The bulkhead was removed from the configuration and only completes its remaining jobs.
+    /// The bulkhead was removed from the configuration and is completing its remaining jobs.
     Leaving,
 }
 
-/// Assignment of tenants to compartments.
+/// Mapping of tenants to compartments.
 enum Layout {
     /// All tenants share one compartment.
     Shared(CompartmentIndex),
-    /// Each tenant has a compartment of its own.
+    /// Each tenant has a separate compartment.
     Isolated(Box<Isolated>),
 }
 
@@ -115,20 +117,19 @@ struct Isolated {
     own: BTreeMap<String, TenantConfig>,
     by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     max_active: usize,
-    /// Compartments that have workers but no jobs, ordered by the time of their last job.
+    /// Compartments with workers but no jobs, ordered by the time of their last job.
     idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments that have no workers, ordered by the time at which their last worker ended.
+    /// Compartments without workers, ordered by the time at which their last worker exited.
     resting: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments that have workers or jobs or are waiting for workers. All other compartments are scaled
-    /// to zero.
+    /// Compartments that have workers or jobs, or are waiting for workers. All others are scaled to zero.
     active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is not closed.
     tripped: BTreeSet<CompartmentIndex>,
-    /// Compartments that are waiting until another compartment has no workers left.
+    /// Compartments that are waiting until another compartment has released its workers.
     waiting: VecDeque<CompartmentIndex>,
-    /// Number of compartments that have workers, including workers that are ending.
+    /// Number of compartments with workers, including workers that are exiting.
     running: usize,
-    /// Number of compartments whose workers are all ending.
+    /// Number of compartments whose workers are all exiting.
     ending: usize,
     /// Counters of tenants whose compartments were removed.
     forgotten_counters: Counters,
@@ -143,20 +144,20 @@ pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
     /// Tenant of the compartment, or `None` if several tenants share it.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment exists only to replay the job of a crash report.
+    /// True if the compartment was created to replay the job of a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
-    /// Links to workers, indexed by the worker's place.
+    /// Links to workers, indexed by the worker's place in policy's table.
     links: Vec<Option<LinkIndex>>,
     /// True if an event was applied since the timer was last set.
     is_touched: bool,
-    /// Latency of jobs. Measured only if the compartment serves a single tenant.
+    /// Latency of jobs. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
-    /// Load when it was last recorded.
+    /// Load at the last measurement.
     load: Load,
-    /// State that is recorded in [`Isolated`].
+    /// State for which the compartment is listed in [`Isolated`].
     tenant_state: TenantState,
-    /// True if [`Isolated`] contains the compartment in its list `tripped`.
+    /// True if the compartment is in [`Isolated`]'s list `tripped`.
     is_listed_tripped: bool,
 }
 
@@ -182,7 +183,7 @@ impl Compartment {
         }
     }
 
-    /// Returns the link that was last set for the worker's place. The link may belong to an earlier worker.
+    /// Returns the current link for the worker's place. The link may belong to an earlier worker.
     #[inline]
     pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
         *self.links.get(worker.place as usize)?
@@ -196,7 +197,7 @@ impl Compartment {
         self.links[place] = Some(link);
     }
 
-    /// Removes a link from the worker's place, unless the place already has another link.
+    /// Removes a link from the worker's place, unless another link has taken the place.
     pub(super) fn clear_link(&mut self, worker: WorkerId, link: LinkIndex) {
         if self.link_at(worker) == Some(link) {
             self.links[worker.place as usize] = None;
@@ -221,13 +222,13 @@ impl Bulkheads {
         &self.labels
     }
 
-    /// Returns the metrics label of a tenant whose job was rejected before it reached policy.
+    /// Returns the metrics label of a tenant whose job was rejected before reaching policy.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
         let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.labels.len()) as u32
     }
 
-    /// Returns the bulkhead that accepts jobs under this name.
+    /// Returns the bulkhead with this name that accepts jobs.
     pub(super) fn find(&self, name: &str) -> Option<BulkheadIndex> {
         self.by_name.get(name).copied()
     }
@@ -242,7 +243,7 @@ impl Bulkheads {
         recent.filter(is_again).or_else(|| self.find(name))
     }
 
-    /// Returns all bulkheads that are part of the configuration.
+    /// Returns all configured bulkheads.
     pub(super) fn configured(&self) -> Vec<BulkheadIndex> {
         let here = self.iter().filter(|(_, entry)| entry.presence == Presence::Here);
         here.map(|(index, _)| index).collect()
@@ -271,7 +272,7 @@ impl Bulkheads {
         self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
     }
 
-    /// Starts to remove a bulkhead. Clients can no longer submit jobs to the bulkhead.
+    /// Starts to remove a bulkhead. The bulkhead accepts no further jobs.
     pub(super) fn start_removal(&mut self, name: &str) {
         if let Some(bulkhead) = self.by_name.remove(name) {
             self.slab[bulkhead].presence = Presence::Leaving;
@@ -284,7 +285,7 @@ impl Bulkheads {
         self.leaving.clone()
     }
 
-    /// Completes the removal of a bulkhead that has no compartments left. Its index can be reused at once.
+    /// Completes the removal of a bulkhead without compartments. Its index can be reused at once.
     pub(super) fn finish_removal(&mut self, bulkhead: BulkheadIndex) {
         self.leaving.retain(|leaving| *leaving != bulkhead);
         self.slab.remove(bulkhead);
@@ -297,8 +298,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of all bulkheads that need payload digests because of this bulkhead. These are the
-    /// bulkhead itself and the bulkheads that use it as a fallback.
+    /// Returns the names of all bulkheads whose leases depend on this bulkhead's need for payload digests:
+    /// the bulkhead itself and all bulkheads that use it as a fallback.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);
@@ -310,7 +311,7 @@ impl Bulkheads {
 }
 
 impl BulkheadEntry {
-    /// Creates a bulkhead. If `shared` is `None`, each tenant has a compartment of its own.
+    /// Creates a bulkhead. If `shared` is `None`, each tenant gets a separate compartment.
     fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),

@@ -1,5 +1,5 @@
-//! Commands from the control plane. Only a few commands are handled per iteration, so that a large number of
-//! commands cannot delay jobs for long.
+//! Commands from the control plane. Only a few are handled per iteration, so that a large number of commands
+//! does not delay jobs for long.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,11 +7,11 @@ use std::sync::mpsc::Receiver;
 
 use bulkhead_plane::command::Command;
 
-/// Maximum total weight of the commands that are handled per iteration (see `Command::weight`).
+/// Maximum total weight of the commands handled per iteration (see `Command::weight`).
 const WEIGHT_PER_ITERATION_MAX: usize = 16;
 
-/// Maximum number of commands taken from the channel per iteration. Commands whose sender no longer waits for
-/// the reply have no weight.
+/// Maximum number of commands taken from the channel per iteration. A command whose sender no longer waits
+/// for the reply has no weight.
 const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
 /// Pending commands.
@@ -41,13 +41,13 @@ impl CommandQueue {
         self.has_commands
     }
 
-    /// Returns the number of stop requests since the last call. Requests after the second one have no effect.
+    /// Returns the number of stop requests since the last call. Only the first two requests have an effect.
     pub(super) fn take_stops(&self) -> u32 {
         self.stops.swap(0, Ordering::SeqCst).min(2)
     }
 
-    /// Returns the next command. Returns `None` if no command is pending or the maximum per iteration is
-    /// reached, and then resets the counts for the next iteration.
+    /// Returns the next command. If no command is pending or the maximum per iteration is reached, returns
+    /// `None` and resets the counts for the next iteration.
     pub(super) fn next(&mut self) -> Option<Command> {
         while self.has_commands
             && self.taken < COMMANDS_PER_ITERATION_MAX
@@ -67,7 +67,7 @@ impl CommandQueue {
         None
     }
 
-    /// Returns the next command without a maximum per iteration. Used in the last iteration.
+    /// Returns the next command regardless of the maximum per iteration. Used in the last iteration.
     pub(super) fn next_unlimited(&mut self) -> Option<Command> {
         self.receiver.try_recv().ok()
     }

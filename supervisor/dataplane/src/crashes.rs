@@ -1,8 +1,8 @@
 //! Crash reports: decides which deaths are reported, and collects the contents of each report.
 //!
-//! The data plane records the state of a worker at the time of its death, including the payloads that are
-//! still in memory. Reports are normally rare, because each crash costs a process. If crashes are frequent,
-//! most of them are only counted.
+//! A report contains the state of a worker at the time of its death, including the payloads that are still in
+//! memory. Crashes are usually rare, because each one costs a process. If they are frequent, most of them are
+//! only counted.
 
 mod start_failures;
 
@@ -23,34 +23,33 @@ use super::JobData;
 use super::slab::BulkheadIndex;
 use start_failures::StartFailures;
 
-/// Maximum number of crash reports of a bulkhead in quick succession. Further reports are limited to one per
-/// second.
+/// Maximum number of crash reports of a bulkhead in a burst. Beyond this, one report per second is sent.
 const REPORT_BURST_MAX: u32 = 10;
 
-/// Minimum time between two events about crashes that were not reported.
+/// Minimum interval between events about crashes without a report.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 pub(super) struct Crashes {
     /// Number of crash reports so far.
     reports: u32,
-    /// Permits for crash reports that are waiting to be stored.
+    /// Permits for crash reports that have not been stored yet.
     permits: Arc<Semaphore>,
     /// State of each bulkhead that has had crashes.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes that had no report and have not been counted in an event yet.
+    /// Number of crashes without a report that have not been counted in an event.
     skipped: u64,
-    /// Process id and crash report of the death that is being handled. Events about the death refer to the
-    /// report.
+    /// Process id and crash report of the death that is being handled. Events about this death contain the
+    /// report's id.
     last_report: Option<(u32, CrashId)>,
-    /// Id, operation and tenant of the last job that crashed or exceeded its deadline. The next event may be
-    /// about this job.
+    /// Id, operation and tenant of the last job that crashed or exceeded its deadline, because the next event
+    /// may be about this job.
     last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Deaths of workers that were never ready.
+    /// Deaths of workers before they were ready.
     start_failures: StartFailures,
 }
 
@@ -58,7 +57,7 @@ struct BulkheadCrashes {
 pub(super) struct ReportSlot {
     id: CrashId,
     at: SystemTime,
-    /// Number of start failures with this cause so far.
+    /// Number of start failures with the same cause so far.
     count: u32,
     permit: OwnedSemaphorePermit,
 }
@@ -69,7 +68,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes without a report since the last event that counted such crashes.
+    /// Number of crashes without a report that no event has counted yet.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -91,7 +90,7 @@ impl ReportLimit {
         has_some
     }
 
-    /// Returns the number of crashes without a report if an event about them must be sent now.
+    /// Returns the number of crashes without a report, if an event about them is due.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
@@ -113,7 +112,7 @@ pub(super) struct CrashContext {
 }
 
 impl CrashContext {
-    /// Returns the circumstances of a worker's death, or `None` if the worker ended normally.
+    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally.
     pub(super) fn of_worker(post: &PostMortem, death: Death, usage: Usage) -> Option<Self> {
         let cause = crash_cause(post, death)?;
         let stage = match (post.was_ready, post.in_flight) {
@@ -125,8 +124,7 @@ impl CrashContext {
         Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None })
     }
 
-    /// Returns the circumstances of the death of a program. `message` is the description by the program's
-    /// worker.
+    /// Returns the circumstances of a program's death. `message` is the worker's description.
     pub(super) fn of_program(cause: Cause, message: &str) -> Self {
         let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let output = output.trim_start_matches(": ");
@@ -219,7 +217,7 @@ impl Crashes {
         Some(ReportSlot { id, at, count, permit })
     }
 
-    /// Returns the crash report that an event about the death of process `pid` must refer to.
+    /// Returns the crash report that an event about the death of process `pid` must mention.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
@@ -232,7 +230,7 @@ impl Crashes {
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
-    /// Records that a death was handled. Later events do not refer to its crash report.
+    /// Ends the handling of a death, so that later events do not mention its crash report.
     pub(super) fn death_applied(&mut self) {
         self.last_report = None;
     }
@@ -253,13 +251,13 @@ impl Crashes {
 
     // Crashes without a report.
 
-    /// Returns true if some crashes had no report and have not been counted in an event yet.
+    /// Returns true if some crashes without a report have not been counted in an event.
     pub(super) fn needs_checks(&self) -> bool {
         self.skipped > 0
     }
 
-    /// Returns the bulkheads for which an event must be sent now, with the number of crashes without a report
-    /// since their last event.
+    /// Returns the bulkheads for which an event is due, with the number of crashes without a report since the
+    /// last event.
     pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
         let mut due = Vec::new();
         for (&bulkhead, crashes) in &mut self.by_bulkhead {
@@ -280,14 +278,14 @@ impl Crashes {
     }
 }
 
-/// Describes the jobs of a dead worker. Payloads are included up to a maximum total size.
+/// Describes the jobs of a dead worker. Includes payloads up to a maximum total size.
 pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
     let mut room = PAYLOADS_BYTES_MAX;
     jobs.iter().map(|job| crash_job(job, policy.record_mut(job.id), &mut room)).collect()
 }
 
-/// Returns the cause of a worker's death. Returns `None` if the worker ended normally: the worker was ready,
-/// had not begun any of its jobs, was not killed, and exited with status 0.
+/// Returns the cause of a worker's death, or `None` for a normal exit. An exit is normal if the worker was
+/// ready, had not begun any of its jobs, was not killed, and exited with status 0.
 fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
     let ending = Ending { death, killed: post.killed.clone() };
     let is_fine = ending.is_clean() && post.begun == 0 && post.was_ready;

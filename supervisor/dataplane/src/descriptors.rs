@@ -1,11 +1,11 @@
-//! Handles descriptors that clients and workers send along with bytes, although no protocol allows this. The
+//! Handles descriptors that clients and workers send along with bytes, in violation of the protocols. A
 //! sender can make closing a descriptor take arbitrarily long, so the data plane itself never closes received
 //! descriptors.
 //!
 //! Since Linux 6.16, the kernel can refuse descriptors at the sender. On an older kernel, the data plane
 //! receives the descriptors, with room for the maximum per message, and passes them to closing threads. The
 //! closing threads also close sockets with unread data, because the data may contain descriptors. While too
-//! many descriptors wait to be closed, the data plane peeks before it reads, and receives no more
+//! many descriptors are waiting to be closed, the data plane peeks before each read, and receives no further
 //! descriptors.
 
 use std::io::{self, IoSliceMut};
@@ -27,20 +27,20 @@ use bulkhead_linux::scm_rights::refuse_descriptors;
 /// Maximum number of descriptors per message (`SCM_MAX_FD` in the kernel).
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 
-/// Maximum number of received descriptors that are held at a time.
+/// Maximum number of received descriptors that wait to be closed.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
-/// Number of closing threads. A descriptor that blocks while it is closed occupies one thread, so other
-/// descriptors are delayed only if all threads are blocked.
+/// Number of closing threads. A descriptor whose close blocks occupies one thread, so other descriptors are
+/// delayed only when all threads are blocked.
 const CLOSERS: usize = 4;
 
 /// Error that [`Intake::receive`] returns if bytes came with descriptors.
 pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 
-/// Message for a peer that sent descriptors.
+/// Error message for a peer that sent descriptors.
 pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
-/// Returns the number of descriptors of this process that must be kept free for received descriptors.
+/// Returns the number of descriptors that this process must keep free for received descriptors.
 pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
@@ -59,7 +59,7 @@ fn kernel_refuses() -> bool {
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
-    /// The supervisor receives descriptors and must close them.
+    /// The supervisor receives descriptors and closes them.
     Closing(Closers),
 }
 
@@ -92,8 +92,8 @@ impl Intake {
         }
     }
 
-    /// Shuts down a socket that its owner is about to drop. If the socket has unread data, a closing thread
-    /// reads and drops it.
+    /// Shuts down a socket that its owner is about to drop. Unread data is read and discarded by a closing
+    /// thread.
     pub(crate) fn close_soon(&self, socket: &UnixStream) {
         if let Self::Closing(closers) = self
             && let Ok(copy) = socket.try_clone()
@@ -123,9 +123,8 @@ enum Unwanted {
     Socket(UnixStream),
 }
 
-/// Channel to the closing threads. The channel is unbounded, but the number of descriptors in it is limited
-/// by [`HELD_MAX`], and each socket in it still counts as a client. The threads end when the channel is
-/// closed.
+/// Channel to the closing threads. The channel itself is unbounded, but [`HELD_MAX`] limits the descriptors
+/// in it, and its sockets still count as clients. The threads exit when the channel is closed.
 pub(crate) struct Closers {
     unwanted: Sender<Unwanted>,
     backlog: Arc<Backlog>,
@@ -168,8 +167,8 @@ impl Closers {
     }
 
     fn hand_over(&self, unwanted: Unwanted) {
-        // Sending does not fail, because the threads outlive the channel. If it failed, leaking the
-        // descriptor would be better than closing it on this thread.
+        // Cannot fail, because the threads outlive the channel. Otherwise, leaking the descriptor would be
+        // better than closing it on this thread.
         if let Err(unsent) = self.unwanted.send(unwanted) {
             std::mem::forget(unsent);
         }
@@ -178,8 +177,7 @@ impl Closers {
 
 fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
     loop {
-        // The thread that waits for the next item holds the lock. It releases the lock before it closes the
-        // item.
+        // The thread that waits for the next item holds the lock, and releases it before closing the item.
         let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
         match next {
             Ok(Unwanted::Descriptors(descriptors)) => {
@@ -202,7 +200,7 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // The usual reason for a slow close is `SO_LINGER`. This call fails for descriptors that are not
+        // The usual reason for a slow close is `SO_LINGER`. The call fails for descriptors that are not
         // sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
@@ -232,8 +230,8 @@ fn receive_unless_descriptors(socket: &UnixStream, buffer: &mut [u8]) -> rustix:
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let mut slices = [IoSliceMut::new(&mut *buffer)];
     let seen = rustix::net::recvmsg(socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags)?;
-    // A peek returns no data after the first message with descriptors. It sets `CTRUNC` because the buffer
-    // has no room for descriptors.
+    // A peek stops at the first message with descriptors. It sets `CTRUNC`, because the buffer has no room
+    // for descriptors.
     if seen.flags.contains(ReturnFlags::CTRUNC) {
         return Err(CAME_WITH_DESCRIPTORS);
     }
@@ -260,7 +258,7 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Returns closers as on an older kernel, but without closing threads.
+    /// Returns closers as for an older kernel, without closing threads.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)

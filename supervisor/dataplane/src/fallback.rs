@@ -1,6 +1,6 @@
-//! Fallbacks. A job that a bulkhead cannot accept, or that crashed in it, is passed on to other bulkheads.
-//! Each fallback is tried once, in the configured order, within the time that remains for the job. If no
-//! fallback completes the job, the client gets the first outcome.
+//! Fallbacks: a job that a bulkhead rejects, or that crashes in it, is passed on to other bulkheads. Each
+//! fallback is tried once, in the configured order, within the job's remaining time. If no fallback completes
+//! the job, the client gets the first outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::{JobData, link_bytes};
 
 /// State of a job that can be passed on to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead and compartment to which the client sent the job. The outcome is counted there.
+    /// Bulkhead and compartment to which the client submitted the job, where its outcome is counted.
     entry: (BulkheadIndex, CompartmentIndex),
     chain: Arc<[Arc<str>]>,
     /// Position in `chain` of the next bulkhead to try.
@@ -25,20 +25,20 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Result in the earlier bulkheads, or `None` if the job is still in the first one.
+    /// Result in earlier bulkheads, or `None` if the job is still in the first one.
     earlier: Option<EarlierResult>,
 }
 
-/// Result of a job in the earlier bulkheads.
+/// Result of a job in earlier bulkheads.
 struct EarlierResult {
-    /// First outcome. The client gets this outcome if no fallback has a better one.
+    /// First outcome, which the client gets if no fallback has a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
 }
 
-/// Returns true if the job may succeed in another bulkhead.
+/// Returns true if the job can succeed in another bulkhead.
 fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     match verdict {
         Verdict::Rejected { reason, .. } => matches!(
@@ -55,8 +55,8 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl FallbackState {
-    /// Creates the state of a job that a client has submitted. `wishes` contains the run limit, the priority,
-    /// the cost, and whether the job is idempotent.
+    /// Creates the state of a submitted job. `wishes` contains the run limit, the priority, the cost, and
+    /// whether the job is idempotent.
     pub(super) fn new(
         entry: (BulkheadIndex, CompartmentIndex),
         chain: Arc<[Arc<str>]>,
@@ -66,14 +66,19 @@ impl FallbackState {
         Self { entry, chain, next: 0, received, limit, run_limit, priority, idempotent, cost, earlier: None }
     }
 
-    /// Returns the bulkhead to which the client sent the job.
+    /// Returns the bulkhead to which the client submitted the job.
     pub(super) fn origin(&self) -> BulkheadIndex {
         self.entry.0
     }
 
-    /// Returns the compartment to which the client sent the job.
+    /// Returns the compartment to which the client submitted the job.
     pub(super) fn origin_compartment(&self) -> CompartmentIndex {
         self.entry.1
+    }
+
+    /// Returns the time at which the supervisor received the job.
+    pub(super) fn received(&self) -> Time {
+        self.received
     }
 
     /// Returns true if the job was already passed on to a fallback.
@@ -81,14 +86,13 @@ impl FallbackState {
         self.earlier.is_some()
     }
 
-    /// Returns the fallback that currently has the job, or `None` if the job was not passed on.
+    /// Returns the fallback that has the job, or `None` if the job was not passed on.
     pub(super) fn current_target(&self) -> Option<&Arc<str>> {
         self.earlier.as_ref().map(|_| &self.chain[self.next - 1])
     }
 
     /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` returns
-    /// the bulkhead with a given name, or `None` if the bulkhead was removed or the payload is too large for
-    /// it.
+    /// the bulkhead with a name, or `None` if there is no such bulkhead or the payload is too large for it.
     pub(super) fn next_target(
         &self,
         now: Time,
@@ -104,13 +108,13 @@ impl FallbackState {
         (!left.is_zero()).then_some((position, target, left))
     }
 
-    /// Returns the name of the fallback at a position in the chain.
+    /// Returns the name of the fallback at this position.
     pub(super) fn target_name(&self, position: usize) -> &Arc<str> {
         &self.chain[position]
     }
 
-    /// Returns the cost to charge to the origin's rate limit before the job is passed on. Returns `None` if
-    /// the job was already charged.
+    /// Returns the cost to charge to the first bulkhead's rate limit before the job is passed on, or `None`
+    /// if the job was already charged.
     pub(super) fn due_cost(&self, answer: &JobOutcome<Box<JobData>>) -> Option<u32> {
         let is_early = matches!(
             &answer.verdict,
@@ -119,8 +123,8 @@ impl FallbackState {
         (self.earlier.is_none() && answer.job.is_none() && is_early).then_some(self.cost)
     }
 
-    /// Records the outcome in the current bulkhead before the job is passed on to the fallback at `position`.
-    /// `outcome` creates the outcome that is recorded.
+    /// Records the outcome of the current bulkhead before the job is passed on to the fallback at `position`.
+    /// `outcome` is called to create the recorded outcome.
     pub(super) fn pass_on(
         &mut self,
         position: usize,
@@ -160,8 +164,8 @@ impl FallbackState {
         }
     }
 
-    /// Combines the outcome of the last bulkhead with the earlier results, by adding up the attempts and
-    /// times. Returns `None` if the job was in only one bulkhead.
+    /// Combines the last outcome with the earlier results by adding up attempts and times. Returns `None` if
+    /// the job was in only one bulkhead.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });

@@ -1,6 +1,6 @@
 //! Wake-ups from in-process clients. A client signals after it has written to a connection that the data
-//! plane had read completely, after it has closed a connection, and after it has read from a connection that
-//! was full. A signal makes a system call only if the data plane is sleeping on another thread.
+//! plane had drained, closed a connection, or read from a full connection. A signal makes a system call only
+//! if the data plane is sleeping on another thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -13,8 +13,8 @@ use super::slab::SessionId;
 struct ReadySet {
     /// Sessions whose clients have signalled.
     sessions: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because it checks `sessions` before it
-    /// sleeps.
+    /// Thread or task to wake. `None` while the data plane is awake, because it checks `sessions` before
+    /// sleeping.
     parked: Option<Parked>,
 }
 
@@ -28,7 +28,7 @@ enum Parked {
 pub(super) struct InProcessWaker {
     ready: Arc<Mutex<ReadySet>>,
     waker: Arc<mio::Waker>,
-    /// True if an in-process client has connected at any time.
+    /// True if an in-process client has ever connected.
     is_used: bool,
     /// Reused buffer for the contents of `ReadySet::sessions`.
     buffer: Vec<SessionId>,
@@ -58,7 +58,7 @@ impl Wake for SessionWaker {
         drop(ready);
         match parked {
             Some(Parked::Thread(waker)) => {
-                // Waking can only fail if the data plane has ended.
+                // Fails only if the data plane is gone.
                 let _ = waker.wake();
             }
             Some(Parked::Task(waker)) => waker.wake(),
@@ -72,14 +72,14 @@ impl InProcessWaker {
         Self { ready: Arc::default(), waker, is_used: false, buffer: Vec::new() }
     }
 
-    /// Registers the waker of a client. If the client has already written or has closed the connection, it
-    /// signals at once.
+    /// Registers the waker of a client. If the client has already written or closed the connection, signals
+    /// at once.
     pub(super) fn register_session(&mut self, session: SessionId, end: &in_process::Endpoint) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
     }
 
-    /// Returns true if the thread may sleep. In that case, a signal from a client will wake the thread.
+    /// Returns true if the thread may sleep. From then on, a signal from a client wakes the thread.
     pub(super) fn prepare_sleep(&self) -> bool {
         if !self.is_used {
             return true;
@@ -91,7 +91,7 @@ impl InProcessWaker {
         ready.sessions.is_empty()
     }
 
-    /// Returns ready if a client has signalled. Otherwise, a signal will wake the task of `context`.
+    /// Returns `Ready` if a client has signalled. Otherwise, the next signal wakes the task of `context`.
     pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut ready = lock(&self.ready);
         if !ready.sessions.is_empty() {
@@ -101,8 +101,8 @@ impl InProcessWaker {
             return Poll::Pending;
         }
         let unwanted = ready.parked.replace(Parked::Task(context.waker().clone()));
-        // Dropped after the lock is released, because the last waker of a task can own clients, which signal
-        // when they are dropped.
+        // Must be dropped after the lock is released, because the last waker of a task can own clients, which
+        // signal when they are dropped.
         drop(ready);
         drop(unwanted);
         Poll::Pending

@@ -1,8 +1,8 @@
-//! Journals: memory that is lent to workers, in which they store replies that they have not sent yet (see
+//! Journals: memory files in which workers store replies that they have not sent yet (see
 //! [`bulkhead_shared::journal`]).
 //!
 //! Only the counters at the beginning of a journal are mapped here. The frames are copied after the worker
-//! has exited. They are trusted no more than bytes from the worker's link.
+//! has exited, and are as untrusted as bytes from the worker's link.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -50,8 +50,8 @@ impl Journal {
         Box::new(JournalClaims(self.words.clone()))
     }
 
-    /// Returns the time since the last heartbeat that the worker wrote. Returns `None` if there is no
-    /// heartbeat, or if its time is in the future.
+    /// Returns the time since the worker's last heartbeat. Returns `None` if there is no heartbeat, or if its
+    /// time is in the future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
         let beat = Some(self.words.load(HEARTBEAT_OFFSET / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -60,7 +60,7 @@ impl Journal {
     }
 
     /// Returns the number of jobs that the worker has begun, and the frames in the journal. The contents are
-    /// not trusted, so their lengths are limited.
+    /// untrusted, so their lengths are limited.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
         let mut head = [0; FRAMES_OFFSET];
         let filled = self.fill(&mut head, 0);
@@ -76,8 +76,8 @@ impl Journal {
         (begun, frames)
     }
 
-    /// Fills `bytes` with the contents of the journal from offset `from` on. Returns the number of bytes that
-    /// were read.
+    /// Fills `bytes` with the contents of the journal, starting at offset `from`. Returns the number of bytes
+    /// read.
     fn fill(&self, bytes: &mut [u8], from: usize) -> usize {
         let mut filled = 0;
         while filled < bytes.len() {

@@ -1,5 +1,5 @@
-//! Connection to the keeper: its timeout, the replacement of a lost keeper, and the workers that wait until
-//! there is a keeper again. `reports.rs` applies the keeper's reports.
+//! Connection to the keeper: its timeout, the replacement of a lost keeper, and the queue of workers to
+//! start. `wiring/keeper.rs` applies the keeper's reports.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,27 +12,27 @@ use bulkhead_policy::{Time, WorkerId};
 use super::background::Background;
 use super::slab::CompartmentIndex;
 
-/// Time limit for an answer from the keeper. The keeper usually answers within milliseconds.
+/// Maximum time to wait for a reply from the keeper. The keeper usually replies within milliseconds.
 const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Minimum lifetime of a keeper. If a keeper dies earlier, its death counts as an early death.
+/// Lifetime below which a keeper's death counts as early.
 const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
-/// Delay before a new keeper starts after three consecutive early deaths. With each further early death the
-/// delay doubles, up to sixteen times this value.
+/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early
+/// death, up to sixteen times this value.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// `None` while the keeper is being replaced. At that time, the previous keeper and all workers are lost.
+    /// `None` while the keeper is being replaced. During this time, there are no workers.
     keeper: Option<Box<Keeper>>,
     since: Time,
     /// Number of consecutive early deaths of keepers.
     early_deaths: u32,
-    /// Time at which an answer was requested, or `None` if no answer is due.
+    /// Time at which a reply was requested, or `None` if no reply is due.
     pinged_at: Option<Time>,
-    /// Reports that could not be handled when they arrived.
+    /// Reports whose handling was deferred.
     deferred_reports: VecDeque<Report>,
-    /// Workers that the keeper has not been ordered to start yet.
+    /// Workers for which no order has been sent to the keeper.
     worker_orders: VecDeque<WorkerOrder>,
 }
 
@@ -75,18 +75,18 @@ impl KeeperLink {
 
     // Orders.
 
-    /// Reaps orphans that have ended (see [`Keeper::reap_orphans`]). While the keeper is being replaced, all
-    /// orphans are reaped as part of the replacement.
+    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being
+    /// replaced, because the replacement reaps all orphans.
     pub(super) fn reap_orphans(&mut self) -> bool {
         self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
 
-    /// Adds a worker to the queue of workers to start.
+    /// Adds a worker to the start queue.
     pub(super) fn queue_worker(&mut self, order: WorkerOrder) {
         self.worker_orders.push_back(order);
     }
 
-    /// Returns the next worker to start, or `None` if the queue is empty or there is no keeper.
+    /// Returns the next worker to start, or `None` if the start queue is empty or there is no keeper.
     pub(super) fn next_worker_order(&mut self) -> Option<WorkerOrder> {
         if self.is_being_replaced() { None } else { self.worker_orders.pop_front() }
     }
@@ -96,49 +96,49 @@ impl KeeperLink {
         !self.worker_orders.is_empty() && !self.is_being_replaced()
     }
 
-    /// Removes a worker from the queue of workers to start. Returns true if the worker was in the queue.
+    /// Removes a worker from the start queue. Returns true if the worker was in the queue.
     pub(super) fn cancel_worker_order(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> bool {
         let found =
             self.worker_orders.iter().position(|it| it.compartment == compartment && it.worker == worker);
         found.map(|at| self.worker_orders.remove(at)).is_some()
     }
 
-    /// Kills a worker, and requests an answer from the keeper to check that it still works.
+    /// Kills a worker, and pings the keeper to check that it still works.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
-            // An error means that the keeper is gone, which the socket will also report.
+            // An error means that the keeper is gone, which the socket also reports.
             let _ = keeper.kill(spawn);
             self.ping(now);
         }
     }
 
-    /// Requests an answer from the keeper after an important order. The time limit starts now, unless another
-    /// answer is already due.
+    /// Pings the keeper after an important order. The time limit starts now, unless another reply is already
+    /// due.
     pub(super) fn ping(&mut self, now: Time) {
         if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.pinged_at = Some(now);
         }
     }
 
-    /// Returns true if an answer from the keeper is due.
+    /// Returns true if a reply from the keeper is due.
     pub(super) fn awaits_pong(&self) -> bool {
         self.pinged_at.is_some()
     }
 
-    /// Restarts the time limit for an answer after the supervisor was paused, because it could not receive an
-    /// answer during the pause.
+    /// Restarts the time limit for a reply after the supervisor was paused, because it could not receive
+    /// replies during the pause.
     pub(super) fn restart_timeout(&mut self, now: Time) {
         self.pinged_at = self.pinged_at.map(|_| now);
     }
 
-    /// Kills a keeper that does not answer, because a keeper that is stopped or stuck neither kills workers
-    /// nor reports deaths. The keeper's end of the socket is closed by its death, and everything else follows
-    /// as after a crash of the keeper. Returns true if the keeper was killed.
+    /// Kills a keeper that does not reply, because a keeper that is stopped or stuck neither kills workers
+    /// nor reports deaths. Its death closes the socket, which is then handled like a crash of the keeper.
+    /// Returns true if the keeper was killed.
     pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
         let is_silent = self.pinged_at.is_some_and(|at| now.since(at) >= PONG_TIMEOUT);
         if is_silent {
             self.pinged_at = None;
-            // Fails only if the keeper has just ended by itself.
+            // Fails only if the keeper has just exited by itself.
             let _ = self.serving().and_then(Keeper::kill_keeper);
         }
         is_silent
@@ -146,7 +146,7 @@ impl KeeperLink {
 
     // Reports.
 
-    /// Records that the keeper has sent a report. Any report counts as an answer.
+    /// Records that the keeper has sent a report. Any report counts as a reply.
     pub(super) fn report_received(&mut self) {
         self.pinged_at = None;
     }
@@ -171,14 +171,14 @@ impl KeeperLink {
         background.replace_keeper(lost, pause_after(self.early_deaths));
     }
 
-    /// Starts to use a new keeper. The queued workers can then be started.
+    /// Installs a new keeper. The workers in the start queue can then be started.
     pub(super) fn install(&mut self, keeper: Box<Keeper>, now: Time) {
         self.since = now;
         self.keeper = Some(keeper);
     }
 
-    /// Ends the keeper together with all workers, and waits until it has ended. If a keeper is currently
-    /// being started, waits for it first.
+    /// Shuts down the keeper and all workers, and waits until the keeper has exited. Waits first for a keeper
+    /// that is being started.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         self.keeper.map_or_else(|| background.last_keeper(), Ok)?.shut_down()
     }

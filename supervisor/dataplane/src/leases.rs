@@ -1,10 +1,9 @@
 //! Leases of memory files. Records the client and the worker of each lease, and decides when a lease ends.
 //!
-//! A lease belongs to one client, one bulkhead and one tenant. The first worker that gets a job with the
-//! lease is also lent the files. From then on, no other worker gets these files. The lease ends when this
-//! worker is gone, or when the job is over but the worker could still write to the files. A file that is in
-//! use therefore never contains data of another client, tenant or worker. If a job goes to a different
-//! worker, the payload is sent as bytes.
+//! A lease belongs to one client, one bulkhead and one tenant. The files are lent to the first worker that
+//! gets a job with the lease, and to no other worker. The lease ends when this worker is gone, or when the
+//! job has ended but the worker could still write to the files. So a file in use never contains data of
+//! another client, tenant or worker. If a job goes to a different worker, the payload is sent as bytes.
 //!
 //! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the
 //! lease. If the client does not return the lease in time, the lease is revoked.
@@ -30,7 +29,7 @@ use super::slab::SessionId;
 /// Maximum number of leases per client.
 const LEASES_PER_CLIENT_MAX: usize = 64;
 
-/// Maximum number of leases per client whose files are currently being created.
+/// Maximum number of leases per client whose files are being created.
 const CREATING_PER_CLIENT_MAX: usize = 4;
 
 /// Minimum size of a memory file, in bytes.
@@ -39,7 +38,7 @@ const FILE_BYTES_MIN: u64 = 256 * 1024;
 /// Time without a job after which a lease is recalled.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Time limit for returning a recalled lease, and for confirming an offer.
+/// Maximum time for a client to return a recalled lease or to confirm an offer.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of revoked leases remembered per client. A client may still use such a lease until it has
@@ -58,7 +57,7 @@ pub(super) enum Effect {
         bytes: u64,
     },
     FreeFiles(Files),
-    /// Rejects a client's request for a lease.
+    /// Rejects a client's lease request.
     RejectRequest {
         client: SessionId,
         request: u64,
@@ -68,7 +67,7 @@ pub(super) enum Effect {
         client: SessionId,
         lease: u64,
     },
-    /// Counts a frame that a correct client would not have sent.
+    /// Counts a frame that a correct client would not send.
     CountMisuse {
         client: SessionId,
     },
@@ -79,7 +78,7 @@ pub(super) enum Effect {
     },
 }
 
-/// A lease that must be offered to its client. The caller must then call [`Leases::offer_sent`].
+/// A lease to offer to its client. The caller must then call [`Leases::offer_sent`].
 pub(super) struct Offer {
     pub(super) client: SessionId,
     pub(super) request: u64,
@@ -88,7 +87,7 @@ pub(super) struct Offer {
     pub(super) files: Arc<Files>,
 }
 
-/// Files that must be lent to a worker. The caller must then call [`Leases::loan_sent`].
+/// Files to lend to a worker. The caller must then call [`Leases::loan_sent`].
 pub(super) struct Loan {
     pub(super) named: LeaseRef,
     pub(super) files: Arc<Files>,
@@ -98,9 +97,9 @@ pub(super) struct Loan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Yes,
-    /// The socket has no room, or too many descriptors are in transit.
+    /// The socket is full, or too many descriptors are in transit.
     NotNow,
-    /// The receiver can never be sent files.
+    /// The receiver can never receive files.
     Never,
 }
 
@@ -123,7 +122,7 @@ impl Budget {
 
 struct Lease {
     client: SessionId,
-    /// Number of the client's request for the lease.
+    /// Number of the lease request.
     request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
@@ -138,7 +137,7 @@ struct Lease {
 
 enum State {
     Creating,
-    /// The files exist, but the lease was not offered yet, because the client has not confirmed the previous
+    /// The files exist. The lease was not offered yet, because the client has not confirmed the previous
     /// offer.
     Created(Arc<Files>),
     Offered(Arc<Files>),
@@ -161,7 +160,7 @@ impl State {
     }
 }
 
-/// State of the loan of a lease's files to a worker. The number is the worker's spawn number.
+/// State of the loan of a lease's files. The number is the worker's spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,
@@ -181,7 +180,7 @@ impl LoanState {
     }
 }
 
-/// A worker that is able to map memory files.
+/// A worker that can map memory files.
 struct Borrower {
     /// Total size of the files lent to the worker, in bytes.
     loaned_bytes: u64,
@@ -191,9 +190,9 @@ struct Borrower {
 #[derive(PartialEq, Eq)]
 enum BorrowerState {
     CanBorrow,
-    /// The worker has not confirmed the last loan.
+    /// The worker has not confirmed its latest loan.
     Unconfirmed,
-    /// Sending files to the worker has failed.
+    /// Sending files to the worker failed.
     Unreachable,
 }
 
@@ -202,13 +201,13 @@ pub(super) struct LeasedPayload {
     lease: u64,
     files: Arc<Files>,
     bytes: usize,
-    /// Worker that was sent the payload, as a reference to the file or as bytes.
+    /// Worker that received the payload, as a reference to the file or as bytes.
     worker: Option<u64>,
-    /// True if the worker was sent a reference to the file instead of bytes.
+    /// True if the worker received a reference to the file instead of bytes.
     is_by_name: bool,
-    /// Size of the result in bytes, or `None` if the result is not in the result file.
+    /// Size of the result in the result file, in bytes. `None` if the file contains no result.
     result_bytes: Option<u64>,
-    /// True if the job can be retried. The payload then counts as waiting data even while a worker has the
+    /// True if the job can be retried. Its payload then counts as waiting data even while a worker has the
     /// job.
     is_kept: bool,
 }
@@ -244,12 +243,12 @@ impl LeasedPayload {
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
     borrowers: HashMap<u64, Borrower, RandomState>,
-    /// Revoked leases that their clients may still use, because they may not have processed the recall.
+    /// Revoked leases that clients may still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker may still read although the client has the outcome of the job, because the worker
-    /// has not replied yet. The first field is the spawn number of the worker.
+    /// Files that a worker may still read although the client has the job's outcome, because the worker has
+    /// not replied. The first field is the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
-    /// Clients to which a lease must be offered.
+    /// Clients with a lease to offer.
     to_offer: VecDeque<SessionId>,
     effects: VecDeque<Effect>,
     /// Maximum number of open files of this process.
@@ -259,7 +258,7 @@ pub(super) struct Leases {
     last_number_before: u64,
     /// False during an upgrade, so that all clients give back their leases.
     is_lending: bool,
-    /// Total size of all live files, in bytes. Includes the files of ended leases that a job still uses.
+    /// Total size of all live files, in bytes, including files of ended leases that a job still uses.
     bytes: u64,
     /// Number of leases that are included in `bytes`.
     live: u64,
@@ -287,7 +286,7 @@ impl Leases {
         self.bytes
     }
 
-    /// Returns true if any client or worker may have files.
+    /// Returns true if a client or worker may have files.
     pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
@@ -359,14 +358,14 @@ impl Leases {
     fn matching(&self, matches: impl Fn(&Lease) -> bool) -> Vec<u64> {
         let matching = self.by_number.iter().filter(|(_, lease)| matches(lease));
         let mut numbers: Vec<u64> = matching.map(|(number, _)| *number).collect();
-        // Sorted, because clients can see the order of the effects.
+        // Sorted, because the order of the effects is visible to clients.
         numbers.sort_unstable();
         numbers
     }
 
     // Clients.
 
-    /// Handles a request for a lease that the access rules and the bulkhead allow.
+    /// Handles a lease request that the access rules and the bulkhead allow.
     pub(super) fn request(
         &mut self,
         now: Time,
@@ -400,7 +399,7 @@ impl Leases {
         self.effects.push_back(Effect::CreateFiles { lease: self.last_number, bytes });
     }
 
-    /// Rejects a request for a lease.
+    /// Rejects a lease request.
     pub(super) fn reject(&mut self, client: SessionId, request: u64) {
         self.effects.push_back(Effect::CountMisuse { client });
         self.effects.push_back(Effect::RejectRequest { client, request });
@@ -425,8 +424,8 @@ impl Leases {
         }
     }
 
-    /// Returns a lease that was sent to the client. If the client has no lease with this number, counts a
-    /// misuse and returns `None`.
+    /// Returns a lease that the client knows. If the client has no lease with this number, counts a misuse
+    /// and returns `None`.
     fn known_to(&mut self, client: SessionId, number: u64) -> Option<&mut Lease> {
         let is_sent = |lease: &&mut Lease| {
             lease.client == client && !matches!(lease.state, State::Creating | State::Created(_))
@@ -438,7 +437,7 @@ impl Leases {
         lease
     }
 
-    /// Ends all leases of a client whose connection is closed.
+    /// Ends all leases of a client that has disconnected.
     pub(super) fn client_gone(&mut self, client: SessionId) {
         self.revoked.remove(&client);
         self.matching(|lease| lease.client == client).into_iter().for_each(|number| self.end(number));
@@ -482,8 +481,7 @@ impl Leases {
         if self.bytes <= budget.room() {
             return;
         }
-        // The file of a waiting job is already charged as part of the job. Recalled leases count as if they
-        // were returned.
+        // The file of a waiting job is already charged with the job. Recalled leases count as returned.
         let sum = |matches: fn(&Lease) -> bool| -> u64 {
             self.by_number.values().filter(|lease| matches(lease)).map(|lease| 2 * lease.bytes).sum()
         };
@@ -518,14 +516,14 @@ impl Leases {
     }
 
     fn schedule_offer(&mut self, client: SessionId) {
-        // A client can confirm a lease a thousand times in one iteration, but must be listed only once.
+        // A client can confirm a lease a thousand times in one iteration, but is listed only once.
         if self.to_offer.back() != Some(&client) {
             self.to_offer.push_back(client);
         }
     }
 
     /// Returns the next lease to offer to a client that has confirmed its previous offer. Must not be called
-    /// while the frames of a client are being read, because a failed write closes the session.
+    /// while a client's frames are being handled, because a failed write closes the session.
     pub(super) fn next_offer(&mut self) -> Option<Offer> {
         loop {
             let client = self.to_offer.pop_front()?;
@@ -548,8 +546,8 @@ impl Leases {
         }
     }
 
-    /// Handles the result of sending an offer. If the offer was not sent, rejects the client's request and
-    /// continues with the next lease.
+    /// Handles the result of sending an offer. If sending failed, rejects the lease request and continues
+    /// with the next lease.
     pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
         let Offer { client, request, named, files, .. } = offer;
         match self.by_number.get_mut(&named.lease) {
@@ -558,8 +556,7 @@ impl Leases {
                 lease.used_at = now;
             }
             _ => {
-                // Drops these references, so that the lease has the last reference and its end frees the
-                // files.
+                // Drops these references, so that ending the lease frees the files.
                 drop(files);
                 self.end(named.lease);
                 self.effects.push_back(Effect::RejectRequest { client, request });
@@ -570,7 +567,7 @@ impl Leases {
 
     // End of leases.
 
-    /// Recalls a lease from its client. Afterwards, the files are not lent to another worker.
+    /// Recalls a lease from its client. From then on, the files are not lent to another worker.
     fn recall(&mut self, now: Time, number: u64) {
         let Some(lease) = self.by_number.get_mut(&number) else { return };
         let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
@@ -590,11 +587,11 @@ impl Leases {
         }
     }
 
-    /// Ends a lease. If a job uses the files, they are freed when the job ends.
+    /// Ends a lease. Files that a job uses are freed when the job ends.
     fn end(&mut self, number: u64) {
         let Some(lease) = self.by_number.remove(&number) else { return };
         self.end_loan(lease.loan, number, lease.bytes);
-        // If the files are still being created, `files_created` subtracts their size later.
+        // If the files are being created, `files_created` subtracts their size later.
         if let Some(files) = lease.state.files().cloned() {
             drop(lease);
             self.release(files);
@@ -609,13 +606,13 @@ impl Leases {
         }
     }
 
-    /// Recalls all leases for a bulkhead. Called when the bulkhead starts to need payload digests.
+    /// Recalls all leases for a bulkhead, because it now needs payload digests.
     pub(super) fn recall_for_bulkhead(&mut self, now: Time, bulkhead: &str) {
         let numbers = self.matching(|lease| *lease.bulkhead == *bulkhead);
         numbers.into_iter().for_each(|number| self.recall(now, number));
     }
 
-    /// Ends a lease that was not offered yet, and rejects the client's request.
+    /// Ends a lease that was not offered, and rejects the lease request.
     fn reject_created(&mut self, number: u64) {
         if let Some(Lease { client, request, state: State::Created(_), .. }) = self.by_number.get(&number) {
             self.effects.push_back(Effect::RejectRequest { client: *client, request: *request });
@@ -630,7 +627,7 @@ impl Leases {
             matches!(lease.state, State::Offered(_)) && is_over(lease.used_at, RESPONSE_TIMEOUT)
         }) {
             let client = self.by_number[&number].client;
-            // The client must no longer wait for further leases.
+            // The client must not wait for further leases.
             for created in
                 self.matching(|lease| lease.client == client && matches!(lease.state, State::Created(_)))
             {
@@ -661,7 +658,7 @@ impl Leases {
 
     // Workers.
 
-    /// Adds a worker that is able to map memory files.
+    /// Adds a worker that can map memory files.
     pub(super) fn worker_ready(&mut self, worker: u64) {
         self.borrowers.insert(worker, Borrower { loaned_bytes: 0, state: BorrowerState::CanBorrow });
     }
@@ -697,8 +694,8 @@ impl Leases {
 
     // Jobs.
 
-    /// Checks a job whose payload is in a memory file. `inline_bytes` is the number of payload bytes in the
-    /// frame itself.
+    /// Validates a job whose payload is in a memory file. `inline_bytes` is the number of payload bytes in
+    /// the frame itself.
     pub(super) fn check_job(
         &self,
         now: Time,
@@ -709,7 +706,7 @@ impl Leases {
         let invalid = |message| Err((RejectReason::Invalid, message));
         let revoked = Err((RejectReason::Overloaded, REVOKED));
         let Some(lease) = self.by_number.get(&named.lease).filter(|lease| lease.client == client) else {
-            // If the client was stopped for a while, it may not have received the recall.
+            // A client that was stopped for a while may not have received the recall.
             let is_revoked = named.lease <= self.last_number_before
                 || self.revoked.get(&client).is_some_and(|numbers| numbers.contains(&named.lease));
             return if is_revoked { revoked } else { invalid(UNKNOWN) };
@@ -732,8 +729,8 @@ impl Leases {
         Ok(())
     }
 
-    /// Marks a lease as used by a job, which must have been checked. Also returns the worker to which the
-    /// files were lent.
+    /// Marks a lease as used by a job, which must have been validated. Returns the payload, and the worker to
+    /// which the files were lent.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;
         let files = lease.state.files()?.clone();
@@ -752,9 +749,8 @@ impl Leases {
     }
 
     /// Returns a job's payload in the form in which it is sent to this worker: as a reference if the worker
-    /// has the file, and as bytes otherwise. If no worker has the files, also returns them, so that they can
-    /// be lent to this worker for its next job. The files lent to a worker must not exceed `loaned_bytes_max`
-    /// bytes in total.
+    /// has the file, and as bytes otherwise. If no worker has the files, also returns them, to be lent to
+    /// this worker for its next job. A worker's loans must not exceed `loaned_bytes_max` bytes in total.
     pub(super) fn give(
         &self,
         payload: &mut LeasedPayload,
@@ -802,18 +798,18 @@ impl Leases {
         }
     }
 
-    /// Ends a worker's access to the files of a job after the worker has sent a reply for the job or has
-    /// returned the job. The worker no longer reads the payload or writes the result, even if the job is
-    /// retried and ends in another worker.
+    /// Ends a worker's access to the files of a job, because the worker has replied or returned the job. It
+    /// no longer reads the payload or writes the result, even if the job is retried and ends in another
+    /// worker.
     pub(super) fn worker_done(&mut self, worker: u64, job: JobId, payload: Option<&mut LeasedPayload>) {
         if let Some(payload) = payload.filter(|payload| payload.worker == Some(worker)) {
             (payload.worker, payload.is_by_name) = (None, false);
         }
-        // The client may have got the outcome before the worker's reply.
+        // The client may have got the outcome before the worker replied.
         self.release_lingering(|borrower, lingering| (borrower, lingering) == (worker, job));
     }
 
-    /// Ends the use of a lease by a job. If the result is in the result file, returns its location.
+    /// Ends the use of a lease by a job. Returns the location of the result if it is in the result file.
     /// `is_alive` returns true if a worker still has a link.
     pub(super) fn end_job(
         &mut self,
@@ -824,8 +820,8 @@ impl Leases {
         is_alive: impl Fn(u64) -> bool,
     ) -> Option<LeaseRef> {
         let LeasedPayload { lease: number, files, worker, result_bytes, .. } = payload;
-        // A worker that has not replied may still run the job, and could write a result after the next job
-        // has begun.
+        // A worker that has not replied may still be running the job, and could write a result after the next
+        // job has begun.
         let user = worker.filter(|_| !is_answered);
         if let Some(lease) = self.by_number.get_mut(&number) {
             lease.is_busy = false;

@@ -5,9 +5,9 @@
 //! socket once at the end. The data plane itself makes no decisions about jobs. It never blocks or sleeps,
 //! and never formats text or writes logs. Work that can block runs on another thread (`background.rs`).
 //!
-//! The only file that the data plane reads from `/proc` is `stat`, which takes about 7 µs. This happens for
-//! the ancestors of a process that connects for the first time, and for a worker that closed its link a
-//! second ago and has not been reported dead.
+//! From `/proc`, the data plane reads only `stat`, which takes about 7 µs. It does so for the ancestors of a
+//! process that connects for the first time, and for a worker that closed its link a second ago but was not
+//! reported dead.
 
 mod acceptor;
 mod background;
@@ -81,7 +81,7 @@ use tokio::sync::oneshot;
 use acceptor::Acceptor;
 use background::{Background, Done};
 use buffers::Buffers;
-use bulkheads::{Bulkheads, Compartments, SnapshotQueue, SnapshotSource};
+use bulkheads::{Bulkheads, Compartments, JobListQueue, JobListSource, SnapshotQueue, SnapshotSource};
 use commands::CommandQueue;
 use crashes::Crashes;
 use descriptors::Intake;
@@ -96,7 +96,7 @@ use pauses::PauseDetector;
 use rejections::RejectionReports;
 use replays::Replays;
 use reporter::Reporter;
-use sessions::Sessions;
+use sessions::{Session, Sessions};
 use shares::Owner;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::{Spans, Trace};
@@ -106,7 +106,7 @@ use unread_loans::UnreadLoans;
 /// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as checks for stalled peers. The checks run only while a part needs
+/// Interval between periodic checks, such as those for stalled peers. Checks run only while a part needs
 /// them.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -123,14 +123,13 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
-/// Size of the header and metadata of a job's frame without names, in bytes.
+/// Typical size of the header and metadata of a job's frame without names, in bytes.
 const FRAME_BYTES: usize = 128;
 
-/// Message for a peer that sent out-of-band data.
+/// Error message for a peer that sent out-of-band data.
 const OUT_OF_BAND: &str = "the peer sent out-of-band data, which the protocol does not allow";
 
-/// The data plane's record of a job. Policy stores the record in a box and moves the box with every action,
-/// so the record should be small.
+/// The data plane's record of a job. Policy stores it boxed and moves the box with every action.
 #[derive(Default)]
 pub(crate) struct JobData {
     session: SessionId,
@@ -143,17 +142,17 @@ pub(crate) struct JobData {
     /// Label of the job's tenant in the metrics.
     label: u32,
     held: HeldPayload,
-    /// Position of the job's frame on the link of its worker.
+    /// Position of the job's frame on its worker's link.
     position: JobPosition,
     charge: Charge,
-    /// Exit status of the program that ran the job, if reported.
+    /// Exit status of the program that ran the job, if known.
     status: Option<i32>,
-    /// State of a job that can be passed on, or was passed on, to a fallback.
+    /// State needed to pass the job on to a fallback.
     fallback: Option<Box<FallbackState>>,
 }
 
 impl JobData {
-    /// Returns the payload, or `None` if it is not held in memory.
+    /// Returns the payload, if it is in memory.
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
             0 => Some(&[]),
@@ -167,7 +166,7 @@ impl JobData {
     }
 }
 
-/// Returns the number of bytes that a job takes on a link. `own` is the size of its payload and names.
+/// Returns the number of bytes that a job takes on a link. `own` is the total size of its payload and names.
 fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
@@ -175,15 +174,15 @@ fn link_bytes(own: usize) -> u32 {
 /// The parts of a job's payload that the data plane holds.
 #[derive(Default)]
 struct HeldPayload {
-    /// Payload of a waiting job. If a job with a large payload can be repeated, its payload is kept until the
-    /// job ends. Counts towards the memory for waiting payloads.
+    /// Payload of a waiting job. A large payload of a job that can be repeated is kept until the job ends.
+    /// Counts towards the memory limit for waiting data.
     payload: Option<Vec<u8>>,
     /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
-    /// Present if the payload is in a memory file.
+    /// Set if the payload is in a memory file.
     file: Option<Box<LeasedPayload>>,
-    /// True if the payload may have to be sent to another worker. Always true for a small payload, because a
-    /// worker can die before it has read the job.
+    /// True if the payload may have to be sent again. Always true for small payloads, because a worker can
+    /// die before reading the job.
     is_resendable: bool,
 }
 
@@ -197,8 +196,8 @@ impl HeldPayload {
         self.payload.as_ref().map_or(0, Vec::capacity)
     }
 
-    /// Returns the payload to send to a worker. This is the held payload or, if none is held, `coming`. Keeps
-    /// the payload if the job may have to be sent again.
+    /// Returns the payload to send to a worker: the stored payload or, if there is none, `coming`. Keeps the
+    /// payload if the job may have to be sent again.
     fn take_for_worker<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
@@ -234,7 +233,7 @@ pub struct DataPlane {
     // The event loop.
     poll: Poll,
     events: Events,
-    /// True if there were more socket events than the maximum per iteration.
+    /// True if the last poll returned the maximum number of events, so that more may be pending.
     has_more_events: bool,
     origin: Instant,
     now: Time,
@@ -263,9 +262,10 @@ pub struct DataPlane {
     compartments: Compartments,
     crashes: Crashes,
     handover: Handover,
+    job_lists: JobListQueue,
     leases: Leases,
     links: Links,
-    /// Memory used by waiting data: jobs in queues, kept payloads, and frames that workers have not read.
+    /// Memory used by waiting data: queued jobs, kept payloads, and frames that workers have not read.
     memory: Memory,
     pause_detector: PauseDetector,
     rejections: RejectionReports,
@@ -301,7 +301,7 @@ impl Endpoint {
     }
 }
 
-/// Payload that arrived with the current event.
+/// Payload that came with the current event.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -330,13 +330,13 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Components from which a [`DataPlane`] is built.
+/// Dependencies from which a [`DataPlane`] is built.
 pub struct Components {
-    /// Configuration at the start of the supervisor.
+    /// Initial configuration.
     pub config: Arc<Config>,
     /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
-    /// The bound jobs socket, or `None` in an embedded supervisor, whose clients connect with
+    /// The bound jobs socket, or `None` in an embedded supervisor. Clients then connect with
     /// [`bulkhead_plane::command::Command::AddInProcessClient`].
     pub listener: Option<UnixListener>,
     /// The keeper, which is already running.
@@ -347,9 +347,9 @@ pub struct Components {
     pub spans: Option<SpanSender>,
     /// Counters that are shared with the control plane.
     pub counters: Arc<SharedCounters>,
-    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs it.
+    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs one.
     pub host: Option<std::path::PathBuf>,
-    /// Sorted names of the tenants that have metrics of their own.
+    /// Sorted names of the tenants with separate metrics.
     pub labels: Arc<[String]>,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
@@ -358,8 +358,7 @@ pub struct Components {
 }
 
 impl DataPlane {
-    /// Creates a data plane that has not started any worker, and a handle that sends commands to the data
-    /// plane.
+    /// Creates a data plane without any workers, and a handle for sending commands to it.
     pub fn new(components: Components) -> io::Result<(Self, CommandSender)> {
         let Components {
             config,
@@ -417,6 +416,7 @@ impl DataPlane {
             rejections: RejectionReports::default(),
             replays: Replays::default(),
             sessions: Sessions::new(),
+            job_lists: JobListQueue::default(),
             snapshots: SnapshotQueue::default(),
             spans: Spans::new(spans, counters.clone()),
             templates: Templates::default(),
@@ -443,9 +443,9 @@ impl DataPlane {
         self.end()
     }
 
-    /// Orders the first workers. Used instead of [`DataPlane::run`] by a thread that also does other work.
-    /// The thread must then call [`DataPlane::finish_iteration`] and [`DataPlane::run_iteration`] alternately while
-    /// [`DataPlane::is_running`] returns true.
+    /// Starts the first workers. Used instead of [`DataPlane::run`] by a thread that also does other work.
+    /// Such a thread must call [`DataPlane::finish_iteration`] and [`DataPlane::run_iteration`] alternately
+    /// while [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.threads.mark_started();
         for index in self.compartments.indices() {
@@ -459,8 +459,8 @@ impl DataPlane {
     }
 
     /// Completes the previous iteration and writes its output. Returns the maximum time that the caller may
-    /// sleep before the next iteration, or `None` if no timer is set. The caller must not sleep longer than
-    /// until [`DataPlane::event_descriptor`] becomes readable.
+    /// sleep before the next iteration, or `None` if no timer is set. The caller must wake up earlier if
+    /// [`DataPlane::event_descriptor`] becomes readable.
     pub fn finish_iteration(&mut self) -> Option<Duration> {
         self.report_failed_spawns();
         self.report_starvation_results();
@@ -490,7 +490,7 @@ impl DataPlane {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits for events for up to `wait_time` and applies them. Returns the errors of `epoll_wait(2)`, and an
+    /// Waits at most `wait_time` for events, and applies them. Returns the errors of `epoll_wait(2)`, and an
     /// error if the keeper can be neither reached nor replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
@@ -512,15 +512,15 @@ impl DataPlane {
         heard
     }
 
-    /// Returns ready if an in-process client has signalled. It is then sufficient to call
-    /// [`DataPlane::handle_in_process_clients`]. Otherwise, registers the task to be woken by the next
-    /// signal.
+    /// Returns `Ready` if an in-process client has signalled, in which case
+    /// [`DataPlane::handle_in_process_clients`] is enough. Otherwise, the next signal wakes the task of
+    /// `context`.
     pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
         self.in_process_waker.poll_ready(context)
     }
 
-    /// Handles the input of in-process clients without waiting. In contrast to [`DataPlane::run_iteration`],
-    /// leaves all socket events for the next iteration.
+    /// Handles the input of in-process clients without blocking. Socket events are left for the next
+    /// iteration.
     pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
         self.in_process_waker.unpark();
         self.read_clock();
@@ -528,7 +528,8 @@ impl DataPlane {
         self.handle_events(&Events::with_capacity(0), was_paused)
     }
 
-    /// Ends the keeper and all workers. Returns an error if an essential thread had ended before this call.
+    /// Shuts down the keeper and all workers. Returns an error if an essential thread had exited before this
+    /// call.
     pub fn end(self) -> io::Result<()> {
         match self.threads.lost() {
             Some(name) => Err(self.abort(name)),
@@ -540,7 +541,7 @@ impl DataPlane {
     }
 
     fn handle_events(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
-        // Workers and the keeper are handled first, so that many clients cannot delay heartbeats and reports.
+        // Workers and the keeper come first, so that many clients cannot delay heartbeats and reports.
         for link in self.links.take_unfinished_reads(self.now) {
             self.read_link(link);
         }
@@ -614,12 +615,13 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not in order with the other
-    /// bytes, and the kernel reports them only once.
+    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not in order with other bytes,
+    /// and the kernel reports them only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // If the process of a worker is not known yet, `worker_spawned` will check for out-of-band bytes.
+            // If the process of a worker is not known yet, `worker_spawned` checks for out-of-band bytes
+            // later.
             Endpoint::Link(index) if self.links.get(index).is_some_and(Link::is_running) => {
                 self.end_link_for_violation(index, OUT_OF_BAND.to_owned());
             }
@@ -645,13 +647,13 @@ impl DataPlane {
             || self.links.has_unfinished_reads()
             || self.sessions.has_input() && !self.handover.pauses_reading()
             || self.commands.is_waiting()
-            || !self.snapshots.is_empty();
-        // Reporting failed spawns can cause further failures, and workers may be waiting to be started.
+            || !self.snapshots.is_empty()
+            || !self.job_lists.is_empty();
+        // Reporting a failed spawn can cause further failures, and workers may be waiting to be started.
         if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
-        // epoll counts in milliseconds. The time is rounded up, so that the loop does not wake shortly before
-        // the deadline.
+        // epoll counts in milliseconds. Rounds up, so that the loop does not wake just before the deadline.
         let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
     }
@@ -700,8 +702,8 @@ impl DataPlane {
         }
     }
 
-    /// Detects a pause of the supervisor. Returns true if timers must not fire until the next iteration,
-    /// because replies that arrived during the pause may not have been read and must be handled first.
+    /// Detects a pause of the supervisor. Returns true if timers must not fire before the next iteration, so
+    /// that replies that arrived during the pause are handled first.
     fn detect_pause(&mut self) -> bool {
         let clock = clock_gettime(ClockId::Boottime);
         let boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
@@ -717,7 +719,7 @@ impl DataPlane {
         true
     }
 
-    /// Reports once that all compartments have started.
+    /// Reports the start of the supervisor once all compartments have started.
     fn check_started(&mut self) {
         if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.has_started = true;
@@ -736,7 +738,7 @@ impl DataPlane {
         mut incoming: Incoming<'_>,
     ) -> Option<JobId> {
         let now = self.now;
-        // A late event can refer to a compartment that was already removed.
+        // A late event can refer to a removed compartment.
         let compartment = self.compartments.get_mut(index)?;
         // Moved out of `self`, because an action can apply another event, which also needs a list of actions.
         let mut actions = std::mem::take(&mut self.buffers.actions);
@@ -755,8 +757,8 @@ impl DataPlane {
         job
     }
 
-    /// Keeps the payload of a job that was accepted but not dispatched. Does nothing if the payload is in a
-    /// memory file.
+    /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory
+    /// file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.record_mut(job).is_some_and(|record| record.held.file.is_some()) {
@@ -805,9 +807,9 @@ impl DataPlane {
         }
     }
 
-    /// Writes the output of the current iteration. Each connection is written once.
+    /// Writes the output of the current iteration, once per connection.
     fn flush_connections(&mut self) {
-        // Disconnecting a client that has too many unread bytes cancels its jobs, which produces more output.
+        // Disconnecting a client with too many unread bytes cancels its jobs, which produces further output.
         loop {
             if let Some(index) = self.sessions.next_dirty() {
                 self.flush_session(index);
@@ -830,7 +832,7 @@ impl DataPlane {
             return self.keeper_lost();
         }
         loop {
-            // Deferred reports are handled first, because they are older.
+            // Deferred reports come first, because they are older.
             self.handle_deferred_reports();
             match self.keeper.serving().and_then(Keeper::receive) {
                 Ok(Some(report)) => self.handle_report(report),
@@ -919,14 +921,29 @@ impl DataPlane {
             snapshots.advance(&self.snapshot_source());
             self.snapshots = snapshots;
         }
+        if !self.job_lists.is_empty() {
+            self.update_job_lists(|lists, source| lists.advance(source));
+        }
         while let Some(command) = self.commands.next() {
             self.run_command(command);
         }
     }
 
+    fn update_job_lists(&mut self, update: impl FnOnce(&mut JobListQueue, &JobListSource<'_>)) {
+        let mut lists = std::mem::take(&mut self.job_lists);
+        let source = JobListSource {
+            bulkheads: &self.bulkheads,
+            compartments: &self.compartments,
+            client: &|session| self.sessions.of(session).map(Session::client_name),
+            now: self.now,
+        };
+        update(&mut lists, &source);
+        self.job_lists = lists;
+    }
+
     fn run_command(&mut self, command: Command) {
         self.count_http_rejections();
-        // If the sender of a command has gone, the result is dropped.
+        // If the sender of a command is gone, the result is dropped.
         match command {
             Command::Listen(listener) => {
                 if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
@@ -938,6 +955,12 @@ impl DataPlane {
                 let mut snapshots = std::mem::take(&mut self.snapshots);
                 snapshots.request(&self.snapshot_source(), bulkhead.as_deref(), reply);
                 self.snapshots = snapshots;
+            }
+            Command::ListJobs { request, reply } => {
+                self.update_job_lists(|lists, source| lists.request(source, request, reply));
+            }
+            Command::CancelJob { bulkhead, job, reply } => {
+                self.reply(reply, |it| it.cancel_job(&bulkhead, job));
             }
             Command::States { reply } => drop(reply.send(self.bulkheads.short_states(&self.compartments))),
             Command::Scrape { reply } => drop(reply.send(self.scrape())),
@@ -986,11 +1009,11 @@ impl DataPlane {
     fn reply<T>(&mut self, reply: oneshot::Sender<T>, perform: impl FnOnce(&mut Self) -> T) {
         let result = perform(self);
         self.reporter.states_have_changed();
-        // The receiver of the reply may have gone.
+        // Fails only if the receiver of the reply is gone.
         let _ = reply.send(result);
     }
 
-    /// Counts the jobs that the HTTP server has rejected, so that they are included in the following counts.
+    /// Counts the jobs that the HTTP server has rejected, so that the following reads include them.
     fn count_http_rejections(&mut self) {
         for ((name, priority, reason), count) in self.counters.rejected_jobs.take() {
             let Some(bulkhead) = self.bulkheads.find(&name) else { continue };
@@ -1027,7 +1050,7 @@ impl DataPlane {
         self.is_stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
-    /// Waits for up to a second until clients have read their last outcomes, and then ends the keeper.
+    /// Waits at most one second until clients have read their last outcomes, and then shuts down the keeper.
     fn shut_down(mut self) {
         self.threads.begin_shutdown();
         self.counters.has_ended.store(true, Ordering::SeqCst);
@@ -1050,7 +1073,7 @@ impl DataPlane {
         self.end_keeper();
     }
 
-    /// Ends the keeper and all workers because an essential thread has ended.
+    /// Shuts down the keeper and all workers, because an essential thread has exited.
     fn abort(self, name: &str) -> io::Error {
         self.threads.begin_shutdown();
         self.counters.has_ended.store(true, Ordering::SeqCst);
@@ -1058,7 +1081,7 @@ impl DataPlane {
         io::Error::other(format!("the thread or task '{name}' has ended"))
     }
 
-    /// Reads from all clients once more. All bulkheads have stopped, so every new job is rejected.
+    /// Reads from all clients a last time. All bulkheads have stopped, so every new job is rejected.
     fn handle_last_events(&mut self) {
         while let Some(command) = self.commands.next_unlimited() {
             if let Command::AddClient { .. } | Command::AddInProcessClient { .. } = command {
@@ -1067,8 +1090,8 @@ impl DataPlane {
         }
         for index in self.sessions.indices() {
             self.read_session(index, usize::MAX);
-            // If a client continues to send, it is disconnected with the others. It has all outcomes that
-            // were sent so far.
+            // If a client continues to send, it is disconnected like the others. It has already been sent all
+            // outcomes.
             self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
         }
     }
@@ -1080,7 +1103,7 @@ impl DataPlane {
     }
 }
 
-/// Returns a number that differs in each run of the supervisor. Used only for jitter.
+/// Returns a random-looking number that differs in each run of the supervisor. Used only for jitter.
 fn seed() -> u64 {
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)

@@ -1,6 +1,6 @@
 //! Links to workers: the state of each worker's process and connection.
 //!
-//! This part does not read or write sockets, and sends nothing to the keeper. `wiring` does both.
+//! This part neither uses sockets nor sends orders to the keeper; the wiring does both.
 
 mod read_position;
 mod unsolicited_frames;
@@ -29,16 +29,13 @@ use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::starvation::Watch;
 use super::unread_loans::ReceiverLoans;
 
-/// Time within which a worker must exit after it has closed its link. If it does not exit in time, it is
-/// killed.
+/// Maximum time for a worker to exit after closing its link. After this time, it is killed.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
-/// Maximum number of violations that are remembered per worker until the worker reports the death of the
-/// program.
+/// Maximum number of violations remembered per worker until the worker reports the program's death.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of replies that a worker may send for jobs that it does not have. A worker that sends more
-/// is killed.
+/// Maximum number of replies for jobs that the worker does not have. A worker that exceeds it is killed.
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
@@ -47,18 +44,18 @@ pub(super) struct Link {
     pub(super) slot: u32,
     /// Spawn number of the worker.
     pub(super) spawn: u64,
-    /// Program that the worker was started with.
+    /// Program with which the worker was started.
     pub(super) program: Arc<Program>,
     /// Template that forked the worker, or `None` if the worker was not forked.
     pub(super) template: Option<u64>,
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Tracks which bytes the worker has read. Evaluated after the death of the worker.
+    /// Tracks which bytes the worker has read. Evaluated after the worker's death.
     pub(super) read_position: ReadPosition,
     /// Loans that the worker may not have received yet.
     pub(super) unread: ReceiverLoans,
-    /// Journal with the replies that the worker has not sent yet. Read after the death of the worker.
+    /// Journal with replies that the worker has not sent. Read after the worker's death.
     pub(super) journal: Option<Journal>,
     process: Process,
     /// User id of the worker, or `None` if workers have no separate user ids.
@@ -66,7 +63,7 @@ pub(super) struct Link {
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
-    /// Last counted size of the outbox, in bytes.
+    /// Size of the outbox at the last count, in bytes.
     counted_waiting: usize,
     /// True if the worker writes heartbeats to the journal instead of sending frames.
     beats_in_journal: bool,
@@ -78,14 +75,14 @@ pub(super) struct Link {
 
 /// State of a worker's process.
 enum Process {
-    /// The process was ordered from the keeper. `output` contains the reading ends of its standard output and
-    /// error.
+    /// The keeper was ordered to start the process. `output` contains the read ends of its standard output
+    /// and error.
     Ordered { output: Output },
-    /// The process is running or has ended.
+    /// The process is running or has exited.
     Running(Box<Running>),
 }
 
-/// Reading ends of a worker's standard output and error.
+/// Read ends of a worker's standard output and error.
 pub(super) type Output = (OwnedFd, OwnedFd);
 
 struct Running {
@@ -93,9 +90,9 @@ struct Running {
     pidfd: OwnedFd,
     /// Confinement of the process, as read back from the kernel.
     observed: Observed,
-    /// Present while the processor time of a silent worker is observed.
+    /// Set while the processor time of a silent worker is observed.
     watch: Option<Arc<Watch>>,
-    /// Output of the worker, until it was passed to the control plane.
+    /// Output of the worker, until it is passed to the control plane.
     output: Option<Output>,
     /// Forbidden system calls of programs that the worker started. Each entry contains the process id and the
     /// number of the system call.
@@ -105,21 +102,21 @@ struct Running {
 /// State of the reading side of a link.
 enum ReadState {
     Open,
-    /// The worker has closed its end. The bytes that are still in the socket must be read.
+    /// The worker has closed its end. The remaining bytes in the socket must still be read.
     Closing,
-    /// The worker has closed its end, and everything has been read.
+    /// The worker has closed its end, and all bytes have been read.
     Closed {
         at: Time,
     },
 }
 
-/// Cause of the end of a worker, if policy did not decide it.
+/// Cause of a worker's death, if it was not a decision of policy.
 enum EndCause {
     /// No such cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
     TmpFull,
-    /// The process has ended. The death is reported to policy when none of the worker's programs is left.
+    /// The process has exited. Its death is reported to policy when none of the worker's programs is left.
     Dead { death: Death, usage: Usage },
 }
 
@@ -130,15 +127,15 @@ enum Phase {
         unknown_replies: u32,
         oversized: Option<Oversized>,
     },
-    /// The worker violated the protocol, so its further frames are ignored.
+    /// The worker violated the protocol. Its further frames are ignored.
     ProtocolViolated,
 }
 
-/// A result that is too large and is still arriving. The client already has the outcome, but the job holds
-/// its permit until the worker has sent the whole result.
+/// An oversized result that is still arriving. The client already has the outcome, but the job holds its
+/// permit until the worker has sent the whole result.
 pub(super) type Oversized = (JobId, HandlerFailure);
 
-/// A worker whose process was ordered from the keeper.
+/// A worker that the keeper was ordered to start.
 pub(super) struct OrderedWorker {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -199,7 +196,7 @@ impl Link {
         }
     }
 
-    /// Returns true if the process was started, even if it has ended since.
+    /// Returns true if the process was started, even if it has exited since.
     pub(super) fn is_running(&self) -> bool {
         self.running().is_some()
     }
@@ -212,7 +209,7 @@ impl Link {
         self.running().map(|running| &running.pidfd)
     }
 
-    /// Records that the process is running.
+    /// Records that the process has been started.
     pub(super) fn run(&mut self, pid: u32, pidfd: OwnedFd, observed: Observed) {
         let violations = VecDeque::new();
         let running = Running { pid, pidfd, observed, watch: None, output: None, violations };
@@ -228,14 +225,14 @@ impl Link {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Returns the process id and the output, and removes the output. Returns `None` if the output was
-    /// already passed to the control plane.
+    /// Takes the output, and returns it with the process id. Returns `None` if the output was already passed
+    /// to the control plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))
     }
 
-    /// Stores the output again, because it could not be passed to the control plane.
+    /// Stores the output again after it could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, output: Output) {
         if let Some(running) = self.running_mut() {
             running.output = Some(output);
@@ -255,7 +252,7 @@ impl Link {
     /// Records a forbidden system call of a process that the worker started. Returns the process id of the
     /// worker.
     pub(super) fn add_violation(&mut self, process: u32, call: u32) -> Option<u32> {
-        // The keeper reports the start of a process before it reports violations of the process.
+        // The keeper reports the start of a process before its violations.
         let Running { pid, violations, .. } = self.running_mut()?;
         if violations.len() >= VIOLATIONS_MAX {
             violations.pop_front();
@@ -264,22 +261,22 @@ impl Link {
         Some(*pid)
     }
 
-    /// Returns and removes the forbidden system call of a process.
+    /// Takes the forbidden system call of a process.
     pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
         let violations = &mut self.running_mut()?.violations;
         let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
         violations.remove(at).map(|(_, call)| call)
     }
 
-    /// Returns and removes the user id of the worker. Returns `None` if workers have no separate user ids.
+    /// Takes the user id of the worker. Returns `None` if workers have no separate user ids.
     pub(super) fn take_id(&mut self) -> Option<u32> {
         self.id.take()
     }
 
     // The end of the worker.
 
-    /// Records that the worker is killed because its temporary folder is too large. Returns false if another
-    /// cause is already known.
+    /// Records that the worker is being killed because its temporary folder is too large. Returns false if
+    /// another cause is already known.
     pub(super) fn end_as_overfull(&mut self) -> bool {
         let is_first = matches!(self.end, EndCause::None);
         if is_first {
@@ -298,7 +295,7 @@ impl Link {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Returns and removes the stored death.
+    /// Takes the stored death.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -315,7 +312,7 @@ impl Link {
         }
     }
 
-    /// Returns true if the worker has closed its end but not all bytes have been read.
+    /// Returns true if the worker has closed its end but some bytes have not been read.
     pub(super) fn is_closing(&self) -> bool {
         matches!(self.reads, ReadState::Closing)
     }
@@ -337,12 +334,12 @@ impl Link {
         matches!(self.phase, Phase::AwaitingHello)
     }
 
-    /// Returns true if the handshake is complete and the worker has not violated the protocol since.
+    /// Returns true if the handshake is complete and the worker has not violated the protocol.
     pub(super) fn is_welcomed(&self) -> bool {
         matches!(self.phase, Phase::Welcomed { .. })
     }
 
-    /// Returns true if frames of the worker are ignored.
+    /// Returns true if the worker has violated the protocol, so that its frames are ignored.
     pub(super) fn has_violated_protocol(&self) -> bool {
         matches!(self.phase, Phase::ProtocolViolated)
     }
@@ -377,8 +374,8 @@ impl Link {
         }
     }
 
-    /// Returns an error if the worker has sent too many replies for jobs that it does not have. A limited
-    /// number is tolerated, because replies can be late.
+    /// Returns an error if the worker has sent too many replies for jobs that it does not have. Some are
+    /// tolerated, because replies can be late.
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
             Phase::Welcomed { unknown_replies, .. } if unknown_replies > UNKNOWN_REPLIES_MAX => {
@@ -388,7 +385,7 @@ impl Link {
         }
     }
 
-    /// Records that a result that is too large has begun to arrive.
+    /// Records that an oversized result has begun to arrive.
     pub(super) fn begin_oversized(&mut self, begun: Oversized) {
         if let Phase::Welcomed { oversized, .. } = &mut self.phase {
             *oversized = Some(begun);
@@ -399,7 +396,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Returns and removes the result that was too large, because it has arrived completely.
+    /// Takes the oversized result, because it has arrived completely.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),
@@ -408,35 +405,34 @@ impl Link {
     }
 }
 
-/// All links, by index and by spawn number, and work that is deferred to the end of the iteration.
+/// All links, by index and by spawn number, with work that is deferred to the end of the iteration.
 #[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
     /// Links, by the spawn number of the worker.
     by_spawn: HashMap<u64, LinkIndex>,
-    /// Number of workers and templates that were ordered so far.
+    /// Number of workers and templates started so far.
     spawned: u64,
     /// Pool of user ids, or `None` if workers have no separate user ids.
     ids: Option<Arc<IdAllocator>>,
-    /// Dead workers whose descendants are still being reaped. The last field is the separate user id of the
-    /// worker.
+    /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's
+    /// separate user id.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers. Their descriptors are closed after the clients have got their outcomes.
+    /// Links of dead workers, whose descriptors are closed after the clients have got their outcomes.
     closed: Vec<Link>,
-    /// Links that have more input than is read per iteration.
+    /// Links with more input than is read per iteration.
     unfinished_reads: Vec<LinkIndex>,
     /// Time at which the next paused link must be read.
     resume_at: Option<Time>,
-    /// Workers that could not be ordered. They are reported to policy at the end of the iteration.
+    /// Workers for which no start order could be sent. Reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// Results about silent workers for which no check was necessary. They are reported to policy at the end
-    /// of the iteration.
+    /// Results for silent workers that needed no check. Reported to policy at the end of the iteration.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
     /// Links with output that must be written.
     dirty: VecDeque<LinkIndex>,
-    /// True if there may be a link whose worker has closed its end but has not been reported dead.
+    /// True if a worker may have closed its link without having been reported dead.
     has_closed: bool,
-    /// True if the output of a worker could not be passed to the control plane because its channel was full.
+    /// True if the output of a worker could not be passed to the control plane because the channel was full.
     has_outputs: bool,
 }
 
@@ -484,7 +480,7 @@ impl Links {
         self.spawned
     }
 
-    /// Adds the link of a worker that was ordered from the keeper.
+    /// Adds the link of a worker that the keeper was ordered to start.
     pub(super) fn add(&mut self, link: Link) -> LinkIndex {
         let spawn = link.spawn;
         let index = self.slab.insert(link);
@@ -512,7 +508,7 @@ impl Links {
         self.closed.clear();
     }
 
-    /// Returns the spawn numbers of all workers. The workers for which `is_first` returns true come first.
+    /// Returns the spawn numbers of all workers, beginning with those for which `is_first` returns true.
     pub(super) fn spawns(&self, is_first: impl Fn(&Link) -> bool) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable_by_key(|spawn| (!self.of_spawn(*spawn).is_some_and(&is_first), *spawn));
@@ -524,19 +520,19 @@ impl Links {
         self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
 
-    /// Returns a worker's user id to the pool. All processes of the worker must be gone.
+    /// Returns a worker's user id to the pool. No process of the worker may exist any more.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
             ids.free(id);
         }
     }
 
-    /// Records that the descendants of a dead worker are now being reaped.
+    /// Records that the descendants of a dead worker are being reaped.
     pub(super) fn begin_reaping(&mut self, link: &mut Link) {
         self.reaping.insert(link.spawn, (link.compartment, link.worker, link.id.take()));
     }
 
-    /// Returns the dead worker whose descendants have been reaped. Returns its user id to the pool.
+    /// Returns the dead worker whose descendants have been reaped, and returns its user id to the pool.
     pub(super) fn end_reaping(&mut self, spawn: u64) -> Option<(CompartmentIndex, WorkerId)> {
         let (compartment, worker, id) = self.reaping.remove(&spawn)?;
         self.give_back(id);
@@ -550,9 +546,9 @@ impl Links {
         spawns
     }
 
-    /// Defers the report of a failed spawn to the end of the iteration, when failures in the keeper are also
-    /// reported. If it were reported while the action is performed, the calls would recurse as long as no
-    /// descriptors are free.
+    /// Defers the report of a failed spawn to the end of the iteration. Reporting it at once could recurse
+    /// deeply, because each report can cause another spawn that fails, for example while no descriptors are
+    /// free.
     pub(super) fn defer_spawn_failure(
         &mut self,
         compartment: CompartmentIndex,
@@ -570,7 +566,8 @@ impl Links {
         !self.failed_spawns.is_empty()
     }
 
-    /// Defers the result about a silent worker to the end of the iteration. Used if no check is necessary.
+    /// Queues the starvation result of a silent worker that needs no check. The result is reported to policy
+    /// at the end of the iteration.
     pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.starvation_results.push((compartment, worker, true));
     }
@@ -581,12 +578,12 @@ impl Links {
 
     // Output of workers.
 
-    /// Records that the output of a worker could not be passed to the control plane.
+    /// Records that a worker's output could not be passed to the control plane.
     pub(super) fn output_waits(&mut self) {
         self.has_outputs = true;
     }
 
-    /// Returns the links whose output may not have been passed to the control plane yet.
+    /// Returns the links whose output may not have been passed to the control plane.
     pub(super) fn take_waiting_outputs(&mut self) -> impl Iterator<Item = LinkIndex> + use<> {
         let count = if std::mem::take(&mut self.has_outputs) { usize::MAX } else { 0 };
         self.slab.indices().take(count)
@@ -594,7 +591,7 @@ impl Links {
 
     // Reading.
 
-    /// Schedules another read of a link for the next iteration.
+    /// Schedules another read of a link in the next iteration.
     pub(super) fn schedule_read(&mut self, index: LinkIndex) {
         if !self.unfinished_reads.contains(&index) {
             self.unfinished_reads.push(index);
@@ -630,7 +627,7 @@ impl Links {
         self.resume_at = Some(self.resume_at.map_or(at, |before| before.min(at)));
     }
 
-    /// Completes a read from a worker, which can run `jobs` jobs at once. Returns `None` if all frames were
+    /// Completes a read from a worker that can run `jobs` jobs at once. Returns `None` if all frames were
     /// replies to jobs. Otherwise, returns the last status text, and an error message if the worker must be
     /// killed.
     pub(super) fn end_read(
@@ -649,18 +646,18 @@ impl Links {
         ended
     }
 
-    /// Records that everything that a worker sent has been read.
+    /// Records that all bytes that a worker sent have been read.
     pub(super) fn set_closed(&mut self, index: LinkIndex, at: Time) {
         self.slab[index].reads = ReadState::Closed { at };
         self.has_closed = true;
     }
 
-    /// Returns true if links or the output of workers must be checked.
+    /// Returns true if links or outputs of workers must be checked.
     pub(super) fn needs_checks(&self) -> bool {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the links whose workers have closed their ends but have not been reported dead. The flag is
+    /// Returns the links whose workers have closed their end without having been reported dead. The flag is
     /// true if the worker should have exited by now.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
@@ -672,7 +669,7 @@ impl Links {
         closed
     }
 
-    /// Records that a link whose worker has closed its end must be checked again.
+    /// Schedules another check of a link whose worker has closed its end.
     pub(super) fn check_closed_again(&mut self) {
         self.has_closed = true;
     }
@@ -715,8 +712,8 @@ impl Links {
         }
     }
 
-    /// Records that the output of a link was written. `before` is the size of the outbox before that. Returns
-    /// the last counted size of the outbox, and its current size.
+    /// Records that the output of a link was written. `before` is the previous size of the outbox. Returns
+    /// the previously counted size of the outbox, and its current size.
     pub(super) fn flushed(&mut self, index: LinkIndex, before: usize) -> (usize, usize) {
         let link = &mut self.slab[index];
         link.is_dirty = false;
@@ -726,7 +723,7 @@ impl Links {
     }
 }
 
-/// Returns the cause of death of a worker. `link` is the link of the worker.
+/// Returns the cause of a worker's death. `link` is the worker's link.
 pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
     let is_filtered = || link.is_some_and(|link| link.program.sandbox().filters_calls());
     match exit {
@@ -740,7 +737,7 @@ pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
 }
 
 impl Link {
-    /// Returns the last counted size of the outbox, in bytes.
+    /// Returns the size of the outbox at the last count, in bytes.
     pub(super) fn counted_waiting(&self) -> usize {
         self.counted_waiting
     }

@@ -1,6 +1,6 @@
-//! Memory of waiting data: incomplete frames, waiting jobs with their names and records, and frames that
-//! workers have not read. Each piece of memory is charged to a holder (`shares.rs` contains the tree of
-//! holders). When the limit is exceeded, this part chooses the memory to free, and `wiring` frees it.
+//! Memory used by waiting data: incomplete frames, waiting jobs with their names and records, and frames that
+//! workers have not read. All of this memory is charged to holders (see `shares.rs`). When the limit is
+//! exceeded, this part chooses the memory to free, and the wiring frees it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,29 +15,27 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum size of an incomplete small frame, in bytes. Below this size, its connection is not closed in
-/// order to free memory.
+/// Minimum size of an incomplete frame whose connection can be closed to free memory, in bytes.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed size of a waiting job, in bytes. Includes its entries in the tables of this part, of policy and of
-/// the session.
+/// Fixed overhead of a waiting job, in bytes: its entries in the tables of this part, of policy and of the
+/// session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
-/// Size of a request's entries in the table of the session and in the list of waiting jobs, in bytes. Twice
-/// the size of an entry, because up to half of a table can be unused.
+/// Size of a request's entries in the session's table and in the list of waiting jobs, in bytes. Counts each
+/// entry twice, because up to half of a table can be unused.
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Size of a tenant with jobs, in bytes. Includes a copy of the name, the counters, and the entry in the fair
+/// Overhead of a tenant with jobs, in bytes: a copy of the name, the counters, and the entry in the fair
 /// queue.
 const TENANT_BYTES: usize = 512;
 
-/// Number of a spool among the connections of its owner. No session has this number.
+/// Number that stands for a spool among the connections of its owner. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
-/// Maximum number of outdated entries in a list of waiting jobs, in addition to twice the number of waiting
-/// jobs.
+/// Maximum number of outdated entries in a list of waiting jobs, on top of twice the number of waiting jobs.
 const STALE_MAX: usize = 64;
 
 /// Memory charged for a job, and its holder.
@@ -48,8 +46,7 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Last counted size of memory that is not charged to a job, such as an incomplete frame, and the holder of
-/// this memory.
+/// Size and holder of memory that is not charged to a job, such as an incomplete frame, at the last count.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     holder: Holder,
@@ -58,12 +55,12 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// Returns the size of memory that cannot be freed early.
+    /// Creates the record of memory that cannot be freed early.
     pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Fixed }
     }
 
-    /// Returns the size of an incomplete frame, which can be discarded.
+    /// Creates the record of an incomplete frame, which can be discarded.
     pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Frame }
     }
@@ -76,27 +73,26 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// This number of bytes of the payloads in the spool with this index.
+    /// The given number of payload bytes in the spool with this index.
     Spool(usize, usize),
     /// The incomplete frame of this connection.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority class, of this connection in one bulkhead.
+    /// The newest waiting job of the lowest priority class, from this connection in one bulkhead.
     Job(Holder),
 }
 
 /// Reason why memory is charged to a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChargeKind {
-    /// The job is waiting, and its payload is held here.
+    /// The job is waiting with its payload.
     Waiting,
-    /// A worker has the job, and the payload is kept because another worker may need it.
+    /// A worker has the job, and the payload is kept for another worker.
     Kept,
-    /// The job is prefetched. It is charged for the same memory as a waiting job.
+    /// The job is prefetched, and is charged like a waiting job.
     Prefetched,
 }
 
-/// Waiting jobs of one connection in one bulkhead, newest last. Some entries can refer to jobs that are no
-/// longer waiting.
+/// Waiting jobs of one connection in one bulkhead, newest last. Entries can be outdated.
 #[derive(Default)]
 struct Waiting {
     /// Compartments and ids of the jobs, indexed by the code of their priority class.
@@ -107,19 +103,19 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder of the bytes that workers have not read.
+    /// Holder for bytes that workers have not read.
     workers: Holder,
-    /// Holder of the jobs that the supervisor itself submits (replays).
+    /// Holder for jobs that the supervisor itself submits (replays).
     own: Holder,
-    /// Payloads without a known length that are arriving over HTTP, by user or token.
+    /// Payloads of unknown length that are arriving over HTTP, by user or token.
     spools: Vec<Spool>,
 }
 
-/// Payloads without a known length that the control plane receives for one user or token.
+/// Payloads of unknown length that the control plane is receiving for one user or token.
 struct Spool {
     counters: Arc<SpoolCounters>,
     holder: Holder,
-    /// Size of the payloads as last counted, in bytes.
+    /// Total size of the payloads at the last count, in bytes.
     counted: usize,
 }
 
@@ -134,8 +130,8 @@ impl Memory {
         memory
     }
 
-    /// Starts to count payloads without a known length for a user or token. Removes the spools that the
-    /// control plane no longer uses.
+    /// Starts counting payloads of unknown length for a user or token. Removes spools that the control plane
+    /// no longer uses.
     pub(super) fn add_spool(&mut self, owner: Owner, counters: Arc<SpoolCounters>) {
         let Self { shares, spools, .. } = self;
         spools.retain(|spool| {
@@ -154,8 +150,7 @@ impl Memory {
         self.shares.held() - self.spools.iter().map(|spool| spool.counted).sum::<usize>()
     }
 
-    /// Returns the total memory held in the data plane and for payloads that are arriving over HTTP, in
-    /// bytes.
+    /// Returns the total memory held in the data plane and for payloads arriving over HTTP, in bytes.
     pub(super) fn held_in_all(&self) -> usize {
         self.shares.held()
     }
@@ -167,7 +162,7 @@ impl Memory {
         self.shares.open(owner, connection)
     }
 
-    /// Releases the memory that a closed connection still holds, except the memory of its jobs.
+    /// Releases the memory of a closed connection, except the memory of its jobs.
     pub(super) fn close(&mut self, connection: Holder, counted: Counted) {
         self.recount(counted, Counted::fixed(connection, 0));
         self.shares.close(connection);
@@ -179,7 +174,7 @@ impl Memory {
     }
 
     /// Returns true if a connection may hold `more` bytes while all holders together may hold `most` bytes.
-    /// If necessary, other holders must then free memory when the bytes are held.
+    /// Other holders may then have to free memory.
     pub(super) fn can_hold(
         &self,
         connection: Holder,
@@ -190,10 +185,10 @@ impl Memory {
         self.shares.can_hold_share(connection, bulkhead, more, most)
     }
 
-    /// Replaces a size that was counted before.
+    /// Replaces a previously counted size.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
-            // Adds before subtracting, so that the holder is not removed in between.
+            // Adds before subtracting, so that the holder always has memory and is not removed.
             self.shares.add(is.holder, is.kind, is.bytes);
             self.shares.subtract(was.holder, was.kind, was.bytes);
         }
@@ -229,15 +224,15 @@ impl Memory {
         self.recount_spool(index, spool.counted - bytes);
     }
 
-    /// Returns the number of bytes that every owner can hold, whatever others hold.
+    /// Returns the number of bytes that an owner can hold regardless of the others.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         self.shares.equal_share(most)
     }
 
     // Jobs.
 
-    /// Charges the client of a job in a bulkhead for memory. `connection` is `None` if the client is gone or
-    /// the supervisor itself submitted the job.
+    /// Charges a job's client for memory in a bulkhead. `connection` is `None` if the client is gone or the
+    /// supervisor itself submitted the job.
     pub(super) fn charge(
         &mut self,
         record: &mut JobData,
@@ -263,8 +258,8 @@ impl Memory {
         holder
     }
 
-    /// Adds a job to the list of its holder's waiting jobs. `is_waiting` returns true if a job that was
-    /// listed earlier is still waiting.
+    /// Adds a job to its holder's list of waiting jobs. `is_waiting` returns true if an earlier job in the
+    /// list is still waiting.
     pub(super) fn list_waiting(
         &mut self,
         (holder, priority): (Holder, Priority),
@@ -275,8 +270,8 @@ impl Memory {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(priority.code())];
-        // The cost is amortised, because at least as many entries were added since outdated entries were last
-        // removed.
+        // Removing outdated entries is amortised, because at least as many entries were added since the last
+        // time.
         if stack.len() >= most {
             stack.retain(|&(compartment, job)| is_waiting(compartment, job));
             stack.shrink_to(most);
@@ -324,8 +319,8 @@ impl Memory {
         })
     }
 
-    /// Removes and returns the newest job of the lowest priority class in a holder's list. The job may no
-    /// longer be waiting, and its number may even belong to another job.
+    /// Takes the newest job of the lowest priority class from a holder's list. The entry can be outdated: the
+    /// job may no longer be waiting, and its id may even belong to another job.
     pub(super) fn pop_waiting(&mut self, holder: Holder) -> Option<(CompartmentIndex, JobId)> {
         self.waiting.get_mut(&holder)?.stacks.iter_mut().find_map(Vec::pop)
     }
@@ -356,7 +351,7 @@ impl JobData {
         JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.payload_bytes()
     }
 
-    /// Returns the size of the payload in bytes, whether it is in memory or in a file.
+    /// Returns the size of the payload in memory or in a file, in bytes.
     fn payload_bytes(&self) -> usize {
         self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes())
     }

@@ -1,7 +1,7 @@
-//! Making, lending and freeing the files of leases. [`bulkhead_shared::memory_files`] explains their purpose.
+//! Creates, lends and frees the files of leases. [`bulkhead_shared::memory_files`] explains their purpose.
 //!
 //! The supervisor does not map the files. Each file is open twice: for writing by one side and for reading by
-//! the other. The file mode prevents every process from opening the file again.
+//! the other. The file mode prevents other processes from opening the file again.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};
@@ -15,8 +15,7 @@ use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// User id that no process has. It becomes the owner of the files if the supervisor is allowed to change
-/// owners.
+/// User id that no process has. Becomes the owner of the files if the supervisor may change owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
 /// A memory file that is open for writing and for reading.
@@ -32,14 +31,14 @@ impl File {
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
         let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
-        // If the supervisor is not allowed to change the owner, its user remains the owner. A worker that
-        // runs as this user can then open the file again.
+        // Without the right to change the owner, the supervisor's user remains the owner, and a worker of
+        // this user can open the file again.
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
 }
 
-/// Creates a memory file whose size cannot change.
+/// Creates a memory file of fixed size.
 pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not support `MFD_NOEXEC_SEAL`.
@@ -58,7 +57,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Makes the files and allocates the memory of the payload file, which takes some time.
+    /// Creates the files and allocates the memory of the payload file, which is slow.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
@@ -79,13 +78,13 @@ impl Files {
         [self.payload.read.as_fd(), self.result.written.as_fd()]
     }
 
-    /// Returns a descriptor for reading the payload, in order to send it as bytes.
+    /// Returns a descriptor for reading the payload, to send it as bytes.
     pub(super) fn payload(&self) -> Arc<OwnedFd> {
         self.payload.read.clone()
     }
 
-    /// Frees the memory of the files even if other processes have mapped it, which takes some time. A client
-    /// that has copied a result can check the file's mode to find out whether the memory was still there (see
+    /// Frees the memory of the files, even if other processes have mapped them, which is slow. A client that
+    /// has copied a result can check the file's mode to find out whether the result was complete (see
     /// [`bulkhead_shared::memory_files::is_whole`]).
     pub(super) fn free(self) {
         let empty = |file: &File| {
@@ -99,7 +98,7 @@ impl Files {
     }
 }
 
-/// Returns the frame that announces files sent along with it.
+/// Returns a frame that announces the files sent with it.
 pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
@@ -109,8 +108,8 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Enco
     Ok(frame)
 }
 
-/// Sends a frame along with the files that it announces. There can be at most as many files as a lease has.
-/// The socket must be empty, so that it normally has room. Returns the number of bytes that were sent.
+/// Sends a frame together with the files that it announces, at most as many as a lease has. The socket must
+/// be empty, so that it normally has room. Returns the number of bytes sent.
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),

@@ -1,13 +1,13 @@
-//! Converts the operator events of policy to events of the admin API. No text is formatted here. An event is
-//! a value, which another thread renders.
+//! Converts the operator events of policy to events of the admin API. Events are values; another thread
+//! formats them as text.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
-use bulkhead_policy::{BreakerState, Death, JobOutcome, KillReason, OperatorEvent, Transition};
+use bulkhead_policy::{BreakerState, Death, JobOutcome, JobView, KillReason, OperatorEvent, Transition};
 use bulkhead_shared::Verdict;
 
 use super::JobData;
 
-/// Returns the event about the end of a job if the job crashed or exceeded its deadline while running.
+/// Returns the event for a job that crashed or exceeded its deadline while running.
 pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<EventKind> {
     let JobOutcome { job, record, verdict, .. } = answer;
     if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -44,18 +44,30 @@ pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<Even
     })
 }
 
+/// Returns the event about a job that an operator cancels.
+pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind {
+    let record = view.record;
+    EventKind::JobCancelled {
+        job: view.id.to_string(),
+        operation: record.operation.to_string(),
+        tenant: record.tenant.to_string(),
+        trace_id: record.trace_id().map(str::to_owned),
+        pid: view.worker_pid,
+        state: view.progress.into(),
+    }
+}
+
 /// Returns the exit status or the signal of a death.
 fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
-        // In all these cases, the process was killed.
+        // In these cases, the process was killed.
         Death::Violation(_) | Death::Oom | Death::TmpFull => (None, Some("SIGKILL".into())),
     }
 }
 
-/// Converts an operator event of policy. `job_names` contains the operation and the tenant of the job to
-/// which the event refers.
+/// Converts an operator event of policy. `job_names` contains the operation and tenant of the event's job.
 pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();

@@ -9,14 +9,14 @@ use bulkhead_policy::Time;
 /// Minimum delay of an iteration that counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
-/// Minimum time between two events about pauses.
+/// Minimum interval between events about pauses.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of the pause detection.
 #[derive(Default)]
 pub(super) struct PauseDetector {
-    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of the data plane,
-    /// in nanoseconds.
+    /// Difference in nanoseconds between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of
+    /// the data plane.
     suspended_ns: Option<u64>,
     reported_at: Option<Time>,
     /// True if a pause was detected in the previous iteration.
@@ -24,10 +24,10 @@ pub(super) struct PauseDetector {
 }
 
 impl PauseDetector {
-    /// Checks at the beginning of an iteration whether the supervisor was paused. The iteration was due at
-    /// `due`. `boot_ns` is the time since the machine was booted, including suspended time. While the machine
-    /// is suspended, the clock of the data plane and so all deadlines stand still. If there was a pause,
-    /// returns the delay of the iteration, and an event unless a pause was reported a short time ago.
+    /// Checks at the beginning of an iteration whether the supervisor was paused. `due` is the time at which
+    /// the iteration should have started, and `boot_ns` the time since boot, including suspended time. While
+    /// the machine is suspended, the clock of the data plane stands still, and so do all deadlines. After a
+    /// pause, returns its length, and an event unless one was sent a short time ago.
     pub(super) fn detect(
         &mut self,
         now: Time,
@@ -60,7 +60,7 @@ mod tests {
         Time::ZERO + Duration::from_millis(ms)
     }
 
-    /// Checks for a pause on a machine that has been suspended for `suspended_ms` in total.
+    /// Checks for a pause on a machine that has been suspended for a total of `suspended_ms`.
     fn detect(
         detector: &mut PauseDetector,
         now_ms: u64,

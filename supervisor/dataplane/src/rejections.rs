@@ -1,6 +1,6 @@
 //! Reports rejected clients to operators, for the jobs socket, the admin socket and individual jobs. The
-//! first rejection is reported at once. Later rejections are counted and reported at intervals, so that the
-//! number of events is bounded for any number of clients.
+//! first rejection is reported at once. Later ones are counted and reported at intervals, so that the number
+//! of events does not grow with the number of clients.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,36 +12,36 @@ use bulkhead_shared::RejectReason;
 
 use super::slab::BulkheadIndex;
 
-/// Minimum time between two events about the same user or the same bulkhead's workers.
+/// Minimum interval between events about the same user or the same bulkhead's workers.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum number of users and bulkheads that are reported separately. Further users are reported together.
+/// Maximum number of users and bulkheads reported separately. Other users are reported together.
 const SUBJECTS_MAX: usize = 64;
 
-/// The user or the workers whose rejections are reported together.
+/// Group of clients whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All processes of a user, because a user can start any number of processes.
+    /// All processes of a user, because a user can start any number of them.
     User(u32),
-    /// The workers of a bulkhead, or `None` if the bulkhead is not known.
+    /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),
-    /// All users beyond [`SUBJECTS_MAX`], and clients whose identity is not known.
+    /// All users beyond [`SUBJECTS_MAX`], and clients of unknown identity.
     Others,
 }
 
-/// Last event about a subject, and the rejections since that event.
+/// Time of the last event about a subject, and the rejections since then.
 struct Reported {
     at: Time,
     unreported: u64,
     last: (SocketKind, ClientRejection),
 }
 
-/// Rejections within the last seconds, by subject.
+/// Recent rejections, by subject.
 #[derive(Default)]
 pub(super) struct RejectionReports(HashMap<Subject, Reported>);
 
 impl RejectionReports {
-    /// Determines which rejections this one is reported with.
+    /// Returns the subject to which a rejection belongs.
     fn subject(
         &self,
         refusal: &ClientRejection,
@@ -52,13 +52,13 @@ impl RejectionReports {
             Some(peer) => Subject::User(peer.uid),
             None => Subject::Others,
         };
-        // The configuration limits the number of bulkheads, but not the number of users.
+        // Only users count towards the limit, because the configuration limits the number of bulkheads.
         let is_known = self.0.contains_key(&subject) || matches!(subject, Subject::Worker(_));
         if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }
 
-    /// Records a rejection. Returns an event if the rejection must be reported now. `worker` returns the
-    /// bulkhead whose worker is among the given ancestors of a process.
+    /// Records a rejection. Returns an event if one is due. `worker` returns the bulkhead with a worker among
+    /// the given ancestors of a process.
     pub(super) fn add(
         &mut self,
         now: Time,
@@ -87,8 +87,8 @@ impl RejectionReports {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
 
-    /// Returns the rejection events that must be sent now, each with the number of rejections since the
-    /// previous event. Removes entries that have had no new rejections.
+    /// Returns the due events, each with the number of rejections since the previous event. Removes entries
+    /// without new rejections.
     pub(super) fn due(&mut self, now: Time) -> Vec<RejectionEvent> {
         let mut due = Vec::new();
         self.0.retain(|&subject, reported| {
@@ -107,7 +107,7 @@ impl RejectionReports {
     }
 }
 
-/// Event about one or more rejections. If the rejected clients were workers, also contains their bulkhead.
+/// Event about one or more rejections, with the bulkhead if the clients were workers.
 pub(super) type RejectionEvent = (Option<BulkheadIndex>, Severity, EventKind);
 
 impl Subject {
@@ -117,14 +117,14 @@ impl Subject {
         let pid = refusal.peer.and_then(|peer| peer.pid);
         let message = refusal.message.to_string();
         match self {
-            // An honest worker does not connect to this socket.
+            // A correct worker does not connect to this socket.
             Self::Worker(bulkhead) => {
                 let what = EventKind::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
                 (bulkhead, Severity::Critical, what)
             }
             Self::User(_) | Self::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
-                // All other clients disconnected before they were identified, as probes of the socket do.
+                // The other clients disconnected before they were identified, like probes of the socket.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
                 let what = EventKind::AccessRefused { socket, uid, gid, pid, reason, message, refused };
                 (None, severity, what)
@@ -159,7 +159,7 @@ mod tests {
             let event = rejections.add(Time::ZERO, SocketKind::Jobs, refusal(n % 1000, &[]), |_| None);
             reported += event.as_ref().map_or(0, count);
         }
-        // All users beyond the maximum share one entry.
+        // All users beyond the maximum share an entry.
         assert_eq!((reported as usize, rejections.0.len()), (SUBJECTS_MAX + 1, SUBJECTS_MAX + 1));
         assert!(rejections.due(Time::ZERO).is_empty());
         let later = Time::ZERO + REPEAT_INTERVAL;

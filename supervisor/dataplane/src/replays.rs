@@ -1,5 +1,5 @@
-//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a new worker, and is
-//! not counted in any statistics. The bulkhead must be configured, but it may be in any state.
+//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a new worker, and does
+//! not affect any statistics. The bulkhead must be configured, but can be in any state.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ struct Replay {
     compartment: CompartmentIndex,
     stage: Stage,
     pid: Option<u32>,
-    /// Cause of the death of the worker or program, or `None` if it has not died.
+    /// Cause of the worker's or program's death, or `None` if it is alive.
     cause: Option<Cause>,
     end: Option<(Result<Verdict, String>, Duration)>,
     done: oneshot::Sender<ReplayResult>,
@@ -34,15 +34,15 @@ enum Stage {
     Ready(ReplayRequest),
     /// The worker is running the job.
     Running,
-    /// The job has ended, and the worker is ending.
+    /// The job has ended, and the worker is exiting.
     Ending,
 }
 
-/// Next step of a replay, to be performed in the replay's compartment.
+/// Next step of a replay, performed in its compartment.
 pub(super) enum Step {
     Submit(CompartmentIndex, ReplayRequest),
     Stop(CompartmentIndex),
-    /// Removes the compartment, because the replay has ended.
+    /// Removes the compartment after the replay.
     Remove(CompartmentIndex),
 }
 
@@ -72,7 +72,7 @@ impl Replays {
         self.0.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
-    /// Handles an operator event of policy about a replay's compartment.
+    /// Handles an operator event about a replay's compartment.
     pub(super) fn note(&mut self, compartment: CompartmentIndex, note: OperatorEvent) {
         let Some(replay) = self.of(compartment) else { return };
         match note {
@@ -110,8 +110,8 @@ impl Replays {
         }
     }
 
-    /// Returns the next step of a replay. The caller must perform the step before the next call, and call
-    /// again until there are no more steps, because a replay that ends at once causes no other event.
+    /// Returns the next step of a replay. The caller must perform it before the next call, and must call this
+    /// function until no step is left, because a replay that ends at once causes no further event.
     pub(super) fn next_step(&mut self, is_stopped: impl Fn(CompartmentIndex) -> bool) -> Option<Step> {
         if let Some(at) = self.0.iter().position(|replay| is_stopped(replay.compartment)) {
             let replay = self.0.remove(at);
@@ -150,13 +150,13 @@ impl Replay {
         let (verdict, ran) = self.end.unwrap_or_else(stopping);
         let is_crash = matches!(verdict, Ok(Verdict::Crashed { .. }));
         let cause = self.cause.filter(|_| is_crash);
-        // The requester may have gone.
+        // Fails only if the requester is gone.
         let _ = self.done.send(ReplayResult { pid: self.pid, verdict, cause, ran });
     }
 }
 
-/// Returns limits for a single worker that runs a single job. The timeouts are unchanged, and the job cannot
-/// be rejected.
+/// Returns limits for one worker that runs one job. The timeouts are unchanged, and the job cannot be
+/// rejected.
 pub(super) fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
     limits.processes = 1;

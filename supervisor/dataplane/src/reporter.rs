@@ -1,5 +1,5 @@
-//! Sends events, notices and the output of workers to the control plane. Never formats text and never waits.
-//! If a channel is full, the message is dropped and counted.
+//! Sends events, notices and the output of workers to the control plane. Never formats text or blocks. If a
+//! channel is full, the message is dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -59,8 +59,8 @@ impl Reporter {
         self.event(Event::new(severity, Some(bulkhead.clone()), what));
     }
 
-    /// Reports an event that concerns one compartment. The event contains the tenant if the compartment
-    /// serves a single tenant, and the crash report if there is one about this event.
+    /// Reports an event about one compartment. Adds the tenant if the compartment belongs to one, and the
+    /// crash report if there is one about this event.
     pub(super) fn compartment_event(
         &mut self,
         severity: Severity,
@@ -83,7 +83,7 @@ impl Reporter {
         self.is_quiet = is_quiet;
     }
 
-    /// Returns true if an operator event must not be reported now, because a single event covers all tenants.
+    /// Returns true if an operator event must not be reported, because one event already covers all tenants.
     pub(super) fn is_suppressed(&self, note: &OperatorEvent) -> bool {
         self.is_quiet
             && matches!(note, OperatorEvent::Draining | OperatorEvent::Resumed | OperatorEvent::Breaker(_))

@@ -1,7 +1,6 @@
 //! Client connections: their states, timeouts and requests, and the order in which they are read and written.
 //!
-//! This part does not read or write sockets. `wiring` moves bytes between the endpoints and the buffers of a
-//! session.
+//! This part does not use sockets. The wiring moves bytes between the endpoints and a session's buffers.
 
 pub(super) mod endpoint;
 mod fair_queue;
@@ -13,6 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bulkhead_api::Text;
 use bulkhead_linux::peer::Peer;
 use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
 use bulkhead_plane::handover::{SessionClient, SessionState};
@@ -42,27 +42,27 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for receiving a whole frame, counted from its first byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time during which a client with pending output may read nothing.
+/// Maximum time for which a client with pending output may read nothing.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Number of bytes in a client's send backlog above which no more input is read from the client.
+/// Size of a client's send backlog above which the client is not read, in bytes.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 /// Time for which a client that was sent GOAWAY may keep a connection without jobs.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the share of processor time that may be used for reading low-priority clients.
+/// Reciprocal of the share of processor time available for reading low-priority clients.
 const LOW_PRIORITY_PART: i64 = 16;
 
 /// Maximum number of unfinished jobs per client.
 pub(super) const REQUESTS_MAX: usize = 1 << 20;
 
-/// Capacity up to which the request table of a client is never shrunk.
+/// Capacity below which a client's request table is not shrunk.
 const REQUESTS_CAPACITY_KEPT: usize = 1024;
 
 pub(super) struct Session {
     pub(super) end: ClientEndpoint,
-    /// Process that opened the connection, or `None` if not known.
+    /// Process that opened the connection, or `None` if unknown.
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
     pub(super) phase: Phase,
@@ -70,29 +70,28 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder to which the client's memory is charged.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received. If no large frame is being received, bulkhead of
-    /// the last job.
+    /// Bulkhead of the large frame that is being received or, if there is none, of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    /// Memory files that were lent to the client and may not have been received yet.
+    /// Memory files lent to the client that it may not have received yet.
     pub(super) unread: ReceiverLoans,
     /// Compartments and ids of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Last counted memory of the frame that is being received.
+    /// Memory of the frame that is being received, as it was last counted.
     pub(super) counted_frame: Counted,
     epoch: u64,
     /// State of the connection in the fair queue.
     queue_state: QueueState,
-    /// Last counted size of the outbox, in bytes.
+    /// Size of the outbox at the last count, in bytes.
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
     frames_begun: u64,
     unread_since: Option<Time>,
     is_dirty: bool,
-    /// True if the client is not read because its send backlog is too large.
+    /// True if the client is not being read because its send backlog is too large.
     is_paused: bool,
-    /// Permit of a client that was accepted by the control plane. Such a client does not count as a client of
-    /// the jobs socket.
+    /// Permit of a client that the control plane accepted. Such a client does not count as a client of the
+    /// jobs socket.
     permit: Option<OwnedSemaphorePermit>,
     /// True if the inbox begins with a request that this supervisor leaves to its successor. The client is not read
     /// further.
@@ -114,25 +113,25 @@ pub(super) enum Phase {
         since: Time,
     },
     Open,
-    /// The client was rejected. The session is closed after the rejection was sent.
+    /// The client was rejected. The session is closed once the rejection has been sent.
     Closing,
 }
 
-/// Violation of the protocol that ends the session, with the reason and the message for the client.
+/// Protocol violation that ends the session, with the reason and the message for the client.
 pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
 
 /// Identity of a client, with its permissions.
 pub(super) struct Client {
-    /// Process that opened the connection, or `None` if not known.
+    /// Process that opened the connection, or `None` if unknown.
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
     pub(super) owner: Owner,
-    /// Permit of a client that was accepted by the control plane.
+    /// Permit of a client that the control plane accepted.
     pub(super) permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Client {
-    /// Returns the identity of a client that was accepted by the control plane.
+    /// Returns the identity of a client that the control plane accepted.
     pub(super) fn over_http(client: HttpClient, permit: OwnedSemaphorePermit) -> Self {
         let (grant, owner) = identity_of(client);
         Self { peer: None, grant, owner, permit: Some(permit) }
@@ -177,8 +176,19 @@ impl Session {
         self.inbox = Inbox::with_partial(unread.to_vec());
     }
 
-    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not proceed
-    /// during the pause.
+    /// Returns a short name of the client, for lists of jobs.
+    pub(super) fn client_name(&self) -> Text {
+        match (self.peer, self.owner, &self.end) {
+            (_, _, ClientEndpoint::InProcess(_)) => "application".into(),
+            (Some(Peer { pid: Some(pid), .. }), ..) => format!("pid:{pid}").into(),
+            (Some(Peer { uid, .. }), ..) => format!("uid:{uid}").into(),
+            (None, Owner::Token(_), _) => "token".into(),
+            (None, ..) => "http".into(),
+        }
+    }
+
+    /// Extends the timeouts by the length of a pause of the supervisor, during which the client could make no
+    /// progress.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
             Phase::AwaitingHello { since } => Some(since),
@@ -188,10 +198,10 @@ impl Session {
         times.into_iter().flatten().for_each(|since| *since = (*since + late).min(now));
     }
 
-    /// Returns true if the client has no jobs and no data is being sent or received.
+    /// Returns true if the client has no jobs and no data is in transit.
     fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
-        // If input has just arrived, the session is not idle.
+        // A session with new input is not idle.
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
@@ -215,7 +225,7 @@ impl Session {
         self.queue_state.is_read_closed()
     }
 
-    /// Returns true if the client must not be read because its send backlog is too large.
+    /// Pauses reading if the client's send backlog is too large. Returns true in that case.
     pub(super) fn pause_if_behind(&mut self) -> bool {
         let is_behind = self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE;
         self.is_paused |= is_behind;
@@ -233,20 +243,20 @@ impl Session {
 /// All sessions by index, the order in which they are read, and totals.
 pub(super) struct Sessions {
     slab: Slab<SessionIndex, Session>,
-    /// Epoch of the newest session. Each session has a different epoch.
+    /// Epoch of the newest session. Each session has a unique epoch.
     last_epoch: u64,
-    /// Number of clients, not including clients of the control plane.
+    /// Number of clients, without clients of the control plane.
     clients: usize,
     /// Clients that have input.
     fair_queue: FairQueue,
     /// Low-priority clients that have input, and the time budget for reading them.
     low_priority: FairQueue,
     low_priority_budget: TimeBudget,
-    /// Total size of the output that clients have not read, in bytes.
+    /// Total size of unread output of all clients, in bytes.
     unread_bytes: usize,
     /// Sessions with output that must be written.
     dirty: VecDeque<SessionIndex>,
-    /// True if a timeout of a session may be running.
+    /// True if a session may have a running timeout.
     needs_checks: bool,
 }
 
@@ -256,10 +266,10 @@ owns_slab!(Sessions, SessionIndex, Session);
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum AfterFlush {
     Keep,
-    /// Everything was sent to a rejected client, so the connection must be shut down.
+    /// All output for a rejected client was sent, so the connection must be shut down.
     Finish,
-    /// A client has too many unread bytes. Close this session. It can be a different session than the written
-    /// one.
+    /// A client has too many unread bytes, so its session must be closed. This can be another session than
+    /// the written one.
     CloseBehind(SessionIndex),
 }
 
@@ -328,10 +338,10 @@ impl Sessions {
         })
     }
 
-    /// Removes a session. Returns the session, and the memory that was counted for its current frame.
+    /// Removes a session. Returns the session, and the memory counted for its current frame.
     pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
         let session = self.slab.retire(index)?;
-        // The index may be reused, and the next session must not be flushed in place of this one.
+        // The next session with this index must not be flushed in place of this one.
         self.dirty.retain(|dirty| *dirty != index);
         self.unread_bytes -= session.counted_unread;
         self.clients -= usize::from(session.permit.is_none());
@@ -339,12 +349,12 @@ impl Sessions {
         Some((session, counted))
     }
 
-    /// Returns the number of clients, not including clients of the control plane.
+    /// Returns the number of clients, without clients of the control plane.
     pub(super) fn clients(&self) -> usize {
         self.clients
     }
 
-    /// Returns the total size of the output that clients have not read, in bytes.
+    /// Returns the total size of unread output of all clients, in bytes.
     pub(super) fn unread_bytes(&self) -> usize {
         self.unread_bytes
     }
@@ -374,12 +384,12 @@ impl Sessions {
         self.slab.iter().find(|(_, session)| session.holder == holder).map(|(index, _)| index)
     }
 
-    /// Returns the idle connection that must be closed to make room for a new client of `owner`. Only the
-    /// user with the most connections must give up a connection. Returns `None` if `owner` would then have more
-    /// connections than that user, or if that user has no idle connection. A single user can therefore have
-    /// all connections, but must give up some of them when another user connects.
+    /// Returns the idle connection that must be closed to make room for a new client of `owner`. The
+    /// connection belongs to the user with the most connections. Returns `None` if `owner` would then have
+    /// more connections than that user, or if that user has no idle connection. A single user can therefore
+    /// have all connections, but loses idle ones when another user connects.
     pub(super) fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
-        // Clients of the control plane have separate permits, so they are not counted.
+        // Clients of the control plane have separate permits and are not counted.
         let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
         clients().for_each(|(_, session)| *counts.entry(session.owner).or_insert(0_usize) += 1);
@@ -393,8 +403,8 @@ impl Sessions {
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }
 
-    /// Starts to close a session by sending the client the reason for its rejection. Returns false if the
-    /// session is already closing.
+    /// Rejects a client: sends the reason, and then closes the session. Returns false if the session is
+    /// already closing.
     pub(super) fn reject(&mut self, index: SessionIndex, reason: RejectReason, message: &str) -> bool {
         let Some(session) = self.slab.get_mut(index) else { return false };
         if session.phase == Phase::Closing {
@@ -402,7 +412,7 @@ impl Sessions {
         }
         session.phase = Phase::Closing;
         let refused = Refused { reason: reason.code(), message };
-        // The message fits into a frame, because the supervisor's own messages are short.
+        // Fits into a frame, because the supervisor's own messages are short.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
         self.needs_checks = true;
         self.schedule_flush(index);
@@ -429,7 +439,7 @@ impl Sessions {
         }
     }
 
-    /// Returns true if a client that is not low-priority has input.
+    /// Returns true if a client has input, not counting low-priority clients.
     pub(super) fn has_input(&self) -> bool {
         !self.fair_queue.is_empty()
     }
@@ -449,8 +459,8 @@ impl Sessions {
         self.low_priority_budget.charge(began);
     }
 
-    /// Begins a read from the next client in one of the two queues. Returns the client and the maximum number
-    /// of bytes to read.
+    /// Begins a read from the next client in one of the queues. Returns the client and the maximum number of
+    /// bytes to read.
     pub(super) fn begin_read(&mut self, is_low_priority: bool) -> Option<(SessionIndex, usize)> {
         let slab = &mut self.slab;
         let begin =
@@ -463,8 +473,8 @@ impl Sessions {
         }
     }
 
-    /// Completes a read from a client. Returns the cost of the read. The cost also counts if the session is
-    /// gone, so that clients cannot avoid the limits by disconnecting. `frames_before` is the value of
+    /// Completes a read from a client, and returns its cost. The cost counts even if the session is gone, so
+    /// that clients cannot avoid the limits by disconnecting. `frames_before` is the value of
     /// [`Inbox::frames_begun`] before the read.
     pub(super) fn end_read(&mut self, index: SessionIndex, bytes: usize, frames_before: u64) -> usize {
         let Some(session) = self.slab.get_mut(index) else { return read_cost(bytes, 0) };
@@ -472,7 +482,7 @@ impl Sessions {
         session.queue_state.end_read(bytes, frames)
     }
 
-    /// Records the result of a read after which the session remains open.
+    /// Records the result of a read, if the session remains open.
     pub(super) fn received(&mut self, index: SessionIndex, received: Received, now: Time) {
         let session = &mut self.slab[index];
         session.active_at = now;
@@ -490,16 +500,15 @@ impl Sessions {
         }
     }
 
-    /// Records that the client has closed its side. The end of the stream can follow bytes that arrived at
-    /// the same time, and the event loop does not report it again. The connection must therefore be read to
-    /// the end.
+    /// Records that the client has closed its side. Other bytes may have arrived before the end of the
+    /// stream, and the event loop does not report them again, so the connection must be read to the end.
     pub(super) fn peer_closed(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.queue_state.close_read();
         }
     }
 
-    /// Handles a signal from an in-process client that has written, read or closed the connection.
+    /// Handles a signal from an in-process client, which has written, read or closed the connection.
     pub(super) fn in_process_signalled(&mut self, id: SessionId) {
         let Some(session) = self.of_mut(id) else { return };
         let ClientEndpoint::InProcess(end) = &session.end else { return };
@@ -519,8 +528,8 @@ impl Sessions {
         }
     }
 
-    /// Returns the last counted memory of the incomplete frame, and its current memory. `leaf` returns the
-    /// holder of a connection in a bulkhead.
+    /// Returns the memory of the incomplete frame at the last count, and its current memory. `leaf` returns
+    /// the holder of a connection in a bulkhead.
     pub(super) fn count_frame(
         &mut self,
         index: SessionIndex,
@@ -529,8 +538,8 @@ impl Sessions {
         let session = self.slab.get_mut(index)?;
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
-        // The frame can be discarded only if the connection has no jobs, because it is closed along with the
-        // frame.
+        // A frame can be discarded only if the connection has no jobs, because the connection is closed along
+        // with it.
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
         let holder = match session.frame_for.filter(|_| is_large) {
             Some(bulkhead) => leaf(session.holder, bulkhead),
@@ -545,7 +554,7 @@ impl Sessions {
 
     // Requests.
 
-    /// Records the job for a request number, so that the client can cancel the job.
+    /// Records the job of a request number, so that the client can cancel it.
     pub(super) fn record_request(
         &mut self,
         id: SessionId,
@@ -581,7 +590,7 @@ impl Sessions {
     pub(super) fn finish_request(&mut self, id: SessionId, number: u64) -> bool {
         let Some(session) = self.of_mut(id) else { return false };
         session.requests.remove(&number);
-        // Frees memory that was used by a burst of requests.
+        // Frees memory after a burst of requests.
         let (len, capacity) = (session.requests.len(), session.requests.capacity());
         if capacity > REQUESTS_CAPACITY_KEPT && len < capacity / 8 {
             session.requests.shrink_to(2 * len);
@@ -635,7 +644,7 @@ impl Sessions {
     }
 
     /// Records that `before - waiting_bytes` bytes of the output were written. `result_bytes_max` is the
-    /// maximum size of a result, and `buffered_bytes_max` is the memory budget.
+    /// maximum size of a result, and `buffered_bytes_max` the memory budget.
     pub(super) fn flushed(
         &mut self,
         index: SessionIndex,
@@ -672,9 +681,9 @@ impl Sessions {
         }
     }
 
-    /// Chooses a client that must be disconnected because of its unread output. This is the given client if
-    /// its output exceeds the maximum size of a result by more than 16 MiB. If the output of all clients
-    /// together exceeds the memory budget, it is the client with the most unread output.
+    /// Chooses a client to disconnect because of its unread output. This is the given client if its output
+    /// exceeds the maximum size of a result by more than 16 MiB. If the total output of all clients exceeds
+    /// the memory budget, it is the client with the most unread output.
     fn enforce_unread_limit(
         &self,
         index: SessionIndex,
@@ -695,13 +704,13 @@ impl Sessions {
 
     // Timeouts.
 
-    /// Returns true if a timeout of a session may be running.
+    /// Returns true if a session may have a running timeout.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }
 
-    /// Returns the clients that have exceeded a time limit. A client with a message must be rejected. A
-    /// client without a message does not read its output and must be disconnected.
+    /// Returns the clients that have exceeded a time limit. Clients with a message must be rejected. Clients
+    /// without a message do not read their output and must be disconnected.
     pub(super) fn check_timeouts(&mut self, now: Time) -> Vec<(SessionIndex, Option<&'static str>)> {
         let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
         let (mut late, mut is_any_watched) = (Vec::new(), false);

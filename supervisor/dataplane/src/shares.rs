@@ -1,11 +1,11 @@
-//! Shares of the memory for waiting data. Counts how much memory each holder has, and chooses which holder
-//! must free memory when another holder needs it.
+//! Shares of the memory for waiting data. Counts the memory of each holder, and chooses which holder must
+//! free memory when another one needs it.
 //!
 //! Holders form a tree: users, connections of a user, and bulkheads in which a connection has jobs. A single
-//! holder can have all the memory. When no memory is left, a holder that has less than an equal share of its
-//! parent's memory still gets some. The holder that exceeds its equal share the most must then free memory:
-//! incomplete frames first, then waiting jobs. This module only counts and chooses. It has no access to
-//! sessions and jobs, and does not free memory itself.
+//! holder can have all the memory. When the memory is exhausted, a holder with less than an equal share of
+//! its parent's memory can still get some. The holder that exceeds its equal share the most must then free
+//! memory: incomplete frames first, then waiting jobs. This module only counts and chooses; it frees no
+//! memory itself.
 
 use super::slab::{BulkheadIndex, SlabIndex};
 use std::collections::{BTreeSet, HashMap};
@@ -43,10 +43,10 @@ pub(super) enum Kind {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// The incomplete frame of a connection. The holder is the connection, or the bulkhead in which it is
-    /// charged.
+    /// The incomplete frame of a connection. The holder is the connection, or the bulkhead to which the frame
+    /// is charged.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority class, of one connection in one bulkhead.
+    /// The newest waiting job of the lowest priority class, from one connection in one bulkhead.
     Job(Holder),
 }
 
@@ -76,7 +76,7 @@ struct Node {
     active: usize,
     /// Child nodes that hold memory, ordered by size. Maintained only while memory is short.
     order: BTreeSet<(usize, Holder)>,
-    /// True if the node must not be removed even if it holds no memory.
+    /// True if the node must be kept even without memory.
     is_open: bool,
 }
 
@@ -94,7 +94,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a connection of an owner. The node remains at least until [`Shares::close`] is called.
+    /// Adds a connection of an owner. The node is kept at least until [`Shares::close`] is called.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -107,7 +107,7 @@ impl Shares {
         connection
     }
 
-    /// Closes a connection. Its node is removed when it holds no more memory.
+    /// Closes a connection. Its node is removed once it holds no memory.
     pub(super) fn close(&mut self, connection: Holder) {
         self.node(connection).is_open = false;
         let idle: Vec<Holder> = self.node(connection).children.values().copied().collect();
@@ -118,8 +118,8 @@ impl Shares {
         }
     }
 
-    /// Returns the holder of a connection in a bulkhead. The node remains until the connection is closed and
-    /// holds no more memory.
+    /// Returns the holder of a connection in a bulkhead. The node is kept until the connection is closed and
+    /// its memory is released.
     pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
         self.child(connection, bulkhead.number() as u64)
     }
@@ -140,9 +140,9 @@ impl Shares {
         self.forget(holder);
     }
 
-    /// Returns true if a connection may hold `more` bytes for a bulkhead. This is the case if there is enough
-    /// memory, or if the holder at some level of the tree would not exceed an equal share, so that another
-    /// holder must free memory.
+    /// Returns true if a connection may hold `more` bytes for a bulkhead: if there is enough memory, or if at
+    /// some level of the tree the holder would stay within an equal share, so that another holder must free
+    /// memory.
     pub(super) fn can_hold_share(
         &self,
         connection: Holder,
@@ -153,8 +153,8 @@ impl Shares {
         self.held().saturating_add(more) <= most || self.scope(connection, bulkhead, more, most).is_some()
     }
 
-    /// Finds the highest level of the tree at which the holder would not exceed an equal share with `more`
-    /// bytes. Returns the parent at this level. Its other children must free memory.
+    /// Finds the highest level of the tree at which the holder would stay within an equal share after adding
+    /// `more` bytes. Returns the parent at this level, whose other children must free memory.
     fn scope(
         &self,
         connection: Holder,
@@ -192,14 +192,14 @@ impl Shares {
         if self.nodes[parent.0 as usize].parent == ROOT { holder } else { parent }
     }
 
-    /// Returns the number of bytes that every owner can hold, whatever others hold.
+    /// Returns the number of bytes that an owner can hold regardless of the others.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         most / self.nodes[0].active.max(1)
     }
 
     /// Chooses the memory to free if more than `most` bytes are held. `wants` contains the connection and the
-    /// bulkhead that need the memory. Returns `None` if the limit is not exceeded, or if no holder that
-    /// exceeds an equal share has memory that can be freed.
+    /// bulkhead that need the memory. Returns `None` if the limit is not exceeded, or if the holders that
+    /// exceed their equal share have no memory that can be freed.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
@@ -219,8 +219,8 @@ impl Shares {
         self.eviction_below(scope.unwrap_or(ROOT), most).or_else(|| self.eviction_below(ROOT, most))
     }
 
-    /// Chooses the memory to free from the child that exceeds an equal share the most. Its largest frame is
-    /// freed first, and then a job.
+    /// Chooses the memory to free from the child that exceeds its equal share the most: its largest frame, or
+    /// else a job.
     fn eviction_below(&self, parent: Holder, most: usize) -> Option<Eviction> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
         let mut over = self.largest_first(parent).take_while(|&child| self.bytes(child).all > share);
@@ -299,13 +299,13 @@ impl Shares {
         }
     }
 
-    /// Removes an empty holder, and all its ancestors that become empty.
+    /// Removes an empty holder, and all ancestors that become empty.
     fn forget(&mut self, holder: Holder) {
         let mut at = holder;
         while at != ROOT {
             let node = &self.nodes[at.0 as usize];
             let (key, parent) = (node.key, node.parent);
-            // The node of a bulkhead is kept as long as the connection is open.
+            // The node of a bulkhead is kept while the connection is open.
             let is_kept = node.is_open || self.nodes[parent.0 as usize].is_open && parent != ROOT;
             if is_kept || node.held.all > 0 || !node.children.is_empty() {
                 return;

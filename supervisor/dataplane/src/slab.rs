@@ -1,5 +1,5 @@
-//! Tables of everything that the data plane refers to by index. Each table has an index type of its own, so
-//! that an index cannot be used with another table.
+//! Tables of objects that the data plane refers to by index. Each table has a separate index type, so that an
+//! index cannot be used with another table.
 
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -33,7 +33,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Implements `Deref` for a type that has a table in its field `slab`.
+/// Implements `Deref` for a type whose field `slab` is a table.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {
@@ -66,8 +66,8 @@ indices! {
     CompartmentIndex;
 }
 
-/// Identifies a session. The epoch distinguishes the session from other sessions that use the same index at
-/// other times.
+/// Identifies a session. The epoch distinguishes the session from earlier and later sessions with the same
+/// index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct SessionId {
     pub(super) index: SessionIndex,
@@ -79,8 +79,8 @@ pub(super) struct SessionId {
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free at the end of the iteration. They are not reused before, because events for
-    /// the previous values may still be pending.
+    /// Indices that become free at the end of the iteration. They are not reused earlier, because events for
+    /// the previous values may be pending.
     freed: Vec<I>,
     index: PhantomData<I>,
 }
@@ -92,7 +92,7 @@ impl<I, T> Default for Slab<I, T> {
 }
 
 impl<I: SlabIndex, T> Slab<I, T> {
-    /// Returns the index that the next value will get.
+    /// Returns the index for the next value.
     pub(super) fn next(&self) -> I {
         self.free.last().copied().unwrap_or_else(|| I::from_number(self.places.len()))
     }
@@ -159,7 +159,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
     }
 }
 
-/// Access to a value that is known to exist. Panics if the value was removed.
+/// Panics if the value of the index was removed.
 impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     type Output = T;
 

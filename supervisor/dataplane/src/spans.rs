@@ -1,6 +1,5 @@
-//! Spans of jobs, as far as the data plane creates them. If tracing is on, each sampled job gets a span in
-//! the trace of its caller. The worker gets the context of this span. Another thread formats the finished
-//! span.
+//! Spans of jobs. If tracing is on, each sampled job gets a span in its caller's trace, and the worker gets
+//! the context of this span. The data plane only records the span; another thread formats it.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;
@@ -26,7 +25,7 @@ pub(super) struct Trace {
     span: Option<OpenSpan>,
 }
 
-/// A span that has not ended yet.
+/// A span that has not ended.
 struct OpenSpan {
     own: Traceparent,
     began: SystemTime,
@@ -39,15 +38,15 @@ impl Trace {
         self.given.trace_id()
     }
 
-    /// Returns the context that is sent to the worker. This is the context of the job's own span or, if there
-    /// is no span, the context that the client sent.
+    /// Returns the context for the worker: that of the job's span, or the client's context if there is no
+    /// span.
     pub(super) fn outgoing(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
 
 impl JobData {
-    /// Returns the context of the job's own span, or `None` if there is no span.
+    /// Returns the context of the job's span, or `None` if there is no span.
     pub(super) fn span(&self) -> Option<Traceparent> {
         Some(self.trace.as_ref()?.span.as_ref()?.own)
     }
@@ -61,8 +60,8 @@ pub(super) struct Spans {
     counters: Arc<SharedCounters>,
 }
 
-/// Generator of span ids. The first state is random, and the ids look random (SplitMix64), so that other
-/// participants of a trace are unlikely to use the same id.
+/// Generator of span ids (SplitMix64). Starts at a random state, so that other participants of a trace are
+/// unlikely to use the same ids.
 struct SpanIds(u64);
 
 impl SpanIds {
@@ -96,8 +95,8 @@ impl Spans {
         Some(Box::new(Trace { given, span }))
     }
 
-    /// Sends a span for a submission that was rejected before it became a job. Returns the context of the
-    /// span, or `None` if there is no span.
+    /// Sends a span for a submission that was rejected before it became a job. Returns the span's context, or
+    /// `None` if there is no span.
     pub(super) fn send_rejected(
         &mut self,
         (now, clock): (Time, fn() -> SystemTime),
@@ -132,12 +131,11 @@ impl Spans {
         Some(span)
     }
 
-    /// Sends the span of a finished job. Moves the names out of the job's record, because they are not needed
-    /// afterwards.
+    /// Sends the span of a finished job. Takes the names from the job's record, which no longer needs them.
     pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
-        // Reserves a place in the channel first. If there is none, the span is only counted and need not be
+        // Reserves a place in the channel first. Without one, the span is only counted, and need not be
         // created.
         let Ok(place) = sender.try_reserve() else {
             self.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
@@ -170,7 +168,7 @@ mod tests {
         drawn.sort_unstable();
         drawn.dedup();
         assert_eq!(drawn.len(), 100_000);
-        // This is the only state for which the mixed value is zero.
+        // The only state whose mixed value is zero.
         assert_eq!(SpanIds(0_u64.wrapping_sub(0x9e37_79b9_7f4a_7c15)).next(), NonZeroU64::MIN);
     }
 }

@@ -1,6 +1,6 @@
 //! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each
-//! thread was ready to run without running. Policy requests the check and decides. The background thread
-//! reads the files.
+//! thread was ready without running. The background thread reads these files at policy's request, and policy
+//! decides.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -11,7 +11,7 @@ use bulkhead_policy::Time;
 /// Maximum number of threads that are examined per worker.
 const THREADS_MAX: usize = 256;
 
-/// Number of times per heartbeat interval at which silent workers are checked.
+/// Number of checks of silent workers per heartbeat interval.
 const CHECKS_PER_HEARTBEAT: u128 = 4;
 
 /// Scheduling statistics of a worker's threads, recorded when the worker became silent.
@@ -29,15 +29,15 @@ struct SchedStats {
 #[derive(Clone, Copy, Debug, Default)]
 struct Thread {
     ran_ns: u64,
-    /// Total time during which the thread was ready but did not run, in nanoseconds. The kernel adds the
-    /// length of a wait when the wait ends.
+    /// Total time during which the thread was ready but not running, in nanoseconds. The kernel adds a wait
+    /// when it ends.
     waited_ns: u64,
     /// True if the thread is running or ready to run.
     is_ready: bool,
 }
 
-/// Rounds the time of a worker's last heartbeat up to a quarter of the heartbeat interval. Workers with
-/// nearly equal times are then checked together and do not each cause a wake-up.
+/// Rounds the time of a worker's last heartbeat up to a quarter of the heartbeat interval, so that workers
+/// with similar times are checked together, with a single wake-up.
 pub(super) fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
     let grid = u64::try_from(heartbeat.as_nanos() / CHECKS_PER_HEARTBEAT).unwrap_or(u64::MAX).max(1);
     let at = now - since;
@@ -49,13 +49,13 @@ impl Watch {
         Self { pid, begun: OnceLock::new() }
     }
 
-    /// Records the current statistics for a later comparison.
+    /// Records the current statistics, to be compared later.
     pub(super) fn begin(&self) {
         self.begun.get_or_init(|| SchedStats::of(self.pid));
     }
 
-    /// Returns true if a thread has waited for a processor for at least half of the time since
-    /// [`Watch::begin`].
+    /// Returns true if a thread has spent at least half of the time since [`Watch::begin`] waiting for a
+    /// processor.
     pub(super) fn is_starved(&self) -> bool {
         self.begun.get().is_some_and(|begun| SchedStats::of(self.pid).is_starved_since(begun))
     }
@@ -76,20 +76,19 @@ impl SchedStats {
 }
 
 impl Thread {
-    /// Returns the time, within the last `passed`, during which the thread was ready but did not run.
+    /// Returns how long the thread was ready but not running during the last `passed`.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
         if self.is_ready && before.is_ready {
-            // The statistics of the kernel do not include a wait that has not ended yet.
+            // The kernel's statistics do not include a wait that has not ended.
             return passed.saturating_sub(since(self.ran_ns, before.ran_ns)).max(waited);
         }
         waited
     }
 }
 
-/// Returns the statistics of all threads of a process, by thread id. The map is empty if the kernel provides
-/// no statistics.
+/// Returns the statistics of all threads of a process, by thread id. Empty if the kernel provides none.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let stats = |entry: std::fs::DirEntry| {
@@ -104,7 +103,7 @@ impl Thread {
     /// Parses the files `schedstat` and `stat` of a thread.
     fn read(schedstat: &str, stat: &str) -> Option<Self> {
         let mut stats = schedstat.split(' ').map(str::parse);
-        // The name before the state can contain any character, even parentheses.
+        // The name before the state can contain any character, even a parenthesis.
         let (_, state) = stat.rsplit_once(") ")?;
         Some(Self {
             ran_ns: stats.next()?.ok()?,
@@ -143,8 +142,8 @@ mod tests {
             eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
         }
-        // During this hour, no thread has waited for half an hour. The state is overwritten because the
-        // current thread is running.
+        // No thread has waited for half of this hour. The current thread is running, so its state is
+        // overwritten.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;
         }

@@ -1,4 +1,4 @@
-//! Checks of a submission's form, which need no state.
+//! Stateless checks of submissions.
 
 use std::time::Duration;
 

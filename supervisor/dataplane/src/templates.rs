@@ -1,10 +1,10 @@
 //! Templates (`start.mode = "fork"`): processes from which the workers of a compartment are forked. Policy
-//! has no knowledge of templates. A worker that policy orders waits here until the template is ready. If the
-//! template ends before it is ready, the start of the worker fails.
+//! knows nothing about templates. A worker that policy starts waits here until the template is ready. If the
+//! template exits before it is ready, the worker's start fails.
 //!
-//! A template is started when a worker is ordered and there is no template. A template is replaced when
-//! workers must run another program, or when many of the forked workers have died by a signal. In the latter
-//! case, an attacker may have guessed the addresses that all forked workers share.
+//! A template is started when a worker needs one. It is replaced when workers must run another program, or
+//! when many forked workers have died by a signal. In the second case, an attacker may have guessed the
+//! addresses, which all forked workers share.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of forked workers that died by a signal, after which the template is replaced. The template and its
+/// Number of forked workers that died by a signal after which the template is replaced. The template and its
 /// workers share addresses and stack canaries.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
@@ -27,7 +27,7 @@ pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
     /// Templates that can fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
-    /// User ids of templates that have ended but whose descendants have not. Keyed by spawn number.
+    /// User ids of templates that have exited but whose descendants have not, by spawn number.
     leaving: HashMap<u64, u32>,
     effects: VecDeque<Effect>,
     /// True if a template may be starting, or if the output of a template may not have been passed to the
@@ -43,17 +43,17 @@ struct Template {
     waiting: Vec<(WorkerId, u32)>,
     /// Last status message that the template sent.
     last_status: Option<String>,
-    /// Number of workers forked from the template that died by a signal.
+    /// Number of forked workers that died by a signal.
     signal_deaths: u32,
 }
 
-/// Data of a template that was ordered from the keeper.
+/// Data of a template that the keeper was ordered to start.
 pub(super) struct TemplateOrder {
-    /// Compartment of the template. It may be removed before the template has ended, which then has no more
-    /// workers to fork.
+    /// Compartment of the template. Can be removed before the template exits, which then forks no more
+    /// workers.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time until the template is ready. Also the maximum length of each extension.
+    /// Maximum time until the template is ready, and maximum length of each extension.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
     /// User id of the template, or `None` if templates have no separate user ids.
@@ -63,7 +63,7 @@ pub(super) struct TemplateOrder {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The template was ordered or is initialising.
+    /// The template is being started or initialised.
     Starting {
         until: Time,
     },
@@ -76,7 +76,7 @@ enum Phase {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),
-    /// Orders a worker that was waiting for a template.
+    /// Starts a worker that was waiting for a template.
     OrderWorker(CompartmentIndex, WorkerId, u32),
     /// Reports to policy that a worker could not be started.
     FailSpawn(CompartmentIndex, WorkerId, String),
@@ -89,7 +89,7 @@ pub(super) enum Effect {
 pub(super) enum Fork {
     /// The template with this spawn number can fork the worker now.
     From(u64),
-    /// The worker waits for a template that is starting.
+    /// The worker must wait for a template that is starting.
     Waits,
     /// The compartment has no template, so one must be started first.
     NoTemplate,
@@ -107,7 +107,7 @@ impl Templates {
 
     // Forking.
 
-    /// Requests a template that can fork a worker for this program.
+    /// Requests a template for forking a worker of this program.
     pub(super) fn fork(
         &mut self,
         compartment: CompartmentIndex,
@@ -126,7 +126,8 @@ impl Templates {
         }
     }
 
-    /// Adds a template that was ordered. `waiting` contains the workers that are waiting for the template.
+    /// Adds a template that the keeper was ordered to start. `waiting` contains the workers that wait for the
+    /// template.
     pub(super) fn add(&mut self, now: Time, spawn: u64, order: TemplateOrder, waiting: Vec<(WorkerId, u32)>) {
         self.current.insert(order.compartment, spawn);
         let phase = Phase::Starting { until: now + order.ready };
@@ -144,14 +145,14 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends the template of a compartment, and orders the workers that were waiting for the template again.
+    /// Ends the template of a compartment, and starts the workers that were waiting for it again.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
     }
 
-    /// Removes a worker from the workers that are waiting for a template. If the worker was waiting, returns
-    /// the reason why its start has failed.
+    /// Removes a worker from those that wait for a template. If the worker was waiting, returns the reason
+    /// why its start failed.
     pub(super) fn cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let templates = self.by_spawn.values_mut();
         templates.filter(|template| template.order.compartment == compartment).find_map(|template| {
@@ -187,8 +188,8 @@ impl Templates {
         true
     }
 
-    /// Handles the end of a template's process. `death` is `None` if the template ended together with the
-    /// keeper. Returns false if `spawn` does not belong to a template.
+    /// Handles the exit of a template's process. `death` is `None` if the template died with the keeper.
+    /// Returns false if `spawn` does not belong to a template.
     pub(super) fn ended(&mut self, spawn: u64, death: Option<Death>) -> bool {
         let Some(template) = self.remove(spawn) else { return false };
         let how = match death {
@@ -208,13 +209,13 @@ impl Templates {
         true
     }
 
-    /// Handles the report that a template and all its descendants have ended.
+    /// Handles the report that a template and all its descendants are gone.
     pub(super) fn reaped(&mut self, spawn: u64) {
         let id = self.leaving.remove(&spawn);
         self.effects.extend(id.map(Effect::ReleaseId));
     }
 
-    /// Handles the end of all templates because the keeper was lost.
+    /// Handles the loss of the keeper, with which all templates have died.
     pub(super) fn keeper_lost(&mut self) {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable();
@@ -257,7 +258,7 @@ impl Templates {
         }
     }
 
-    /// Handles the death of a worker that was forked from a template.
+    /// Handles the death of a forked worker.
     pub(super) fn forked_worker_died(&mut self, compartment: CompartmentIndex, spawn: u64, death: Death) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         template.signal_deaths += u32::from(matches!(death, Death::Signal(_)));
@@ -298,7 +299,7 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Returns the output of all started templates whose output was not passed to the control plane yet.
+    /// Takes the output of started templates that was not passed to the control plane.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
             let pid = template.pid?;
@@ -309,7 +310,7 @@ impl Templates {
         outputs.collect()
     }
 
-    /// Stores the output of a template that could not be passed to the control plane.
+    /// Stores the output of a template again after it could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, spawn: u64, output: Output) {
         if let Some(template) = self.by_spawn.get_mut(&spawn) {
             template.order.output = Some(output);
@@ -319,7 +320,7 @@ impl Templates {
 }
 
 impl Template {
-    /// Returns the last status message in a form that is appended to a sentence.
+    /// Returns the last status message as a suffix for a sentence.
     fn status_suffix(&self) -> String {
         self.last_status.as_deref().map(|status| format!(": {status}")).unwrap_or_default()
     }
@@ -356,8 +357,7 @@ mod tests {
         Arc::new(Program::new(&config.bulkheads[0], None, &support))
     }
 
-    /// Returns a fixture with template 10, which has been starting since `now`, and a worker that is waiting
-    /// for the template.
+    /// Returns a fixture in which template 10 has been starting since `now`, and a worker waits for it.
     fn starting(now: Time) -> (Templates, Arc<Program>) {
         let (mut templates, program) = (Templates::default(), program());
         assert_eq!(templates.fork(compartment(), &program, (worker(1), 0)), Fork::NoTemplate);

@@ -1,31 +1,30 @@
-//! Time budgets for work that clients can cause in large amounts at no cost to themselves, and that can be
-//! delayed: accepting connections, cleaning up closed connections, and replying to rejected frames. Each
-//! budget is a fixed share of the time of one processor. Without budgets, the data plane would never sleep
-//! under such load, which would slow down workers and clients on a machine without an idle processor.
+//! Time budgets for work that clients can cause in large amounts at little cost, and that can be delayed:
+//! accepting connections, cleaning up closed connections, and replying to rejected frames. Each budget is a
+//! fixed share of the time of one processor. Without budgets, the data plane would never sleep under such
+//! load, which would slow down workers and clients on a machine without an idle processor.
 
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// Maximum budget that can accumulate, in nanoseconds. This is enough to accept about two dozen connections
-/// at once. Other work can be delayed by this time.
+/// Maximum budget that can accumulate, in nanoseconds. Enough to accept about two dozen connections at once.
+/// Other work can be delayed by this time.
 const BALANCE_NS_MAX: i64 = 250_000;
 
-/// Maximum time that is charged for one piece of work. If the work took longer, the thread was usually
-/// interrupted.
+/// Maximum time charged for one piece of work. A longer time usually means that the thread was interrupted.
 const CHARGE_MAX: Duration = Duration::from_millis(1);
 
 /// Time budget for one kind of work.
 pub(super) struct TimeBudget {
     /// Reciprocal of the share of processor time.
     divisor: i64,
-    /// Remaining time, in nanoseconds. If negative, the work must pause.
+    /// Remaining time, in nanoseconds. While it is negative, the work must pause.
     remaining_ns: i64,
     filled_at: Time,
 }
 
 impl TimeBudget {
-    /// Creates a budget of one `divisor`-th of a processor's time.
+    /// Creates a budget of one part in `divisor` of a processor's time.
     pub(super) const fn one_in(divisor: i64) -> Self {
         Self { divisor, remaining_ns: BALANCE_NS_MAX, filled_at: Time::ZERO }
     }

@@ -1,10 +1,10 @@
-//! Descriptors in transit: memory files in messages that their receivers have not read yet.
+//! Limits the descriptors in transit: memory files in messages that their receivers have not read.
 //!
-//! Without privileges, a supervisor can have at most as many descriptors in transit, to all receivers
-//! together, as its limit of open files. A single receiver that never reads could use up this limit, and then
-//! no descriptor could be sent to the keeper. Each receiver is therefore sent only a few descriptors until
-//! the kernel reports that everything was read. All receivers together can use only a part of the limit. When
-//! a connection is closed, its unread loans count until the peer has also closed the connection.
+//! An unprivileged supervisor can have only as many descriptors in transit, to all receivers together, as its
+//! limit of open files allows. A single receiver that never reads could exhaust this limit, and then no
+//! descriptor could be sent to the keeper. So each receiver gets only a few descriptors until the kernel
+//! reports that it has read everything, and all receivers together can use only a part of the limit. When a
+//! connection is closed, its unread loans count until the peer has also closed it.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -13,16 +13,16 @@ use bulkhead_linux::unread;
 /// Maximum number of unread loans per receiver.
 const UNREAD_MAX: u8 = 4;
 
-/// Number of loans that a receiver may not have read yet.
+/// Number of loans that a receiver may not have read.
 #[derive(Debug, Default)]
 pub(super) struct ReceiverLoans(u8);
 
-/// Loans that receivers may not have read yet.
+/// Loans that receivers may not have read.
 #[derive(Debug)]
 pub(super) struct UnreadLoans {
     unread: usize,
     most: usize,
-    /// Connections that were closed on this side, but whose peers have not read all data.
+    /// Connections that were closed on this side while the peer still had unread data.
     closed: Vec<(OwnedFd, ReceiverLoans)>,
 }
 
@@ -72,7 +72,7 @@ impl UnreadLoans {
         !self.closed.is_empty()
     }
 
-    /// Removes closed connections whose receivers have read all data or have also closed the connection.
+    /// Removes closed connections whose receivers have read everything or closed their end.
     pub(super) fn remove_closed(&mut self) {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {
@@ -94,7 +94,7 @@ mod tests {
 
     use super::*;
 
-    /// A new connection does not help, because the unread loans of the closed connection still count.
+    /// A new connection does not help, because the closed connection's unread loans still count.
     #[test]
     fn receiver_that_does_not_read_gets_few_loans() {
         let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));

@@ -1,7 +1,7 @@
 //! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! Starts the keeper process, shuts it down, and waits until it has exited. The data plane, not this module,
-//! keeps the list of workers.
+//! Also starts the keeper process, shuts it down, and waits until it has exited. The list of workers belongs
+//! to the data plane.
 
 pub(crate) mod detached;
 
@@ -25,7 +25,7 @@ use crate::protocol::{
 use crate::{SubordinateIds, wait};
 
 /// Maximum number of pending orders. Once the limit is reached, orders to spawn or fork a worker are
-/// rejected. Kill and ping orders are always accepted, which adds at most one kill per worker and one ping.
+/// rejected. Kill and ping orders are always accepted; there can be at most one kill per worker and one ping.
 /// The keeper executes an order within about a millisecond.
 const PENDING_ORDERS_MAX: usize = 1024;
 
@@ -33,13 +33,13 @@ const PENDING_ORDERS_MAX: usize = 1024;
 /// all workers.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
-/// Maximum time to wait until the processes that a killed keeper left behind are killed.
+/// Maximum time for killing the processes that a killed keeper left behind.
 const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of orphans reaped in one call.
 const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns advice for a worker whose start failed at `step`, or an empty string if the cause is unknown.
+/// Returns advice for a worker whose start failed at `step`, or an empty string if there is none.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
@@ -64,8 +64,8 @@ pub struct Keeper {
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers whose pidfd was not received because this process had reached its file descriptor limit. These
-    /// workers are killed and reported as failed.
+    /// Workers whose pidfd was lost because this process had reached its file descriptor limit. These workers
+    /// are killed and reported as failed.
     without_pidfd: HashSet<u64>,
     /// Subordinate user ids for workers. If this keeper is lost, the ids are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
@@ -77,7 +77,7 @@ pub struct Keeper {
 enum KeeperProcess {
     /// The keeper is a child of this process.
     Child(Child),
-    /// A process that was started by a guard, and that is not a child of this process.
+    /// A process that was started by a guard and is not a child of this process.
     Detached(DetachedKeeper),
 }
 
@@ -185,11 +185,11 @@ impl Keeper {
     /// Orders the keeper to start a worker. `link` becomes descriptor 3 of the worker. The worker's standard
     /// input is empty.
     ///
-    /// If this function returns an error, it has not sent an order. Errors:
+    /// No order is sent if this function returns an error. It fails if:
     ///
-    /// - The order is too long or contains a NUL.
-    /// - Too many orders are pending ([`io::ErrorKind::WouldBlock`]).
-    /// - The keeper is gone ([`io::ErrorKind::BrokenPipe`]).
+    /// - the order is too long or contains a NUL,
+    /// - too many orders are pending ([`io::ErrorKind::WouldBlock`]), or
+    /// - the keeper is gone ([`io::ErrorKind::BrokenPipe`]).
     pub fn spawn(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -270,7 +270,7 @@ impl Keeper {
         self.flush()
     }
 
-    /// Sends pending orders until none is left or the socket's buffer is full. Call this when the socket is
+    /// Sends pending orders until all are sent or the socket's buffer is full. Call this when the socket is
     /// writable.
     pub fn flush(&mut self) -> io::Result<()> {
         self.outbox.flush(&self.socket).map(drop)
@@ -283,7 +283,7 @@ impl Keeper {
 
     /// Returns the next report, or `None` if no report has arrived.
     ///
-    /// After any error, the keeper is lost and its workers die; see [`reap_after_keeper`].
+    /// After any error, the keeper must be replaced, and its workers die; see [`reap_after_keeper`].
     /// [`io::ErrorKind::UnexpectedEof`] means that the keeper has exited.
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
@@ -327,7 +327,7 @@ impl Keeper {
         })
     }
 
-    /// Kills a worker whose pidfd is missing, because a worker that cannot be watched must not run.
+    /// Kills a worker whose pidfd is missing, because its exit could not be detected.
     fn kill_without_pidfd(&mut self, worker: u64) -> io::Result<Report> {
         self.without_pidfd.insert(worker);
         self.kill(worker)?;
@@ -381,12 +381,12 @@ impl AsRawFd for Keeper {
 /// Makes this process a child subreaper, so that it inherits the descendants of a killed keeper and
 /// [`reap_after_keeper`] can kill them. The supervisor calls this function at startup.
 pub fn become_subreaper() -> io::Result<()> {
-    // Any value except zero enables the flag.
+    // Any nonzero value enables the flag.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
 /// Kills a lost keeper and **all other descendants of this process**, and waits until none is left. Start the
-/// next keeper only after this call, which would otherwise kill it as well.
+/// next keeper after this call; otherwise, this call would kill it as well.
 ///
 /// The calling program must have called [`become_subreaper`] and must have no other children, because this
 /// function kills and reaps all children. Blocks, usually for some milliseconds.

@@ -21,14 +21,14 @@
 //! # Why the keeper has two threads
 //! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child
 //! of the thread that forked it. So the second thread forks the workers. The first thread waits with
-//! `__WNOTHREAD` and sees exactly the processes that dead workers left behind. `ECHILD` means that nothing is
-//! left, so no scan of all processes of the machine is needed. The first thread waits for each fork to
-//! return. So the two threads never run at the same time, and a process is known before the first thread can
-//! wait for it.
+//! `__WNOTHREAD`, and thereby sees exactly the processes that dead workers left behind. `ECHILD` means that
+//! no such process is left, so the keeper need not scan all processes of the machine. The first thread blocks
+//! during each fork. So the two threads never run at the same time, and a process is known before the first
+//! thread can wait for it.
 //!
-//! Each worker is a child subreaper as well. The orphans of a living worker stay below the worker, and are
-//! reparented to the keeper when the worker has died. So every process that the keeper inherits belongs to a
-//! dead worker, and is killed.
+//! Each worker is a child subreaper as well, so its orphans become its children. They are reparented to the
+//! keeper only when the worker dies. So every process that the keeper inherits was left behind by a dead
+//! worker, and is killed.
 
 mod client;
 mod confine;

@@ -1,8 +1,8 @@
 //! Determines which layers of confinement are available to this process, by trying each layer.
 //!
-//! Versions and settings are only hints, because a distribution, a container or a security module can forbid
-//! what the kernel supports. Each trial has a time limit. The processes, control groups and mounts of a trial
-//! are removed afterwards.
+//! Kernel versions and settings are only hints, because a distribution, a container or a security module can
+//! forbid what the kernel supports. Each trial has a time limit, and removes the processes, control groups
+//! and mounts that it created.
 #![expect(unsafe_code, reason = "most probes have no safe wrapper, because the calls do nothing useful")]
 
 mod cgroup;
@@ -56,7 +56,7 @@ fn is_available(layers: &[LayerSupport], name: &str) -> bool {
 pub const FORKED_WORKERS: &str = "forked workers";
 
 /// Checks the layers that isolate forked workers from each other. Also checks whether the kernel lists the
-/// children of a thread, because the keeper uses this list to find processes that workers leave behind.
+/// children of a thread, which the keeper needs to find the processes that workers leave behind.
 fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
     let required = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match required.into_iter().find(|name| !is_available(layers, name)) {
@@ -95,8 +95,8 @@ fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     )
 }
 
-/// Environment variable with a comma-separated list of layers to treat as missing. An administrator can use
-/// this variable to test a configuration for a machine with fewer layers.
+/// Environment variable with a comma-separated list of layers to treat as missing, for testing a
+/// configuration for a machine with fewer layers.
 pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
 fn disable(layers: &mut [LayerSupport], disabled: &str) {
@@ -209,8 +209,8 @@ fn probe_capabilities() -> [LayerSupport; 3] {
     ]
 }
 
-/// Checks the rights needed to start a worker as another user, to give the worker a folder, and to inspect
-/// and kill the worker.
+/// Checks the privileges for starting a worker as another user, giving it a folder, and inspecting and
+/// killing it.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [
         ("CAP_SETUID", CapabilitySet::SETUID),
@@ -289,8 +289,8 @@ mod tests {
         };
         let mounts = || std::fs::read("/proc/thread-self/mountinfo").unwrap();
         let before = (namespaces(), mounts());
-        // Other tests in this process open and close descriptors. So the measurement is repeated until no
-        // other test disturbs it.
+        // Other tests in this process open and close descriptors, so the measurement is repeated until they
+        // do not disturb it.
         let is_flat = || {
             let before = descriptors_open();
             (0..5).for_each(|_| drop(probe()));

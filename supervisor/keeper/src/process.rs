@@ -1,8 +1,8 @@
 //! The keeper process: a loop that handles orders, starting workers, forbidden system calls and exited
 //! processes.
 //!
-//! The keeper kills and reaps every worker. It never blocks on the supervisor, on a program's file system, or
-//! on a process that does not die. It never restarts a worker.
+//! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on a
+//! program's file system, or on a process that does not die.
 
 mod cgroups;
 mod guard;
@@ -50,19 +50,19 @@ use crate::spawn::{
 };
 use crate::wait;
 
-/// Maximum number of pending reports. While the limit is reached, the keeper accepts no orders, so that at
-/// most the last three reports of each worker can be added.
+/// Maximum number of pending reports. At this limit, the keeper accepts no further orders, so that only the
+/// last three reports of each worker can be added.
 const PENDING_REPORTS_MAX: usize = 1024;
 
-/// Maximum number of deferred fork orders. While the limit is reached, the keeper accepts no orders. Each
-/// deferred fork holds three descriptors.
+/// Maximum number of deferred fork orders, each of which holds three descriptors. At this limit, the keeper
+/// accepts no further orders.
 const DEFERRED_FORKS_MAX: usize = 256;
 
-/// Maximum time for killing all processes before the keeper exits. After this time, the keeper gives up and
-/// exits.
+/// Maximum time for killing all processes before the keeper exits. After this time, the keeper exits even if
+/// some processes are left.
 const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum number of events that one iteration of the loop handles. Further events follow in the next
+/// Maximum number of events handled per iteration of the loop. Further events are handled in the next
 /// iteration.
 const EVENTS_MAX: usize = 64;
 
@@ -79,8 +79,7 @@ const TEMPLATE: usize = 1 << 35;
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
-/// Token for the pidfds of the guard and the application. A pidfd becomes readable when the process has
-/// exited.
+/// Token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
 const WATCHED: usize = 1 << 37;
 
 // The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.
@@ -152,7 +151,7 @@ struct Child {
     process: u32,
     /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
-    /// First forbidden system call that the worker's own process made.
+    /// First forbidden system call made by the worker's main process.
     violation: Option<u32>,
     /// Temporary folder, which is removed when all processes of the worker are gone.
     folder: Option<PathBuf>,
@@ -199,7 +198,7 @@ impl Child {
         }
     }
 
-    /// Determines how the worker ended, from the exit status and other information.
+    /// Determines how the worker ended, from the exit status and what the keeper knows about the worker.
     fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
         match (exit, self.violation) {
@@ -232,8 +231,8 @@ impl Child {
     }
 
     /// Checks the worker's confinement again when its program runs, because executing the program could have
-    /// given it privileges. Returns the name of a value that differs from the order. Returns `None` if all
-    /// values match, or if the process has already exited.
+    /// given it privileges. Returns the name of a value that does not match the order, or `None` if all match
+    /// or the process has already exited.
     fn recheck_confinement(&mut self) -> Option<&'static str> {
         let mut observed = self.observed;
         observe::read_status(self.process, &mut observed).ok()?;
@@ -241,7 +240,7 @@ impl Child {
         if self.layers == Layers::default() {
             return None;
         }
-        // The worker can already have lowered its own limits.
+        // The worker may already have lowered its own limits.
         let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
         observed.mismatch(&self.layers).or_else(limit)
     }
@@ -351,7 +350,7 @@ impl EventLoop {
         }
         wait::kill_all_descendants(KILL_ALL_TIMEOUT)?;
         match served {
-            // The supervisor exited while the keeper was writing to it. This is a normal end.
+            // Not an error: the supervisor exited while the keeper was writing to it.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
             served => served,
         }
@@ -366,8 +365,8 @@ impl EventLoop {
         }
         for event in events.iter() {
             match event.token().0 {
-                // The event can also mean that the socket is closed or writable. In that case, the attempt to
-                // receive an order finds none.
+                // The event can also mean that the socket is closed or writable. In that case, receiving an
+                // order finds none.
                 ORDERS => self.has_orders = true,
                 WATCHED if self.watched.is_some() => return Ok(false),
                 SIGCHLD => while self.sigchld.read_signal()?.is_some() {},
@@ -386,7 +385,7 @@ impl EventLoop {
         }
         // Reports exits before a worker is started or processes are scanned, because both take time.
         self.flush()?;
-        // Executes only one order per iteration, so that exit reports do not wait for a hundred spawns.
+        // Executes only one order per iteration, so that exit reports do not wait behind a hundred spawns.
         if self.can_receive_order() && !self.receive_order()? {
             return Ok(false);
         }

@@ -2,7 +2,7 @@
 //!
 //! - `orders`: orders of the supervisor, and their encoding.
 //! - `reports`: reports of the keeper.
-//! - [`confinement`]: the ordered confinement of a worker, and the confinement read back from the kernel.
+//! - [`confinement`]: the requested confinement of a worker, and the confinement read back from the kernel.
 //! - `layer_support`: the layers of confinement that this machine supports.
 //! - `guard`: arguments and message of the guard of an embedded supervisor.
 //! - [`socket`]: the socket between supervisor and keeper.

@@ -1,15 +1,15 @@
 //! The fork, and the steps of the child until it executes the worker's program.
 //!
-//! The child has a copy of only the forking thread, and locks of other threads can be held forever in the
-//! copy. So between the fork and `execve`, the child makes only raw system calls on prepared data, allocates
-//! nothing and cannot panic. [`steps`] contains a table of these steps. If a step fails, the worker does not
-//! start, and the supervisor gets the name of the step.
+//! The child contains only the forking thread, and locks that other threads held at the fork stay locked
+//! forever. So between the fork and `execve`, the child makes only raw system calls on prepared data,
+//! allocates nothing and cannot panic. [`steps`] contains a table of these steps. If a step fails, the worker
+//! does not start, and the supervisor gets the name of the step.
 //!
 //! - `prepared`, `confinement`: everything that the child needs, prepared before the fork.
 //! - `forker`: the thread that forks. `clone`: the system call.
 //! - `child`: the child, which executes the steps. `plan`: the input of the steps.
 //! - `progress`: messages between the child and the keeper.
-//! - `program_rules`: the rules about its own confinement that a host of programs receives.
+//! - `program_rules`: the Landlock rules that the host of `exec` programs receives.
 //! - `mounts`: a private root folder, a private `/proc`, and paths that the worker's user cannot reach.
 //! - `user_namespace`: the fork into an existing user namespace.
 //! - `init`: the first process of a pid namespace, which is the parent of the worker or of a template.
@@ -43,8 +43,8 @@ pub(crate) use self::prepared::{ChildConnections, Prepared};
 pub(crate) use self::progress::{Progress, let_continue, read as read_progress};
 pub(crate) use self::steps::duplicate_to;
 
-/// Descriptor number of the worker's link. In the keeper, the order socket has this number. So no other
-/// descriptor of the keeper has one of the numbers that a child needs.
+/// Descriptor number of the worker's link. In the keeper, this is the number of the order socket, so that no
+/// other descriptor of the keeper has a number that a child needs.
 pub(crate) const LINK_FD: RawFd = 3;
 
 // Names of steps that can also fail before the fork.
@@ -52,10 +52,10 @@ const ROOT_STEP: &str = "mount namespace";
 const LANDLOCK_STEP: &str = "landlock";
 const SECCOMP_STEP: &str = "seccomp";
 
-/// Exit code of a child that failed before `execve`. The keeper does not report this code.
+/// Exit code of a child that failed before `execve`. Not reported by the keeper.
 const FAILED_EXIT_CODE: i32 = 127;
 
-/// Reason why a worker does not start: the failed step and the error number.
+/// Error of a worker's start: the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SpawnError {
     pub(crate) step: String,

@@ -1,10 +1,10 @@
 //! Worker ids for a supervisor without privileges: the ids that `/etc/subuid` and `/etc/subgid` assign to its
 //! user.
 //!
-//! One user namespace contains all of these ids, and the supervisor's own user. `newuidmap` and `newgidmap`
-//! create the namespace once at the start, with rights that the user lacks. The process of a worker enters
-//! the namespace before it executes the program. Inside the namespace, the process has the same rights that a
-//! worker started by root has on the machine.
+//! A single user namespace contains all of these ids and the supervisor's own user. It is created once at
+//! startup, with the help of `newuidmap` and `newgidmap`, which have the rights that the user lacks. A
+//! worker's process enters the namespace before it executes the program. Inside, it has the same rights that
+//! a worker started by root has on the machine.
 #![expect(unsafe_code, reason = "a fork has no safe wrapper")]
 
 use std::fs::File;
@@ -27,14 +27,14 @@ use crate::wait::exits_within;
 /// Name of this layer in the output of `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
-/// Maximum run time of each of `newuidmap` and `newgidmap`. These programs can query a directory service on
-/// the network about the user.
+/// Maximum run time of `newuidmap` and of `newgidmap`. These programs may query a directory service over the
+/// network.
 const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time to wait until a child has created an empty user namespace.
 const CHILD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum number of bytes of a program's error output that an error message includes.
+/// Maximum number of bytes of a program's error output that are included in an error message.
 const STDERR_BYTES_MAX: u64 = 512;
 
 /// A range of ids, with both ends included.
@@ -67,7 +67,8 @@ impl SubordinateIds {
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} disables subordinate ids", DISABLED_LAYERS));
         }
-        // Listing the descriptors of another user's process needs a right that no namespace gives.
+        // The keeper would need a right that no namespace gives, in order to list the descriptors of another
+        // user's process.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err(
                 "the kernel does not count descriptors of other users' processes: run kernel 6.2 or later"
@@ -88,7 +89,7 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over the ids and the user namespace that the guard has created.
+    /// Takes over the ids and the user namespace that the guard created.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
@@ -172,7 +173,7 @@ fn run_map_program(
     Err(format!("{program} ended with {status}: {message}{hint}"))
 }
 
-/// A child process that only holds a user namespace. Dropping this value kills the child.
+/// A child process that keeps a user namespace alive. Dropping this value kills the child.
 struct NamespaceHolder {
     pid: libc::pid_t,
 }
@@ -213,7 +214,7 @@ fn hold_namespace(writer: &OwnedFd, parent: Pid) -> ! {
     // SAFETY: only numbers are passed, and this process has one thread. The process ends with its parent.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        // If the parent had died before the call, the signal would never be sent.
+        // The signal is never sent if the parent died before the call.
         if rustix::process::getppid() != Some(parent) {
             libc::_exit(1);
         }

@@ -1,6 +1,6 @@
 //! Waits for children of the keeper, and kills all descendants.
 //!
-//! This module distinguishes the children of the keeper's threads, but does not know what a worker is.
+//! This module distinguishes the children of the keeper's threads, but knows nothing about workers.
 
 use std::io;
 use std::process::Child;
@@ -16,7 +16,7 @@ use crate::protocol::{Exit, Usage};
 /// Interval between scans of all processes of the machine while all descendants are being killed.
 const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Pause between two checks for processes that have died.
+/// Pause between checks for processes that have died.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Result of waiting for a child.
@@ -28,7 +28,7 @@ pub(crate) enum Waited {
     NoChange,
     /// A child has exited, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
-    /// A child has stopped because it asked to be traced by its parent. Only hostile programs do that.
+    /// A child has stopped because it asked to be traced by its parent, which only hostile programs do.
     Stopped { pid: u32 },
 }
 
@@ -80,11 +80,11 @@ pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<boo
     wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
 
-/// Sends SIGKILL to a child that has not been waited for, so that the pid still belongs to the child.
+/// Sends SIGKILL to a child that has not been waited for. The pid therefore still belongs to the child.
 pub(crate) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
-        // Fails only if the child is already dead, or has changed its user. In both cases, the keeper can do
-        // nothing else.
+        // Fails only if the child is already dead or has changed its user. The keeper can do nothing else in
+        // either case.
         let _ = rustix::process::kill_process(pid, Signal::KILL);
     }
 }
@@ -93,7 +93,7 @@ pub(crate) fn kill_child(pid: u32) {
 /// have been reaped.
 ///
 /// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This
-/// ends most fork bombs before the keeper has to compete with them for processor time while it scans.
+/// ends most fork bombs before a scan, during which the keeper would compete with them for processor time.
 pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // Fails if the worker does not lead a process group yet. In that case, there is no other process to

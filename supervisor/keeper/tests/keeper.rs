@@ -1,5 +1,5 @@
-//! Tests the keeper with real processes. The test program also runs as the keeper. It does not use the
-//! standard test harness, because the keeper must start before the process has a second thread.
+//! Tests the keeper with real processes. The test program also runs as the keeper, so it cannot use the
+//! standard test harness: the keeper must start before the process has a second thread.
 
 use std::collections::HashSet;
 use std::fs;
@@ -14,7 +14,7 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition. No condition takes nearly as long unless the test fails.
+/// Maximum time to wait for a condition. Much longer than any condition should take.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 // The kernel's resource numbers, whose types differ between C libraries.
@@ -309,7 +309,7 @@ fn inherited_descriptors() {
     let mut careless_fixture = Fixture::start();
     for fixture in [&mut fixture, &mut careless_fixture] {
         let (_others, _) = fixture.run("read -r line <&3");
-        // The worker is not a shell, because a shell would have additional descriptors and variables.
+        // The worker is not a shell, which would have additional descriptors and variables.
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
@@ -479,7 +479,7 @@ fn other_programs() {
     });
 }
 
-/// Several workers die while the keeper is stopped. The first leaves many processes behind.
+/// Several workers die while the keeper is stopped. The first one leaves many processes behind.
 fn prompt_exit_reports() {
     let mut fixture = Fixture::start();
     let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
@@ -508,8 +508,8 @@ fn prompt_exit_reports() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace exits when all other processes in the namespace are gone. A process that
-/// this test traces is gone only when the test has waited for it.
+/// The first process of a namespace exits after all other processes in the namespace. A process that this
+/// test traces is gone only once the test has waited for it.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
 fn prompt_exit_report_in_namespace() {
     if !rustix::process::geteuid().is_root() {
@@ -551,15 +551,14 @@ fn traced_worker() {
         "exec python3 -c 'import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)'";
     let mut order = shell(script);
     order.confinement.layers.namespaces.pid = true;
-    // The first process of the namespace has no capabilities, so it can trace only a worker without
-    // capabilities.
+    // The first process of the namespace has no capabilities, so it can trace only a worker that has none.
     order.confinement.layers.no_capabilities = true;
     let worker = fixture.order(order);
     assert!(matches!(fixture.next(), Report::Spawned { .. }));
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
-/// Kill and ping orders are accepted, no matter how many orders are pending.
+/// Kill and ping orders are accepted regardless of the number of pending orders.
 fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");
@@ -591,9 +590,8 @@ fn unlimited_kills() {
 }
 
 fn fork_bombs() {
-    // All processes of the fork bomb continue to fork. In one case, many processes are in the worker's
-    // process group. In the other case, each process is in a separate session, so that only a scan finds it.
-    // (These processes keep the processors busiest.)
+    // All processes of the fork bomb keep forking. In one case, many processes are in the worker's process
+    // group. In the other case, each process is in a separate session, so only a scan finds it.
     let bomb = "if [ $1 -gt 0 ]; then
             $FORK sh -c \"$BOMB\" sh $(($1 - 1)) & $FORK sh -c \"$BOMB\" sh $(($1 - 1)) &
         fi
@@ -634,7 +632,7 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
 fn unread_reports() {
     let mut fixture = Fixture::start();
     let mut expected = HashSet::new();
-    // Causes more reports than the socket can hold.
+    // Causes more reports than fit into the socket.
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);

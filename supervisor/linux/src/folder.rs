@@ -15,8 +15,7 @@ pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union
 /// Maximum number of entry names that are kept in memory for one folder.
 const NAMES_MAX: usize = 16 * 1024;
 
-/// Opens a folder for listing, even if its mode denies this. If the mode lacks `rights`, the mode becomes
-/// 0700.
+/// Opens a folder for listing. If the folder's mode lacks `rights`, changes the mode to 0700 first.
 pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
     open_by(parent, path, rights, ResolveFlags::empty())
 }
@@ -45,8 +44,8 @@ fn open_by(
 }
 
 fn make_accessible(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
-    // Changes the mode through a descriptor. Otherwise, if another entry had taken the folder's name in the
-    // meantime, the mode of that entry would change.
+    // Changes the mode through a descriptor, because another entry could have taken the folder's name in the
+    // meantime.
     restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
 }
 
@@ -101,8 +100,8 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves a folder to the top under a random name. With a predictable name, the untrusted process could create
-/// that name first, and the move would fail.
+/// Moves a folder to the top under a random name. The untrusted process could block a predictable name by
+/// creating an entry with that name.
 fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let mut random = [0; 16];
     getrandom(&mut random, GetRandomFlags::empty())?;
@@ -120,8 +119,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of at most `NAMES_MAX` entries. When the caller has removed these entries, the next call
-/// returns others.
+/// Returns the names of at most `NAMES_MAX` entries. The caller removes these entries and then calls this
+/// function again.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset handles, and therefore denies by default. Older
-/// kernels know fewer fields, and accept unknown fields that are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels
+/// know fewer fields, and accept unknown fields that are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {
@@ -40,7 +40,7 @@ pub fn create_ruleset(handled: HandledAccess) -> Result<OwnedFd> {
     let result =
         unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const handled, size, NO_FLAGS) };
     errno::check(result)?;
-    // SAFETY: the call has just created this descriptor, and nothing else knows of it.
+    // SAFETY: the call has just created this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
 }
 

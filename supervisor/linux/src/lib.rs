@@ -1,14 +1,13 @@
 //! Kernel interfaces that several crates need: process trees, socket peers, waits, names and numbers.
 //!
-//! This crate knows nothing of workers or jobs, holds no state except in values owned by callers, and makes no
-//! decisions.
+//! This crate knows nothing of workers or jobs, keeps no global state, and makes no decisions.
 //!
 //! - [`process_tree`]: finds and kills the descendants of this process.
 //! - [`peer`]: identifies the process at the other end of a socket.
 //! - [`descriptors`]: closes descriptors by number.
 //! - [`scm_rights`]: sockets that refuse passed descriptors.
 //! - [`packets`]: non-blocking exchange of whole messages with descriptors.
-//! - [`listener`]: closes a TCP listener without connection resets.
+//! - [`listener`]: takes over listeners of a service manager, and closes TCP listeners without connection resets.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
 //! - [`folder`]: empties a folder with untrusted content.
 //! - [`liveness`]: a descriptor that reports the exit of another program.

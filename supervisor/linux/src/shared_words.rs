@@ -1,4 +1,4 @@
-//! Numbers at the start of a memory file to which an untrusted process can also write.
+//! 64-bit numbers at the start of a memory file, which is shared with an untrusted process.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -16,7 +16,7 @@ pub struct SharedWords {
     count: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and is read and written only by atomic accesses.
+// SAFETY: the mapping is not tied to a thread, and all accesses are atomic.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Send for SharedWords {}
 // SAFETY: as for `Send`.

@@ -2,7 +2,7 @@
 //! /dev/null in its place before `main`, and output is lost silently. This module checks the descriptor
 //! before the runtime starts.
 
-use std::io;
+use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
@@ -33,4 +33,19 @@ pub fn get() -> io::Result<io::Stdout> {
         )),
         false => Ok(io::stdout()),
     }
+}
+
+/// Writes bytes to standard output and flushes it. An empty output cannot be lost, even if standard output is
+/// closed.
+///
+/// # Errors
+///
+/// Fails if the program was started without standard output, or if the bytes cannot be written.
+pub fn write(bytes: &[u8]) -> io::Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let mut output = get()?.lock();
+    output.write_all(bytes)?;
+    output.flush()
 }

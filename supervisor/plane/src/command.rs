@@ -8,9 +8,10 @@ use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, Change, CrashId, CrashReport, EventKind, Severity, ShortState, Snapshot, TenantChange,
+    Cause, Change, CrashId, CrashReport, EventKind, JobProgress, Jobs, Severity, ShortState, Snapshot,
+    TenantChange,
 };
-use bulkhead_shared::Verdict;
+use bulkhead_shared::{JobId, Verdict};
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
@@ -68,6 +69,17 @@ pub enum Command {
         bulkhead: String,
         tenant: String,
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
+    },
+    /// Return the oldest jobs whose clients wait for the outcome.
+    ListJobs {
+        request: JobsRequest,
+        reply: oneshot::Sender<Jobs>,
+    },
+    /// Cancel a job on behalf of an operator.
+    CancelJob {
+        bulkhead: String,
+        job: JobId,
+        reply: oneshot::Sender<Result<(), SteerError>>,
     },
     /// Return a consistent copy of all numbers that the metrics show.
     Scrape {
@@ -190,6 +202,7 @@ impl Command {
             Self::Snapshot { reply, .. } => reply.is_closed(),
             Self::States { reply, .. } => reply.is_closed(),
             Self::TenantSnapshot { reply, .. } => reply.is_closed(),
+            Self::ListJobs { reply, .. } => reply.is_closed(),
             Self::Scrape { reply } => reply.is_closed(),
             Self::Observe { reply, .. } => reply.is_closed(),
             Self::WorkerProcesses { reply } => reply.is_closed(),
@@ -207,11 +220,25 @@ impl Command {
             | Self::AddSpool { .. }
             | Self::ReportRejection { .. }
             | Self::ReportMemory { .. } => 1,
-            Self::Snapshot { .. } | Self::Scrape { .. } | Self::Summarise => 8,
+            Self::Snapshot { .. } | Self::ListJobs { .. } | Self::Scrape { .. } | Self::Summarise => 8,
             _ => 4,
         }
     }
 }
+
+/// A request for a list of jobs.
+#[derive(Clone, Debug, Default)]
+pub struct JobsRequest {
+    /// Name of the bulkhead that has the jobs, or `None` for all bulkheads.
+    pub bulkhead: Option<String>,
+    /// Progress of the jobs, or `None` for all jobs.
+    pub progress: Option<JobProgress>,
+    /// Maximum number of listed jobs.
+    pub limit: usize,
+}
+
+/// Maximum number of jobs in a list.
+pub const JOBS_LISTED_MAX: usize = 1000;
 
 /// An operator's action on a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -280,6 +307,9 @@ pub enum SteerError {
     /// The bulkhead does not know the tenant, because the tenant has not submitted any job recently.
     #[error("this tenant has sent no job to this bulkhead")]
     UnknownTenant,
+    /// The bulkhead has no such job.
+    #[error("this bulkhead has no such job: the job has ended, or is in another bulkhead")]
+    UnknownJob,
     /// The request conflicts with other settings. The text contains the reason and a way to resolve the
     /// conflict.
     #[error("{0}")]

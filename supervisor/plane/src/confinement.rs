@@ -165,8 +165,9 @@ fn parts(layer: Layer) -> &'static [&'static str] {
 
 /// Returns paths that workers must not access, even if the configuration gives them access to a folder above.
 fn withheld_paths(config: &Config) -> Vec<String> {
-    let Config { path, supervisor, access, .. } = config;
+    let Config { path, fragments, supervisor, access, .. } = config;
     let mut paths: Vec<&Path> = vec![path];
+    paths.extend(fragments.iter().map(PathBuf::as_path));
     // The paths of the sockets are empty in an embedded supervisor.
     paths.extend([supervisor.socket.as_path(), &supervisor.admin].into_iter().filter(|path| path.has_root()));
     paths.extend(supervisor.crash_dir.as_deref());

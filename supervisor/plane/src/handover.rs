@@ -158,6 +158,8 @@ pub struct State {
     /// Soft resource limits that applied before the predecessor raised them, by the number of the resource. `u64::MAX`
     /// means unlimited.
     pub soft_limits: Vec<(u32, u64)>,
+    /// Sockets that belong to the service manager, by the names of their descriptors.
+    pub activated: Vec<String>,
 }
 
 /// A compartment: a bulkhead, or an isolated tenant of the bulkhead.

@@ -1,11 +1,12 @@
-//! An adaptive limit on the number of running jobs, based on measured run times. When run times exceed `target`, the
-//! limit is lowered in proportion to the excess. This is the gradient of Netflix's `Gradient2Limit` and Envoy's
-//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all permits are in use,
-//! the limit grows by its square root, which is the headroom of both algorithms. If a growth step made jobs too slow,
-//! the next step waits twice as long, so that the limit settles.
+//! An adaptive limit on the number of running jobs, based on measured run times. When run times exceed
+//! `target`, the limit is lowered in proportion to the excess. This is the gradient of Netflix's
+//! `Gradient2Limit` and Envoy's adaptive concurrency, but with a configured target instead of an estimated
+//! baseline. While all permits are in use, the limit grows by its square root, which is the headroom of both
+//! algorithms. After an increase that made jobs too slow, the algorithm waits twice as long before the next
+//! increase, so that the limit settles.
 //!
-//! Each tenant has one vote, whatever its number of jobs. The latency of a window is the lower median of the tenants'
-//! 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
+//! Each tenant has one vote, regardless of its number of jobs. The latency of a window is the lower median of
+//! the tenants' 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
 //!
 //! The module reads no clock. The limit changes only when a job ends.
 
@@ -37,19 +38,20 @@ vocabulary! {
     }
 }
 
-/// Minimum length of a window. A window is also at least twice `target` long, up to [`WINDOW_MAX`].
+/// Minimum length of a measurement window. A window is also at least twice `target` long, up to
+/// [`WINDOW_MAX`].
 const WINDOW_MIN: Duration = Duration::from_millis(100);
-/// Upper bound for the minimum window length that is derived from `target`. A window can still last longer, because it
+/// Maximum of the window length that is derived from `target`. A window can still last longer, because it
 /// must contain [`RUNS_MIN`] run times.
 const WINDOW_MAX: Duration = Duration::from_secs(10);
 
-/// Minimum number of run times in a window before the limit is adjusted.
+/// Minimum number of run times in a window before the limit can change.
 const RUNS_MIN: usize = 10;
 
-/// Maximum number of run times kept per vote. New run times replace the oldest ones.
+/// Maximum number of run times stored per vote. New run times replace the oldest ones.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants with a vote of their own in a window. All further tenants share one additional vote.
+/// Maximum number of tenants with a separate vote in a window. All other tenants share one vote.
 const TENANTS_MAX: usize = 64;
 
 /// Maximum number of windows to wait before the limit may grow again.
@@ -81,7 +83,8 @@ pub(crate) struct LimitReport {
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
-    /// Index of the oldest run time once `times` is full. Before that, the index at which the next run time is added.
+    /// Index of the next run time to overwrite. Until `times` is full, the index at which the next run time
+    /// is added.
     oldest: usize,
 }
 
@@ -115,13 +118,13 @@ pub(crate) struct Adaptive {
     was_full: bool,
     /// True if a job was counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Jobs dispatched before this time are not counted, because the limit was higher when they started.
+    /// Jobs dispatched before this time are ignored, because they started under a higher limit.
     counts_from: Time,
-    /// True if the last change was an increase whose effect has not been measured for a whole window yet.
+    /// True if the limit was raised and no complete window has been measured since.
     has_grown: bool,
     /// Number of windows to wait before the limit may grow again.
     pause: u32,
-    /// Value that `pause` is set to the next time the limit is lowered.
+    /// Value of `pause` after the next decrease.
     next_pause: u32,
     latency: Option<Duration>,
     reported: u32,
@@ -166,9 +169,9 @@ impl Adaptive {
         (self.limits.mode == AdaptiveMode::Enforce).then_some(self.limit)
     }
 
-    /// Counts a job that has ended or was abandoned by its client. `in_use` and `reserved` are the numbers of permits
-    /// in use and of permits reserved for critical jobs just before the job ended. Counts an unsuccessful job only if
-    /// it ran longer than `target`.
+    /// Counts a job that has ended or whose client has abandoned it. `in_use` and `reserved` are the numbers
+    /// of permits that were in use, and reserved for critical jobs, just before the job ended. An
+    /// unsuccessful job counts only if it ran longer than `target`.
     pub(crate) fn count_ended(
         &mut self,
         now: Time,
@@ -198,8 +201,8 @@ impl Adaptive {
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Counts a running job that has already exceeded `target`. If running jobs were ignored, only fast jobs would be
-    /// counted. Each job is counted only in the window in which it exceeded `target`.
+    /// Counts a running job that has already exceeded `target`. Without such jobs, only the fast jobs of a
+    /// window would be counted. Each job counts only in the window in which it exceeds `target`.
     pub(crate) fn count_running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.limits.target && self.is_late_since_this_window(since) {
@@ -235,14 +238,14 @@ impl Adaptive {
         self.limit.cmp(&before)
     }
 
-    /// Returns the time at which the latest change of the limit must be reported, or `None` if every change has been
-    /// reported.
+    /// Returns the time at which the latest change of the limit must be reported, or `None` if there is no
+    /// unreported change.
     pub(crate) fn report_due_at(&self) -> Option<Time> {
         let at = self.reported_at.map_or(Time::ZERO, |at| at + REPORT_INTERVAL);
         (self.limit != self.reported && self.latency.is_some()).then_some(at)
     }
 
-    /// Returns the change of the limit if a report is due, and marks it as reported.
+    /// Returns the change of the limit if a report is due, and marks the change as reported.
     pub(crate) fn take_report(&mut self, now: Time) -> Option<LimitReport> {
         let latency = self.latency.filter(|_| self.report_due_at().is_some_and(|at| at <= now))?;
         self.reported_at = Some(now);
@@ -250,12 +253,12 @@ impl Adaptive {
         Some(LimitReport { from, to: self.limit, latency })
     }
 
-    /// Lowers the limit in proportion to the excess over `target`, to no less than half of the current limit.
+    /// Lowers the limit in proportion to the excess over `target`, but at most by half.
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,
-            // In monitor mode the limit is not enforced, so the measured latency belongs to the number of jobs that
-            // actually ran.
+            // In monitor mode the limit is not enforced. The measured latency therefore corresponds to the
+            // number of jobs that actually ran.
             AdaptiveMode::Monitor => self.in_use_max,
         };
         let to = scaled(from, target, latency).max(self.limit / 2).min(self.limit);
@@ -266,9 +269,10 @@ impl Adaptive {
         (self.pause, self.counts_from) = (self.next_pause, now);
     }
 
-    /// Raises the limit by its square root if all permits were in use. The limit is not raised beyond the point at
-    /// which run times would reach `target`, assuming that run times grow in proportion to the limit. A step of one is
-    /// always allowed, because only a trial shows whether one more job is too many.
+    /// Raises the limit by its square root if all permits were in use. Assumes that run times grow in
+    /// proportion to the limit, and does not raise the limit beyond the point at which they would reach
+    /// `target`. An increase by one is always allowed, because only a trial shows whether one more job is too
+    /// many.
     fn increase(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);

@@ -1,6 +1,6 @@
-//! Circuit breaker for the dependency behind a bulkhead: closed → open → half-open → closed. The states are taken from
-//! resilience4j, the window of buckets from Hystrix. The breaker owns the results of calls and counts the probes. It
-//! has no access to jobs.
+//! Circuit breaker for the dependency behind a bulkhead: closed → open → half-open → closed. The states
+//! follow resilience4j, and the window of buckets follows Hystrix. The breaker counts calls and probes, and
+//! knows nothing about jobs.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// Number of buckets in a window. The window advances by a whole bucket, so it covers between nine and ten tenths of
+/// Number of buckets in a window. The window slides by whole buckets, so it covers between 90 % and 100 % of
 /// the configured length.
 const BUCKETS: usize = 10;
 
-/// Maximum factor by which consecutive openings extend `open_for`.
+/// Maximum factor by which repeated openings extend `open_for`.
 const OPEN_FOR_FACTOR_MAX: u32 = 8;
 
 /// Configuration of a circuit breaker.
@@ -23,13 +23,13 @@ pub struct BreakerLimits {
     pub window: Duration,
     /// Minimum number of calls in the window before the breaker can open.
     pub min_calls: u32,
-    /// Share of failed calls at which the breaker opens.
+    /// Ratio of failed calls at which the breaker opens.
     pub failure_rate: f64,
     /// Run time above which a call is slow.
     pub slow_call: Option<Duration>,
-    /// Share of slow calls at which the breaker opens.
+    /// Ratio of slow calls at which the breaker opens.
     pub slow_rate: f64,
-    /// Time that the breaker stays open the first time. Consecutive openings last longer.
+    /// Time that the breaker stays open before it admits probes. Doubles each time the breaker opens again.
     pub open_for: Duration,
     /// Number of probes whose results decide whether the breaker closes.
     pub probes: u32,
@@ -47,9 +47,9 @@ impl BreakerLimits {
         self.open_for.saturating_mul(factor.min(OPEN_FOR_FACTOR_MAX))
     }
 
-    /// Returns true if the failed or slow calls in `seen` reach the configured share of `calls`. Reaching the share is
-    /// enough, as in resilience4j, because a share of 1 cannot be exceeded. Even a configured share of 0 requires one
-    /// failed or slow call.
+    /// Returns true if the failed or slow calls in `seen` reach the configured ratio of `calls`. As in
+    /// resilience4j, equality is enough, because a ratio of 1 cannot be exceeded. Even with a ratio of 0, at
+    /// least one failed or slow call is required.
     fn are_reached_by(&self, seen: Tally, calls: u32) -> bool {
         let reaches = |count: u32, rate: f64| count > 0 && share(count, calls) >= rate;
         reaches(seen.failures, self.failure_rate) || reaches(seen.slow, self.slow_rate)
@@ -79,10 +79,10 @@ pub(crate) enum Admission {
     Closed,
     /// The job may pass as a probe.
     Probe,
-    /// The job is rejected because all probes are in progress. It is unknown when they will end.
+    /// The job is rejected because all probes are in progress. It is unknown when the next job can pass.
     Probing,
-    /// The job is rejected, and so are all jobs within the next `retry_after`. Zero if the breaker is waiting only for
-    /// a ready worker.
+    /// The job is rejected, as are all jobs within the next `retry_after`. Zero if the open time is over but
+    /// no worker is ready for a probe.
     Open { retry_after: Duration },
     /// The job is rejected until an operator releases the breaker.
     ForcedOpen,
@@ -95,14 +95,14 @@ impl Admission {
     }
 }
 
-/// Permission for one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`, so that a
-/// call is not counted twice.
+/// Permission for one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`,
+/// so that no call is counted twice.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a dropped claim of a probe leaves the breaker half-open for ever"]
 pub(crate) enum Claim {
     /// A call while the breaker is closed.
     Call { epoch: u64 },
-    /// A probe, whose result helps to decide whether the breaker closes.
+    /// A probe, which helps decide whether the breaker closes.
     Probe { epoch: u64 },
 }
 
@@ -114,7 +114,7 @@ impl Claim {
     }
 }
 
-/// Result of one call, as evidence about the dependency.
+/// Result of a call, from the breaker's point of view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallResult {
     /// The dependency worked, possibly slowly.
@@ -122,8 +122,8 @@ pub(crate) enum CallResult {
     /// The call counts as a failure of the dependency: the handler blamed the dependency, the worker crashed, or the
     /// deadline passed while the job was running.
     Failure,
-    /// The call says nothing about the dependency: it was cancelled, never ran, was the caller's fault, or ended for
-    /// another reason.
+    /// The call says nothing about the dependency, for example because it was cancelled, never ran, or was
+    /// the caller's fault.
     Ignored,
 }
 
@@ -134,9 +134,9 @@ pub struct Transition {
     pub from: BreakerState,
     /// New state.
     pub to: BreakerState,
-    /// Share of failed calls among the calls counted in the previous state.
+    /// Ratio of failed calls among the calls counted in the previous state.
     pub failure_rate: f64,
-    /// Share of slow calls among the calls counted in the previous state.
+    /// Ratio of slow calls among the calls counted in the previous state.
     pub slow_rate: f64,
     /// Number of calls counted in the previous state.
     pub calls: u32,
@@ -145,12 +145,13 @@ pub struct Transition {
 /// Circuit breaker of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Breaker {
-    /// Configuration of the breaker. With `None`, only an operator can open the breaker.
+    /// Configuration of the breaker. If this is `None`, only an operator can open the breaker.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Number of state changes so far. A result that belongs to an earlier epoch is ignored.
+    /// Number of state changes so far. Results of calls from an earlier epoch are ignored.
     epoch: u64,
-    /// Number of consecutive openings. Reset when the breaker opens after it was closed for at least a full window.
+    /// Number of consecutive openings. The count restarts if the breaker was closed for at least a full
+    /// window.
     openings: u32,
 }
 
@@ -178,8 +179,8 @@ impl Breaker {
         }
     }
 
-    /// Returns the time at which [`Self::advance`] is due. Returns `None` if no worker is ready, because the transition
-    /// then waits for a worker, and a deadline in the past would cause a busy loop.
+    /// Returns the time at which [`Self::advance`] is due. Returns `None` if no worker is ready, because the
+    /// breaker then stays open until one is, and a deadline in the past would cause a busy loop.
     pub(crate) fn next_deadline(&self, has_ready_worker: bool) -> Option<Time> {
         match self.state {
             State::Open { until } if has_ready_worker => Some(until),
@@ -189,8 +190,8 @@ impl Breaker {
 
     // Admission.
 
-    /// Returns the decision about a job that arrives now. Does not change the state, so that a job that is later
-    /// rejected for another reason does not use up a probe (as Semian's `request_allowed?`).
+    /// Returns the decision about a job that arrives now. Does not change the state, so that a job that is
+    /// rejected later for another reason does not use up a probe (like Semian's `request_allowed?`).
     pub(crate) fn peek(&self, now: Time, has_ready_worker: bool) -> Admission {
         match self.state {
             State::Closed { .. } => Admission::Closed,
@@ -214,8 +215,8 @@ impl Breaker {
         }
     }
 
-    /// Claims a call for the next job if the breaker lets the job pass. The first probe also causes the transition to
-    /// half-open if the breaker is still open.
+    /// Claims a call for the next job if the breaker admits the job. If the breaker is open and its open time
+    /// has expired, the claim of the first probe also changes the state to half-open.
     pub(crate) fn claim(&mut self, now: Time, has_ready_worker: bool) -> Option<(Claim, Option<Transition>)> {
         let admission = self.peek(now, has_ready_worker);
         if !admission.is_admitted() {
@@ -233,13 +234,13 @@ impl Breaker {
         Some((claim, transition))
     }
 
-    /// Returns true if the breaker lets every job pass and records no results.
+    /// Returns true if the breaker admits every job and records no results.
     pub(crate) const fn is_disabled(&self) -> bool {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Returns the claim of a call whose result says nothing about the dependency, so that another call can be the
-    /// probe. Without this, the breaker could stay half-open forever (resilience4j #544 and #935).
+    /// Returns the claim of a call that says nothing about the dependency, so that another call can take its
+    /// place as a probe. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -255,8 +256,8 @@ impl Breaker {
 
     // Results of calls.
 
-    /// Counts a call by its result and run time. Ignores calls that were claimed before the last transition, because
-    /// the slow calls that opened the breaker must not open it again when they end.
+    /// Counts a call by its result and run time. Calls claimed before the last transition are ignored.
+    /// Otherwise, the slow calls that opened the breaker could open it again when they end.
     pub(crate) fn record(
         &mut self,
         now: Time,
@@ -291,9 +292,9 @@ impl Breaker {
         }
     }
 
-    /// Decides whether the breaker opens or closes, as soon as the remaining probes cannot change the
-    /// decision. Opens the breaker if the configured shares are reached even if all other probes succeed.
-    /// Closes the breaker after the last probe.
+    /// Opens or closes the breaker when the remaining probes can no longer change the decision. Opens the
+    /// breaker if a configured ratio is reached even when all remaining probes succeed. Closes the breaker
+    /// after the last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -340,9 +341,9 @@ impl Breaker {
         }
     }
 
-    /// Replaces the configuration and drops all counted results, because they were counted under the previous limits.
-    /// An open breaker stays open until its current open time expires. A half-open breaker starts a new set of probes.
-    /// A breaker that was forced open stays open.
+    /// Replaces the configuration and discards the counts, which belong to the previous limits. An open
+    /// breaker stays open until its current open time expires. A half-open breaker starts a new set of
+    /// probes. A breaker that was forced open stays open.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<BreakerLimits>) -> Option<Transition> {
         self.limits = limits;
         let transition = match self.state {
@@ -366,12 +367,12 @@ impl Breaker {
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
     }
 
-    /// Ends [`Self::force_open`]. Closes the breaker, because earlier results are outdated.
+    /// Closes a breaker that was forced open. Earlier results are outdated and discarded.
     pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
         (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
     }
 
-    /// Closes the breaker and drops all counted results, even if the breaker was forced open.
+    /// Closes the breaker and discards all counts, even if the breaker was forced open.
     pub(crate) fn reset(&mut self, now: Time) -> Option<Transition> {
         self.openings = 0;
         let seen = self.seen(now);
@@ -422,13 +423,13 @@ pub(crate) fn share(count: u32, of: u32) -> f64 {
     if of == 0 { 0.0 } else { f64::from(count) / f64::from(of) }
 }
 
-/// Counts over a sliding window, in fixed memory. Old counts expire bucket by bucket.
+/// Sliding window of counters in fixed memory. Old counts expire bucket by bucket.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
     /// Length of a bucket, in nanoseconds.
     width_ns: u64,
-    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry stores its bucket number, so that an outdated
-    /// bucket can be detected when its entry is reused.
+    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry contains its bucket number, so that
+    /// an expired bucket is detected when its entry is reused.
     buckets: [(u64, T); BUCKETS],
 }
 
@@ -503,7 +504,7 @@ mod tests {
         assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
     }
 
-    /// Claims a call and panics if the breaker refuses.
+    /// Claims a call and panics if the breaker does not admit it.
     #[expect(clippy::panic, reason = "a test says what is wrong by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
         let Some((claim, _)) = breaker.claim(now, true) else {
@@ -562,7 +563,7 @@ mod tests {
     fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
         for second in 0..300 {
-            // No window ever contains five calls.
+            // No window contains five calls.
             if second % 3 == 0 {
                 assert_eq!(call(&mut breaker, at(second), Failure, SLOW), None);
             }
@@ -570,7 +571,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Taken from Hystrix, `HealthCountsStream`. Calls that have left the window no longer count.
+    /// Taken from Hystrix, `HealthCountsStream`. Calls that are older than the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -689,8 +690,8 @@ mod tests {
         }
     }
 
-    /// Calls that were claimed before the breaker opened and end while it is half-open are not counted, and do not
-    /// return claims to the current epoch.
+    /// Calls that were claimed before the breaker opened and end while it is half-open are not counted, and
+    /// do not free a probe.
     #[test]
     fn calls_claimed_before_the_opening_are_ignored() {
         let mut breaker = breaker();
@@ -829,7 +830,7 @@ mod tests {
         }
     }
 
-    /// A breaker, the calls in progress, and a plain list of the calls counted in the current epoch.
+    /// A breaker, the calls in progress, and a list of the calls counted in the current epoch.
     struct World {
         random: Random,
         limits: BreakerLimits,
@@ -906,7 +907,7 @@ mod tests {
             assert_eq!(transition.map(|t| (t.to, t.calls)), expected);
         }
 
-        /// Returns the transition that the last result must cause, computed from the plain list.
+        /// Returns the transition that the last result must cause, computed from the list of calls.
         fn expected(&self) -> Option<(BreakerState, u32)> {
             let is_half_open = self.breaker.state() == BreakerState::HalfOpen;
             let seen = if is_half_open { self.judged.clone() } else { self.in_window() };
@@ -923,7 +924,8 @@ mod tests {
             }
         }
 
-        /// Returns the calls made in the current tenth of a window or in the nine tenths before it.
+        /// Returns the calls that the window must contain: those of the current bucket and of the nine
+        /// buckets before it.
         fn in_window(&self) -> Vec<(Time, Tally)> {
             let tenth = (self.limits.window.as_nanos() / 10) as u64;
             let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
@@ -946,8 +948,8 @@ mod tests {
             }
         }
 
-        /// Checks that the breaker lets calls pass once all claims are returned, enough time has passed and a worker is
-        /// ready.
+        /// Checks that the breaker admits calls again once all claims are returned, enough time has passed
+        /// and a worker is ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {
                 self.breaker.return_claim(claim);

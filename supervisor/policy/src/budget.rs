@@ -1,6 +1,6 @@
-//! Retry budget of a bulkhead. Retries are limited to a share of the recent calls, so that a failing dependency does
-//! not get twice the load. The share within a window is taken from Finagle's `RetryBudget`, the minimum number of
-//! retries from failsafe-go.
+//! Retry budget of a bulkhead. Limits retries to a fraction of the recent calls, so that retries do not
+//! multiply the load on a failing dependency. Computing the fraction over a window is taken from Finagle's
+//! `RetryBudget`, and the minimum number of retries from failsafe-go.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Length of the window over which calls and retries are counted (Finagle's `ttl`).
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Number of retries that are always allowed in a window. After only a few calls, the configured share would be less
-/// than one retry, but every job that was in a crashed worker must get a retry. The value is a tenth of Finagle's,
-/// because each retry can kill another worker.
+/// Number of retries that are always allowed in a window. When there are few calls, the configured fraction
+/// would be less than one retry, but each job of a crashed worker should get one. The value is a tenth of
+/// Finagle's, because each retry can kill another worker.
 const RETRIES_FLOOR: u32 = 10;
 
 /// Limits for retries.
@@ -25,10 +25,10 @@ pub struct RetryLimits {
     pub budget: f64,
 }
 
-/// Counter of the calls and retries of one bulkhead.
+/// Counts the calls and retries of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct RetryBudget {
-    /// Configuration of the budget. With `None`, no retries are allowed.
+    /// Configuration of the budget. If this is `None`, no retries are allowed.
     limits: Option<RetryLimits>,
     window: Window<Spent>,
 }
@@ -56,13 +56,13 @@ impl RetryBudget {
         Self { limits, window: Window::new(WINDOW) }
     }
 
-    /// Replaces the limits. Calls and retries that were already counted remain.
+    /// Replaces the limits. Calls and retries that were already counted still count.
     pub(crate) fn reconfigure(&mut self, limits: Option<RetryLimits>) {
         self.limits = limits;
     }
 
-    /// Counts the first attempt of a job. A retry is not counted as a call, because it would then allow further
-    /// retries.
+    /// Counts the first attempt of a job. A retry does not count as a call, because it would then allow
+    /// further retries.
     pub(crate) fn call(&mut self, now: Time) {
         if self.limits.is_none() {
             return;

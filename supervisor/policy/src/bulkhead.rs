@@ -1,7 +1,7 @@
-//! State machine of one bulkhead. This file contains dispatch, deadlines and cancellation. The submodule [`admission`]
-//! contains admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and [`recycle`] the lifecycle
-//! of workers. [`permits`] and [`adapt`] limit the number of running jobs. [`spares`] contains the spares, and [`size`]
-//! the number of workers.
+//! State machine of one bulkhead. This file handles dispatch, deadlines and cancellation. The submodule
+//! [`admission`] handles admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and
+//! [`recycle`] the lifecycle of workers. [`permits`] and [`adapt`] limit the number of running jobs.
+//! [`spares`] manages spare workers, and [`size`] the number of workers.
 
 mod adapt;
 mod admission;
@@ -46,7 +46,9 @@ use recovery::Suspicion;
 use withheld::Withheld;
 
 pub use size::Activity;
-pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView};
+pub use view::{
+    BulkheadState, Counters, HeldJob, JobProgress, JobView, PostMortem, TenantView, WorkerSummary, WorkerView,
+};
 
 /// A bulkhead. `T` is the caller's record of a job.
 pub struct Bulkhead<T> {
@@ -72,34 +74,35 @@ pub struct Bulkhead<T> {
     prefetched: usize,
     /// True if all prefetched jobs must be recalled.
     must_recall_all: bool,
-    /// Workers that are late to begin a job.
+    /// Workers that have not begun a job in time.
     late_workers: Vec<u32>,
-    /// Recalled jobs that must be sent back to the worker from which they were recalled.
+    /// Jobs that were recalled but must be sent back to the same worker.
     to_resend: Vec<u32>,
-    /// Replaced workers that have left their slots but have not exited yet, oldest first.
+    /// Replaced workers that no longer occupy a slot but have not exited, oldest first.
     exiting: VecDeque<u32>,
-    /// Number of permits in use before the current event.
+    /// Number of permits in use before the current event was applied.
     in_use_before_event: u32,
-    /// Number of permits reserved for critical jobs before the current event. Only set if there is an
-    /// adaptive limit.
+    /// Number of permits reserved for critical jobs before the current event was applied. Set only if there
+    /// is an adaptive limit.
     reserved_before_event: u32,
     spacing: RestartSpacing,
-    /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must check for slots that need a spare.
+    /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must look for slots that need
+    /// a spare.
     spares_changed: bool,
-    /// Slots that the rolling restart has not reached yet.
+    /// Slots that the rolling restart has not reached.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
     counters: Counters,
     /// Adaptive `Retry-After` by priority code, created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True if queue pressure was reported and has not subsided since.
+    /// True if queue pressure was reported and has not ended since.
     is_pressure_reported: bool,
     evictions: Evictions,
     handover: Handover,
     last_failure: String,
-    /// Actions caused by the current event. The memory is the caller's buffer.
+    /// Actions caused by the current event. Reuses the caller's buffer.
     actions: Vec<Action<T>>,
-    /// Events to report after the outcomes that they refer to.
+    /// Events that must be reported after the outcomes that they refer to.
     deferred_events: Vec<OperatorEvent>,
 }
 
@@ -111,13 +114,13 @@ enum Mode {
 }
 
 impl<T> Bulkhead<T> {
-    /// Size of the table entries of a waiting job, in bytes. Twice the size of an entry, because up to half of a table
-    /// can be unused.
+    /// Memory used by the table entries of a waiting job, in bytes. Counts each entry twice, because up to
+    /// half of a table can be unused.
     pub const JOB_BYTES: usize =
         2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
 
-    /// Returns a bulkhead that has not started. Two bulkheads with the same seed and the same history make the same
-    /// decisions.
+    /// Creates a bulkhead that has not started. Two bulkheads with the same seed and the same events make the
+    /// same decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let breaker = Breaker::new(limits.breaker.clone());
         let retries = RetryBudget::new(limits.retry.clone());
@@ -260,7 +263,7 @@ impl<T> Bulkhead<T> {
 
     #[inline]
     fn report_deferred_events(&mut self) {
-        // Most events defer nothing, and a drain of an empty vector is not free.
+        // Draining an empty vector is not free, and most events defer nothing.
         if !self.deferred_events.is_empty() {
             self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
         }
@@ -313,7 +316,7 @@ impl<T> Bulkhead<T> {
         &self.limits
     }
 
-    /// Counts a job that was rejected before it reached the state machine because it was malformed or too large, or
+    /// Counts a job that the caller rejected before submission because it was malformed or too large, or
     /// because memory was exhausted.
     pub fn count_rejected(&mut self, reason: RejectReason) {
         self.counters.count_rejected(reason);
@@ -330,8 +333,8 @@ impl<T> Bulkhead<T> {
 
     // Dispatch.
 
-    /// Dispatches a job to a worker. Rejects the job instead if the payload is quarantined or the breaker does not let
-    /// the job pass.
+    /// Dispatches a job to a worker, or rejects the job if the payload is quarantined or the breaker does not
+    /// admit the job.
     fn try_dispatch(&mut self, now: Time, index: u32, worker: u32) {
         if self.is_quarantined(now, self.jobs.digest(index)) {
             self.send_outcome(now, index, rejection(RejectReason::Quarantined));
@@ -374,7 +377,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Assigns a job to a worker and applies `change` to the worker at the same time.
+    /// Assigns a job to a worker and applies `change` to the worker in the same edit.
     fn assign<R>(
         &mut self,
         now: Time,
@@ -408,7 +411,7 @@ impl<T> Bulkhead<T> {
 
     // Outcomes.
 
-    /// Sends the outcome to the client. A job that is in a worker remains there.
+    /// Sends the outcome to the client. A job that a worker is running stays with the worker.
     fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict) {
         let job = self.jobs.get(index);
         let Some(record) = job.record.take() else { return };
@@ -460,8 +463,8 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::SendOutcome(answer));
     }
 
-    /// Records the result of a call in the breaker. A job that never left the queue has no claim, so nothing is
-    /// recorded for it.
+    /// Records the result of a call in the breaker. Does nothing for a job that was never dispatched, because
+    /// it has no claim.
     fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
@@ -484,7 +487,8 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client got its outcome earlier, for example at the deadline, and only now has the worker finished.
+            // The client got its outcome earlier, for example at the deadline. The worker has finished only
+            // now.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
@@ -514,7 +518,7 @@ impl<T> Bulkhead<T> {
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes a job in flight from its worker and applies `change` to the worker at the same time.
+    /// Removes a job in flight from its worker and applies `change` to the worker in the same edit.
     fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
@@ -591,7 +595,8 @@ impl<T> Bulkhead<T> {
         let deadline_at = job.deadline_at;
         let unbegun = match job.state {
             JobState::Prefetched { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // The run limit has expired before the job began. The run limit starts again with the next dispatch.
+            // The run limit expired before the job began. The job is recalled, and its run limit restarts
+            // with the next dispatch.
             _ if deadline_at > now && job.is_resendable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
@@ -642,18 +647,19 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Updates the time at which a worker is killed because of its jobs. The worker is killed after `grace` if no
-    /// client waits for any of its jobs, or if a job has passed the bulkhead's own deadline or run limit. So a client
-    /// can end its own job early, but not the jobs of others. A worker that [ends each job itself](Self::kill_delay)
-    /// has more time while clients wait for other jobs. Until it is killed, the worker gets no new jobs. While the
-    /// worker sends a result that is too large, `grace` starts again [whenever data arrives](Self::extend_kill_time).
+    /// Updates the time at which a worker is killed because of its jobs. A worker is killed after `grace` if
+    /// no client waits for any of its jobs, or if a job has passed the bulkhead's own deadline or run limit.
+    /// A client can therefore end its own job early, but not the jobs of other clients. A worker that [ends
+    /// each job itself](Self::kill_delay) has more time while clients wait for other jobs. Until it is
+    /// killed, the worker gets no new jobs. While the worker sends an oversized result, `grace` restarts
+    /// [whenever data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {
             return;
         }
         let kill_at = if !worker.is_stuck() {
-            // An idle worker that is draining keeps its time limit for the exit.
+            // A draining worker that is idle keeps its exit time limit.
             worker.kill_at.filter(|_| !worker.is_ready() && worker.jobs.is_empty())
         } else if worker.kill_at.is_none() || self.limits.worker_ends_jobs {
             // The delay may be shorter now, because no client waits for the worker's jobs any more.
@@ -703,7 +709,7 @@ impl<T> Bulkhead<T> {
         self.workers.edit_by_id(&self.limits, id, change)
     }
 
-    /// Changes only those fields of a worker that affect nothing but the worker's timer.
+    /// Changes fields of a worker that affect only the worker's timer.
     fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_timing(place, change)
     }
@@ -713,7 +719,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Classifies a verdict as evidence about the dependency that the workers use.
+/// Classifies a verdict for the circuit breaker.
 fn call_result(verdict: &Verdict) -> CallResult {
     match verdict {
         Verdict::Ok => CallResult::Success,

@@ -6,7 +6,7 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Death of a process, together with the supervisor's reason if it killed the process.
+/// Death of a process. Contains the reason if the supervisor killed the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
     /// Cause of death.
@@ -15,7 +15,7 @@ pub struct Ending {
     pub killed: Option<KillReason>,
 }
 
-/// Cause of a process's death.
+/// How a process died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
     /// Exited with this exit status.
@@ -152,18 +152,18 @@ impl Ending {
         *self == Death::Exit(0).into()
     }
 
-    /// Returns true if a job of the worker may have caused the death.
+    /// Returns true if a job of the worker may have caused its death.
     pub(crate) fn may_be_caused_by_job(&self) -> bool {
         matches!(self.killed, None | Some(KillReason::Hung | KillReason::Protocol(_)))
     }
 
-    /// Returns true if the worker exited by itself, did not start, hung or violated the protocol. Returns
+    /// Returns true if the worker exited by itself, failed to start, hung or violated the protocol. Returns
     /// false if the supervisor killed the worker for another reason.
     pub(crate) fn is_fault_of_worker(&self) -> bool {
         self.may_be_caused_by_job() || matches!(self.killed, Some(KillReason::NoHello | KillReason::NotReady))
     }
 
-    /// Returns the cause to report for the restart that follows this death.
+    /// Returns the cause that is reported for the restart after this death.
     pub(crate) fn restart_cause(&self) -> RestartCause {
         match (&self.killed, self.death) {
             (Some(KillReason::Deadline), _) => RestartCause::Deadline,
@@ -179,7 +179,7 @@ impl Ending {
         }
     }
 
-    /// Returns the verdict for jobs that were in the process.
+    /// Returns the verdict for the jobs of the process.
     pub(crate) fn verdict(&self, message: String) -> Verdict {
         let (reason, status) = match (self.restart_cause(), self.death) {
             (RestartCause::Exit, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
@@ -197,7 +197,7 @@ impl Ending {
 }
 
 impl fmt::Display for Ending {
-    /// Writes a description that continues a sentence after the worker's name.
+    /// Writes a predicate for a sentence whose subject is the worker.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.killed {
             Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),

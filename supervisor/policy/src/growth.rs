@@ -1,5 +1,5 @@
-//! Growth of tables of which each bulkhead has several. Most tables have one entry, and there may be
-//! thousands of bulkheads.
+//! Growth of small tables. Each bulkhead has several such tables, and most of them have one entry. There can
+//! be thousands of bulkheads.
 
 /// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library
 /// would start at four.

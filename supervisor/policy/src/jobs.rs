@@ -1,5 +1,5 @@
-//! Table of the jobs of a bulkhead. A job is identified by its index, which is reused. The queue owns the
-//! order of waiting jobs.
+//! Table of the jobs of a bulkhead. A job is identified by its index, which can be reused after the job was
+//! removed. The queue owns the order of waiting jobs.
 
 use std::time::Duration;
 
@@ -12,32 +12,33 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Number of bits of a [`JobId`] that hold the index in the table. Limits the number of jobs in a bulkhead.
+/// Number of bits of a [`JobId`] that contain the index in the table. Limits the number of jobs in a
+/// bulkhead.
 const INDEX_BITS: u32 = 24;
 
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Maximum size, in entries, of a table whose memory is always kept.
+/// Maximum number of entries of a table whose memory is never released.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// The caller's record. `None` after the outcome was sent to the client, even if a worker still has the
+    /// The caller's record. `None` once the outcome was sent to the client, even if a worker still has the
     /// job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Cleared when the job is recalled while it holds a permit, and ignored after
-    /// an attempt that crashed.
+    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored after an attempt
+    /// that crashed.
     pub(crate) queue_timeout_at: Option<Time>,
-    /// Latest time at which the client gets the outcome.
+    /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
     /// Time at which the worker is killed because of this job, even if it runs other jobs.
     pub(crate) hard_deadline_at: Time,
-    /// Maximum time between a dispatch and the outcome.
+    /// Maximum time between dispatch and outcome.
     pub(crate) run_limit: Duration,
-    /// Maximum time between a dispatch and the moment at which the worker is killed because of this job, even
-    /// if it runs other jobs.
+    /// Maximum time between dispatch and the kill of the worker because of this job, even if the worker runs
+    /// other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -46,11 +47,11 @@ pub(crate) struct Job<T> {
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
-    /// Number of bytes that are sent to the worker for this job.
+    /// Number of bytes sent to the worker for this job.
     pub(crate) bytes: u32,
-    /// Position of the job in the order in which jobs were sent to its worker, counted from 1.
+    /// Number of the job among all jobs sent to its worker, counted from 1.
     pub(crate) send_number: u64,
-    /// Number of times that the job was recalled from a worker before it had begun.
+    /// Number of recalls of the job before it began.
     pub(crate) recalls: u8,
     /// Worker from which the job was last recalled.
     pub(crate) recalled_from: Option<WorkerId>,
@@ -59,11 +60,11 @@ pub(crate) struct Job<T> {
     pub(crate) unread_returns: u32,
     /// True if the job was counted as a call in the retry budget.
     pub(crate) is_counted: bool,
-    /// True if the job may have crashed a worker. The job must then run in a worker without other jobs.
+    /// True if the job may have crashed a worker, and must therefore run alone in a worker.
     pub(crate) is_suspect: bool,
-    /// Result of the earlier attempts, or `None` during the first attempt.
+    /// Result of the earlier attempts, or `None` if there were none.
     pub(crate) earlier_attempts: Option<Box<EarlierAttempts>>,
-    /// Claim from the circuit breaker. Only present while a worker has the job and the client is waiting.
+    /// Claim from the circuit breaker. Present only while a worker has the job and the client is waiting.
     pub(crate) claim: Option<Claim>,
     pub(crate) state: JobState,
 }
@@ -85,12 +86,12 @@ impl<T> Job<T> {
         self.deadline_at.since(self.received)
     }
 
-    /// Returns the time by which the client must get the outcome if the job was dispatched at `since`.
+    /// Returns the time by which the client must get the outcome of a job that was dispatched at `since`.
     pub(crate) fn answer_by(&self, since: Time) -> Time {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// Returns the time at which the worker is killed because of this job if the job was dispatched at
+    /// Returns the time at which the worker is killed because of this job, if the job was dispatched at
     /// `since`.
     pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
@@ -104,7 +105,7 @@ pub(crate) enum JobState {
     Queued,
     /// The job is a suspect and waits for an idle worker.
     WaitingSuspect,
-    /// The job is prefetched: it was sent to a worker, which will begin it after the replies to all earlier
+    /// The job was sent to a worker before its turn. The worker begins the job after replying to all earlier
     /// jobs.
     Prefetched {
         worker: u32,
@@ -116,10 +117,10 @@ pub(crate) enum JobState {
         since: Time,
         /// True if the job has passed the bulkhead's own deadline or run limit.
         is_overdue: bool,
-        /// True if the worker is dead and cannot have begun the job.
+        /// True if the worker died before it could begin the job.
         is_unread: bool,
-        /// True if the client has the outcome that the result is too large, while the worker is still sending
-        /// the result.
+        /// True if the client already has an outcome because the result is too large, while the worker is
+        /// still sending it.
         is_oversized: bool,
     },
 }
@@ -128,7 +129,7 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// Number of jobs at which the next removal tries to shrink the table. Halved after each attempt.
+    /// Number of jobs below which the next removal tries to shrink the table. Halved after each attempt.
     shrink_below: usize,
 }
 
@@ -165,7 +166,7 @@ impl<T> Jobs<T> {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             if self.table.is_empty() {
-                // Most bulkheads have no more than one job at a time.
+                // Most bulkheads have at most one job at a time.
                 self.table.reserve_exact(1);
             }
             self.table.push(None);
@@ -204,7 +205,7 @@ impl<T> Jobs<T> {
         index
     }
 
-    /// Returns the index of a job that has not been removed.
+    /// Returns the index of a job, or `None` if the job was removed.
     pub(crate) fn find(&self, id: JobId) -> Option<u32> {
         let index = (id.0 & ((1 << INDEX_BITS) - 1)) as u32;
         let job = self.table.get(index as usize)?.as_ref()?;
@@ -215,6 +216,16 @@ impl<T> Jobs<T> {
     #[expect(clippy::expect_used, reason = "an index without a job is a bug in this crate")]
     pub(crate) fn get(&mut self, index: u32) -> &mut Job<T> {
         self.table[index as usize].as_mut().expect("each index in use has a job")
+    }
+
+    /// Returns the length of the table, including free entries.
+    pub(crate) fn positions(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Returns the job at a position in the table, if there is one.
+    pub(crate) fn at(&self, position: usize) -> Option<&Job<T>> {
+        self.table.get(position)?.as_ref()
     }
 
     pub(crate) fn state(&self, index: u32) -> Option<JobState> {
@@ -244,7 +255,7 @@ impl<T> Jobs<T> {
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > RETAINED_LEN_MAX {
-            // No jobs are left after a burst, so the memory can be released.
+            // Releases the memory after a burst.
             *self = Self { sequence: self.sequence, ..Self::default() };
             return;
         }
@@ -257,7 +268,7 @@ impl<T> Jobs<T> {
         }
     }
 
-    /// Shrinks the table to the last entry in use. New jobs use the free entries nearest to the start.
+    /// Shrinks the table to the last entry in use. New jobs use the free entries with the lowest indexes.
     fn shrink(&mut self) {
         let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         self.table.truncate(len);

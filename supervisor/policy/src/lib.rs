@@ -2,8 +2,8 @@
 //!
 //! [`Bulkhead`] owns the queue, the workers and their slots, the assignment of jobs to workers, and the
 //! restart history. The caller passes in each [`Event`] with the current time and performs the returned
-//! [`Action`]s. The crate never blocks, does no I/O, reads no clock and draws no random numbers except from
-//! the given seed. Time and seed are arguments, so that a history can be replayed.
+//! [`Action`]s. The crate never blocks, does no I/O and reads no clock, and its only source of randomness is
+//! the given seed. Since time and seed are arguments, a sequence of events can be replayed.
 //!
 //! ```
 //! use bulkhead_policy::{Action, Bulkhead, Capabilities, Event, Limits, Submission, Time};
@@ -46,7 +46,8 @@ pub use adaptive::{AdaptiveLimits, AdaptiveMode, AdaptiveView};
 pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
 pub use bulkhead::{
-    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView,
+    Activity, Bulkhead, BulkheadState, Counters, HeldJob, JobProgress, JobView, PostMortem, TenantView,
+    WorkerSummary, WorkerView,
 };
 pub use ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 pub use limits::{

@@ -1,4 +1,4 @@
-//! Limits and settings of a bulkhead, as plain values that were already validated.
+//! Limits and settings of a bulkhead, already validated.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,14 +24,14 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
-    /// True if a worker kills all processes of a job itself when the job ends, as workers with `exec` do.
+    /// True if a worker itself kills all processes of a job when the job ends, as workers with `exec` do.
     pub worker_ends_jobs: bool,
     pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
     pub health: Health,
     pub recycle: Recycle,
-    /// Share of the permits that is reserved for critical jobs. Less than 1.
+    /// Fraction of the permits that is reserved for critical jobs. Less than 1.
     pub critical_reserve: f64,
     pub pressure: Pressure,
     pub overflow: Overflow,
@@ -61,8 +61,8 @@ impl Limits {
     }
 }
 
-/// Thresholds for queue pressure, as shares of the queue's capacity. When the queue is filled beyond
-/// `reject`, only critical jobs are accepted.
+/// Thresholds for queue pressure, as fractions of the queue's capacity. Beyond `reject`, only critical jobs
+/// are accepted.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Pressure {
@@ -82,7 +82,7 @@ vocabulary! {
     }
 }
 
-/// Limits of each tenant of a bulkhead in which all tenants share the workers.
+/// Limits per tenant, for a bulkhead whose tenants share the workers.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct TenantLimits {
     /// Maximum number of jobs of a tenant in flight. Further jobs wait in the queue.
@@ -91,12 +91,12 @@ pub struct TenantLimits {
     pub max_queue: Option<u32>,
     /// Overrides for individual tenants, by name.
     pub overrides: BTreeMap<String, TenantOverrides>,
-    /// Sorted names of the tenants with metrics of their own, as indexed by [`crate::Bulkhead::label`]. Must
-    /// not change while the bulkhead exists.
+    /// Sorted names of the tenants with separate metrics, as indexed by [`crate::Bulkhead::label`]. Must not
+    /// change while the bulkhead exists.
     pub labelled: Arc<[String]>,
 }
 
-/// Overrides for one tenant. If an override is `None`, the general limit applies.
+/// Limits that apply to one tenant instead of the general ones. `None` keeps the general limit.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct TenantOverrides {
     /// Override for [`TenantLimits::max_in_flight`].
@@ -148,7 +148,7 @@ pub struct Start {
     pub handshake: Duration,
     /// Maximum time between the hello and the ready message.
     pub ready: Duration,
-    /// Method of starting a worker. Policy uses the method only to allow more time for forked workers.
+    /// Method of starting a worker. Policy only uses the method to allow more time for forked workers.
     pub mode: StartMode,
     /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,
@@ -163,10 +163,10 @@ pub struct Health {
     pub missed: u32,
 }
 
-/// Limits at which a healthy worker is replaced.
+/// Limits after which a healthy worker is replaced.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Recycle {
-    /// Maximum number of jobs that a worker is given.
+    /// Maximum number of jobs per worker.
     pub jobs: Option<u64>,
     /// Maximum resident set size of a worker, in bytes.
     pub rss: Option<u64>,

@@ -1,20 +1,20 @@
-//! Choice of the worker for the next job. The worker with the fewest jobs is chosen. Among equals, this is
-//! the worker with the lowest number, because its caches are the warmest. Every operation is O(1) for up to
-//! 64 workers, plus one machine word for each further 64 workers.
+//! Chooses the worker for the next job: the worker with the fewest jobs. Among equals, this is the worker
+//! with the lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers,
+//! plus one machine word per additional 64 workers.
 
-/// Workers, grouped by their number of jobs. The level of a worker changes by at most one at a time, so the
-/// lowest occupied level is cheap to maintain.
+/// Workers, grouped by their number of jobs. A worker's level changes by at most one at a time, so the lowest
+/// occupied level is cheap to maintain.
 #[derive(Default)]
 pub(crate) struct WorkersByLoad {
-    /// Bitmaps of the workers, one for each level.
+    /// One bitmap of workers per level.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,
 }
 
 impl WorkersByLoad {
-    /// Moves a worker from level `was` to level `is`, and sets `was` to `is`. The level `None` means that the
-    /// worker is not in the table.
+    /// Moves a worker from level `was` to level `is`, and sets `was` to `is`. A worker with the level `None`
+    /// is not in the table.
     pub(crate) fn set_level(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {

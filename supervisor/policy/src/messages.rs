@@ -1,5 +1,5 @@
-//! Events that a bulkhead handles and actions that it returns. `T` is the caller's record of a job. Policy
-//! stores the record and returns it with the outcome of the job.
+//! Events that a bulkhead handles, and actions that it returns. `T` is the caller's record of a job, which
+//! the bulkhead stores and returns with the outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,16 +16,16 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// Identity of a worker process. The generation distinguishes the worker from earlier workers in the same
-/// place, so that a late message is not attributed to the wrong worker.
+/// table entry, so that a late message is not attributed to the wrong worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Running number of the start, counted over all workers of the bulkhead.
+    /// Sequence number of the start, counted over all workers of the bulkhead.
     pub generation: u32,
 }
 
-/// A job that a client submits.
+/// A job submitted by a client.
 #[derive(Clone, Debug)]
 pub struct Submission<T> {
     /// Caller's record of the job.
@@ -33,10 +33,9 @@ pub struct Submission<T> {
     /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several
     /// bulkheads uses one sequence for all of them, so that job ids are unique.
     pub sequence: u64,
-    /// Requested deadline, which is clamped to `deadline_max`. With `None`, the bulkhead's default applies.
+    /// Requested deadline, which is clamped to `deadline_max`. `None` selects the bulkhead's default.
     pub deadline: Option<Duration>,
-    /// Maximum run time of each attempt, counted from the dispatch. The bulkhead's own `run_limit` applies in
-    /// addition.
+    /// Maximum run time of each attempt, measured from dispatch. The bulkhead's own `run_limit` also applies.
     pub run_limit: Option<Duration>,
     /// Priority class of the job.
     pub priority: Priority,
@@ -51,11 +50,11 @@ pub struct Submission<T> {
     pub is_fallback: bool,
     /// Tenant of the job, as returned by [`crate::Bulkhead::tenant`] immediately before this submission.
     pub tenant: TenantId,
-    /// Cost that the job is charged by the rate limit and in the fair order of the queue.
+    /// Cost of the job, for the rate limit and for fair queueing.
     pub cost: u32,
-    /// Number of bytes that are sent to the worker for this job.
+    /// Number of bytes sent to the worker for this job.
     pub bytes: u32,
-    /// Preferred worker. Used only if the worker has a free permit when the job is submitted.
+    /// Preferred worker. Used only if the worker has a free permit at submission.
     pub preferred_worker: Option<WorkerId>,
 }
 
@@ -96,7 +95,7 @@ pub enum Reply {
     },
 }
 
-/// Optional capabilities of a worker.
+/// Optional features of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs run.
@@ -105,20 +104,20 @@ pub struct Capabilities {
     pub can_resize: bool,
 }
 
-/// Record, in memory shared with a worker, of the jobs that the worker has begun. The worker begins jobs in
-/// the order in which they were sent, and writes the number of each job before beginning it.
+/// Journal in memory that is shared with a worker. The worker begins jobs in the order in which they were
+/// sent, and writes the number of each job to the journal before beginning it.
 pub trait JobJournal: std::fmt::Debug + Send {
-    /// Returns the number of the last job that the worker has begun. Jobs are counted from 1 in the order in
+    /// Returns the number of the last job that the worker has begun. Jobs are numbered from 1 in the order in
     /// which they were sent.
     fn begun(&self) -> u64;
 
-    /// Recalls all jobs that the worker has not begun. `up_to` is the number of the last job sent. Returns
-    /// the number of the last job that the worker has begun. If the worker was about to begin that job at
-    /// this moment, it returns the job with [`Event::JobReturned`].
+    /// Recalls all jobs up to number `up_to` that the worker has not begun. `up_to` is the number of the last
+    /// job sent. Returns the number of the last job that the worker has begun. If the worker was just about
+    /// to begin that job, it returns the job with [`Event::JobReturned`].
     fn recall(&self, up_to: u64) -> u64;
 }
 
-/// Input of the state machine.
+/// An event for the state machine.
 #[derive(Debug)]
 pub enum Event<T> {
     /// The bulkhead must start its workers.
@@ -131,11 +130,11 @@ pub enum Event<T> {
     Cancel {
         /// Job to cancel.
         job: JobId,
-        /// True if a job that has already begun must continue.
+        /// True if the job must continue if it has already begun.
         unless_begun: bool,
     },
-    /// The memory for waiting jobs is exhausted. Rejects the job if it is waiting. Does nothing if a worker
-    /// has the job.
+    /// The memory for waiting jobs is exhausted. The job is rejected if it is waiting, and not affected if a
+    /// worker has it.
     MemoryExhausted {
         /// Job to reject.
         job: JobId,
@@ -154,7 +153,7 @@ pub enum Event<T> {
         /// Human-readable cause.
         message: String,
     },
-    /// A worker sent its hello and got its welcome.
+    /// A worker has sent its hello and received its welcome.
     Hello {
         /// Worker that sent the hello.
         worker: WorkerId,
@@ -167,11 +166,11 @@ pub enum Event<T> {
     ExtendStart {
         /// Worker that requests more time.
         worker: WorkerId,
-        /// Requested time, counted from this event.
+        /// Requested time from this event until the new start deadline.
         more: Duration,
     },
-    /// A worker reports the status of its initialisation. If the start fails, the last status is part of the
-    /// failure message.
+    /// A worker reports the status of its initialisation. If the start fails, the failure message contains
+    /// the last status.
     StartStatus {
         /// Worker that reports its status.
         worker: WorkerId,
@@ -183,25 +182,25 @@ pub enum Event<T> {
         /// Worker that is ready.
         worker: WorkerId,
     },
-    /// A heartbeat or any other frame arrived from a worker.
+    /// A worker sent a heartbeat or another frame.
     FrameReceived {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
-    /// A worker was alive at an earlier time, according to a timestamp that it wrote to shared memory. The
-    /// caller reads the timestamp only for workers that are silent.
+    /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the
+    /// timestamp only for silent workers.
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
-        /// Time in the timestamp. Not later than the time of this event.
+        /// Value of the timestamp. Not later than the time of this event.
         at: Time,
     },
     /// Result of [`Action::CheckCpuTime`].
     CpuTimeChecked {
         /// Worker that was examined.
         worker: WorkerId,
-        /// True if the worker was waiting for a processor since [`Action::RecordCpuTime`] and got hardly any
-        /// processor time. The machine is then to blame for the silence.
+        /// True if the worker has been waiting for a processor since [`Action::RecordCpuTime`] and got hardly
+        /// any processor time. In that case, the silence is attributed to the machine.
         is_starved: bool,
     },
     /// A worker sent the result of a job.
@@ -213,17 +212,17 @@ pub enum Event<T> {
         /// Result of the job.
         reply: Reply,
     },
-    /// A worker returns a job that was recalled at the moment at which the worker was about to begin it.
+    /// A worker returns a job that was recalled just before the worker began it.
     JobReturned {
         /// Worker that returns the job.
         worker: WorkerId,
         /// Id of the job, according to the worker.
         job: JobId,
-        /// Number of the job in the order in which jobs were sent, according to the worker.
+        /// Number of the job among all jobs sent to the worker, according to the worker.
         send_number: u64,
     },
-    /// A worker has begun to send a result that exceeds the size limit. Until [`Event::Replied`], all data
-    /// from this worker belongs to the result.
+    /// A worker has begun to send a result that exceeds the size limit. All data from this worker belongs to
+    /// the result until [`Event::Replied`].
     ResultTooLarge {
         /// Worker that sends the result.
         worker: WorkerId,
@@ -232,8 +231,8 @@ pub enum Event<T> {
         /// Failure that the client gets as the outcome.
         failure: HandlerFailure,
     },
-    /// A worker violated the protocol, or closed its link although its process is still running. Nothing that
-    /// the worker has sent can be trusted any more.
+    /// A worker violated the protocol, or closed its link while its process is still running. Further data
+    /// from the worker cannot be trusted.
     ProtocolViolated {
         /// Worker that violated the protocol.
         worker: WorkerId,
@@ -245,20 +244,20 @@ pub enum Event<T> {
         /// Worker that will exit.
         worker: WorkerId,
     },
-    /// A dead worker had not read any byte of this job, so the job cannot have begun. Comes before
+    /// A worker died before reading any byte of this job, so the job has not begun. Precedes
     /// [`Event::Exited`].
     JobUnread {
         /// Worker that died.
         worker: WorkerId,
-        /// Job that was not read.
+        /// Job that the worker had not read.
         job: JobId,
     },
-    /// A dead worker had not begun this job, according to a record that the worker itself wrote. Comes before
-    /// [`Event::Exited`].
+    /// A worker died without having begun this job, according to a record that the worker itself wrote.
+    /// Precedes [`Event::Exited`].
     JobNotBegun {
         /// Worker that died.
         worker: WorkerId,
-        /// Job that was not begun.
+        /// Job that the worker had not begun.
         job: JobId,
     },
     /// A worker's process has exited. Its descendants may still be running. The slot stays occupied until
@@ -271,7 +270,7 @@ pub enum Event<T> {
     },
     /// All descendants of an exited worker are gone.
     Reaped {
-        /// Worker whose descendants are gone.
+        /// The exited worker.
         worker: WorkerId,
     },
     /// A worker and all its descendants are gone, because the keeper died and the supervisor killed all
@@ -287,7 +286,7 @@ pub enum Event<T> {
         /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was paused, so workers that were silent until now need not be hung.
+    /// The supervisor itself was paused, so workers that were silent until now may be healthy.
     SupervisorPaused,
     /// Replaces all workers, one after the other.
     Restart,
@@ -300,22 +299,22 @@ pub enum Event<T> {
     Reset,
     /// Changes individual limits at once, without dropping a job.
     ChangeLimits(LimitChange),
-    /// Replaces all limits at once, without dropping a job. The deadlines and queue timeouts of existing jobs
-    /// do not change.
+    /// Replaces all limits at once, without dropping a job. Deadlines and queue timeouts of existing jobs do
+    /// not change.
     Reconfigure(Box<Limits>),
-    /// Replaces all workers, one after the other, because new workers get another program or configuration
-    /// from now on. Each old worker continues until its replacement is ready.
+    /// Replaces all workers one after the other, because new workers will run a different program or
+    /// configuration. Each old worker continues until its replacement is ready.
     ReplaceWorkers,
     /// Sets the limits of one tenant.
     ChangeTenantLimits {
         /// Name of the tenant.
         tenant: String,
-        /// All overrides for the tenant. They replace the tenant's previous overrides.
+        /// Overrides that replace all previous overrides of the tenant.
         overrides: TenantOverrides,
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
     ScaleToZero,
-    /// Announces that [`Event::Start`] will follow, so that jobs can already wait for workers.
+    /// Announces that [`Event::Start`] will follow, so that jobs may wait for workers.
     AnnounceStart,
     /// Forces the breaker open, or releases a forced-open breaker.
     ForceBreaker {
@@ -347,7 +346,7 @@ pub enum Event<T> {
     },
 }
 
-/// Output of the state machine. The caller must perform each action.
+/// An action of the state machine, which the caller must perform.
 #[derive(Debug)]
 pub enum Action<T> {
     /// Start a process for a worker.
@@ -385,14 +384,13 @@ pub enum Action<T> {
         /// Job to stop.
         job: JobId,
     },
-    /// A worker is silent. Record how much processor time the worker has used, and how long it has waited for
-    /// a processor.
+    /// Record how much processor time a silent worker has used, and how long it has waited for a processor.
     RecordCpuTime {
         /// Worker that is silent.
         worker: WorkerId,
     },
-    /// The worker is still silent. Compare its processor time with the values recorded at
-    /// [`Action::RecordCpuTime`], and always send the result as [`Event::CpuTimeChecked`].
+    /// Compare the processor time of a worker that is still silent with the values recorded at
+    /// [`Action::RecordCpuTime`]. Always send the result as [`Event::CpuTimeChecked`].
     CheckCpuTime {
         /// Worker that is silent.
         worker: WorkerId,
@@ -418,20 +416,20 @@ pub enum Action<T> {
     },
     /// Send the outcome of a job to its client.
     SendOutcome(JobOutcome<T>),
-    /// Report an occurrence to operators.
+    /// Report an event to operators.
     Report(OperatorEvent),
 }
 
 /// Changes to individual limits. `None` leaves a limit unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LimitChange {
-    /// Number of worker processes. If it is lowered, surplus workers finish their jobs first.
+    /// Number of worker processes. After a decrease, surplus workers finish their jobs first.
     pub processes: Option<u32>,
-    /// Maximum number of jobs in flight per worker. If it is lowered, all running jobs continue.
+    /// Maximum number of jobs in flight per worker. After a decrease, running jobs continue.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs. If it is lowered, no job is removed from the queue.
+    /// Maximum number of queued jobs. A decrease removes no job from the queue.
     pub max_queue: Option<u32>,
-    /// New rate limit, or `Some(None)` to remove the limit. Earlier charges remain.
+    /// New rate limit, or `Some(None)` to remove the limit. Earlier charges still count.
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
@@ -454,7 +452,7 @@ pub struct JobOutcome<T> {
     pub record: T,
     /// Outcome of the job, without payload and times.
     pub verdict: Verdict,
-    /// Number of attempts. Does not include dispatches to workers that had not begun the job.
+    /// Number of attempts, not counting dispatches to workers that had not begun the job.
     pub attempts: u32,
     /// Total time that the job spent in the queue.
     pub queued: Duration,
@@ -481,7 +479,7 @@ pub enum StopReason {
     Policy,
 }
 
-/// Occurrence to report to operators.
+/// An event to report to operators.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OperatorEvent {
     /// A worker's process was started.
@@ -517,7 +515,7 @@ pub enum OperatorEvent {
         slot: u32,
         /// Process id.
         pid: u32,
-        /// Death of the worker, together with the reason if the supervisor killed it.
+        /// The worker's death, with the reason if the supervisor killed it.
         ending: Ending,
         /// Time since the spawn.
         uptime: Duration,
@@ -542,14 +540,14 @@ pub enum OperatorEvent {
         /// Process id.
         pid: u32,
     },
-    /// A worker is drained because it is being replaced.
+    /// A worker is being drained because it is being replaced.
     WorkerRecycled {
         /// Process id of the old worker.
         pid: u32,
         /// Reason for the replacement.
         reason: RecycleReason,
     },
-    /// The replacement of an outdated worker failed to start. The old worker continues.
+    /// The replacement for an outdated worker failed to start. The old worker continues to run.
     ReplacementFailed {
         /// Slot of the worker.
         slot: u32,
@@ -592,7 +590,7 @@ pub enum OperatorEvent {
     },
     /// The state of the breaker has changed.
     Breaker(Transition),
-    /// The number of queued jobs has reached the share `pressure.warn` of the queue's capacity.
+    /// The number of queued jobs has reached the fraction `pressure.warn` of the queue's capacity.
     QueuePressure {
         /// Number of queued jobs.
         queued: usize,
@@ -605,24 +603,24 @@ pub enum OperatorEvent {
         from: u32,
         /// Current adaptive limit.
         to: u32,
-        /// Lower median of the tenants' 90th percentile run times.
+        /// Latency that caused the change: the lower median of the tenants' 90th percentile run times.
         latency: Duration,
         /// Configuration of the adaptive limit.
         limits: AdaptiveLimits,
     },
     /// Jobs are being rejected because of a rate limit.
     TenantThrottled {
-        /// Tenant that exceeds its own rate limit. The name is empty for jobs without a tenant. `None` means
-        /// that the rate limit of the whole bulkhead is exceeded.
+        /// Tenant that exceeds its rate limit; an empty name for jobs without a tenant. `None` if the limit
+        /// applies to the whole bulkhead.
         tenant: Option<Arc<str>>,
-        /// Time until a job can pass the rate limit again.
+        /// Time until the rate limit admits a job again.
         retry_after: Duration,
     },
     /// A tenant accounts for more than half of the recent evictions.
     TenantEvictions {
         /// Name of the tenant.
         tenant: Arc<str>,
-        /// Tenant's share of the recent evictions, from 0 to 1.
+        /// Fraction of the recent evictions that belong to the tenant, from 0 to 1.
         share: f64,
     },
     /// The bulkhead no longer accepts jobs.

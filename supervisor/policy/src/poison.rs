@@ -1,7 +1,7 @@
-//! Quarantine for payloads that kill workers. If a worker dies while it has only one job, the crash is
+//! Quarantine for payloads that kill workers. If a worker dies while running a single job, the crash is
 //! recorded under the digest of the job's payload, which the caller computes. After several such crashes,
-//! jobs with this payload are rejected, as a message queue moves messages that fail repeatedly to a
-//! dead-letter queue (SQS, `maxReceiveCount`).
+//! jobs with this payload are rejected. Message queues treat messages that fail repeatedly in a similar way,
+//! by moving them to a dead-letter queue (SQS, `maxReceiveCount`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::time::Time;
 
 /// Maximum number of recorded crashes, and maximum number of quarantined digests. The oldest entries are
-/// dropped first.
+/// removed first.
 const REMEMBERED_MAX: usize = 4096;
 
 /// Digest of an operation and its payload. The caller must use a collision-resistant function, so that no
@@ -49,11 +49,10 @@ pub struct PoisonLimits {
 /// Recorded crashes and quarantined payloads of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Poison {
-    /// Settings of the quarantine. With `None`, no crashes are recorded.
+    /// Settings of the quarantine. If this is `None`, no crashes are recorded.
     limits: Option<PoisonLimits>,
-    /// All recorded crashes, oldest first. A linear search is acceptable, because crashes are rare and each
-    /// one costs a process. A flood of new payloads can displace recorded crashes, but no quarantined
-    /// payload.
+    /// All recorded crashes, oldest first. A linear search is fast enough, because each crash costs a
+    /// process. A flood of new payloads can displace recorded crashes, but no quarantined payload.
     crashes: VecDeque<(Time, Digest)>,
     /// Quarantined digests, each with the time of its last crash. Looked up for every job. A `BTreeMap`,
     /// because a `HashMap` would use a random key.
@@ -66,7 +65,7 @@ impl Poison {
         Self { limits, crashes: VecDeque::new(), quarantined: BTreeMap::new() }
     }
 
-    /// Replaces the settings. Crashes that are still recorded count under the new settings.
+    /// Replaces the settings, which then also apply to the recorded crashes.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<PoisonLimits>) {
         match (std::mem::replace(&mut self.limits, limits), &self.limits) {
             (_, None) => self.reset(),
@@ -75,8 +74,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while a job with this payload was its only job. Returns true if the payload
-    /// is now quarantined.
+    /// Records that a worker died while running only a job with this payload. Returns true if the payload is
+    /// now quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);

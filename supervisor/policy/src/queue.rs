@@ -1,15 +1,16 @@
 //! The waiting jobs of one bulkhead, and the choice of the next job. Classes are served strictly by priority.
 //! Within a class, tenants take turns and get equal shares by cost. Within a tenant, the oldest job is first.
-//! The queue knows the number, class, tenant and cost of a job, and never decides to reject a job.
+//! The queue knows only the number, class, tenant and cost of a job, and never rejects a job.
 //!
 //! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
 //! Deficit Round Robin", 1995). In each round every tenant earns a quantum, and the tenant's oldest job is
-//! served once its cost is earned. The quantum of the paper is as large as the largest job, so that no round
-//! is visited in vain, but many small jobs of a tenant then run one after the other. Here the quantum is 1,
-//! so that small jobs of different tenants alternate, and rounds are computed instead of visited. A tenant
-//! whose oldest job costs `c` has its turn `c` rounds later and is stored in the slot of that round. A bitmap
-//! gives the next occupied slot. Fair queuing within a class, and the rule that a tenant cannot save up
-//! unused turns ("windup"), are taken from Kubernetes' API Priority and Fairness (KEP-1040).
+//! served once its cost is earned. In the paper, the quantum is as large as the largest job. Each visit then
+//! serves at least one job, but many small jobs of a tenant run one after the other. Here the quantum is 1,
+//! so that small jobs of different tenants alternate. Instead of visiting each round, the queue computes the
+//! round in which a job is served. A tenant whose oldest job costs `c` has its turn `c` rounds later and is
+//! stored in the slot of that round. A bitmap gives the next occupied slot. Fair queuing within a class, and
+//! the rule that a tenant cannot save up unused turns ("windup"), are taken from Kubernetes' API Priority and
+//! Fairness (KEP-1040).
 //!
 //! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list in a
 //! vector that is indexed by job or tenant, so that a job can be removed from the middle without a search.
@@ -19,20 +20,20 @@ use bulkhead_shared::Priority;
 #[cfg(test)]
 mod tests;
 
-/// Maximum cost that is charged for a job. Limits how many rounds ahead a turn can be, and so the number of
+/// Maximum cost that is charged for a job. Limits the distance of a turn in rounds, and thus the number of
 /// slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
 /// Initial number of slots of a class, which is one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Maximum size, in entries, of a table whose memory is always kept.
+/// Maximum number of entries of a table whose memory is never released.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
 
-/// The waiting jobs of one bulkhead. The numbers of jobs and tenants should be small, because each table has
-/// an entry for every number up to the highest.
+/// The waiting jobs of one bulkhead. Numbers of jobs and tenants should be small, because each table has an
+/// entry for every number up to the highest one.
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: Jobs,
@@ -42,13 +43,13 @@ pub(crate) struct Queue {
     /// True for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last released. The cost of the next release is amortised over
-    /// these jobs.
+    /// Number of jobs added since memory was last released, over which the cost of the next release is
+    /// amortised.
     added: usize,
 }
 
 impl Queue {
-    /// Size of the table entries of a job, in bytes.
+    /// Memory used by the table entries of a job, in bytes.
     pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
 
     /// Adds a job behind all others of its tenant and class. O(1).
@@ -62,8 +63,8 @@ impl Queue {
         }
     }
 
-    /// Adds a job before all other jobs of its class. If the tenant is blocked, it stays blocked. The tenant
-    /// is not charged, because it was charged when the job was served the first time. O(1).
+    /// Adds a job before all other jobs of its class. A blocked tenant stays blocked. The tenant is not
+    /// charged, because it was charged when the job was first served. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -91,8 +92,8 @@ impl Queue {
         Some(job)
     }
 
-    /// Excludes a tenant from the rounds. The tenant keeps its jobs and its position, and neither gains nor
-    /// loses turns. O(1).
+    /// Blocks a tenant: its jobs are skipped. The tenant keeps its jobs and its position, and neither gains
+    /// nor loses turns. O(1).
     pub(crate) fn block(&mut self, tenant: u32) {
         let index = tenant as usize;
         if self.is_blocked.len() <= index {
@@ -103,8 +104,7 @@ impl Queue {
         }
     }
 
-    /// Readmits a blocked tenant. Within the round of its turn, the tenant is placed before all other
-    /// tenants. O(1).
+    /// Unblocks a tenant. In the round of its turn, the tenant comes before all other tenants. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -128,18 +128,18 @@ impl Queue {
         self.ranking.len_of(tenant)
     }
 
-    /// Returns the newest job of a class, which is the first one to be rejected when room is needed. O(1).
+    /// Returns the newest job of a class, which is the first candidate for rejection. O(1).
     pub(crate) fn newest(&self, class: Priority) -> Option<u32> {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// Returns the tenant with the most waiting jobs. Among equals, returns the tenant that reached the
+    /// Returns the tenant with the most waiting jobs. Among equals, returns the tenant that reached this
     /// number first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
 
-    /// Returns the oldest job of a tenant in any class, which is the first one to be evicted. O(1).
+    /// Returns the oldest job of a tenant in any class, which is the first candidate for eviction. O(1).
     pub(crate) fn oldest(&self, tenant: u32) -> Option<u32> {
         let of_each_class = self.classes.iter().filter_map(|class| class.oldest(tenant));
         of_each_class.min_by_key(|&job| self.jobs.get(job).map(|entry| entry.age))
@@ -166,9 +166,9 @@ impl Queue {
         }
     }
 
-    /// Releases memory after a burst. Does so only after as many jobs were added as the tables have entries.
-    /// Otherwise, a single high number that is added and removed repeatedly would grow and shrink a table
-    /// each time.
+    /// Releases memory after a burst, but only after as many jobs were added as the tables have entries.
+    /// Otherwise, adding and removing a single high number repeatedly would grow and shrink a table each
+    /// time.
     fn release_memory(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
         let places = self.jobs.table.len().max(self.ranking.lens.len()).max(slots.unwrap_or(0));
@@ -199,8 +199,8 @@ struct Entry {
     /// Cost that the tenant must earn before the job is served. Zero for a job that was returned to the
     /// queue.
     cost: u32,
-    /// Position in the order of arrival. The value increases with each new job, and decreases with each job
-    /// that is returned to the queue, because such a job is older.
+    /// Position in the order of arrival. Increases with each new job, and decreases with each job that is
+    /// returned to the queue, because such a job counts as older than all waiting jobs.
     age: i64,
 }
 
@@ -252,7 +252,8 @@ struct Class {
     flows: Vec<Flow>,
     /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were returned to the queue, latest first. Such jobs need no turn.
+    /// Tenants with jobs that were returned to the queue, latest first. Returned jobs are served before all
+    /// turns.
     returned: List,
     returned_links: Links,
 }
@@ -265,15 +266,15 @@ struct Flow {
     turn: Turn,
 }
 
-/// Turn of a flow, at which its oldest job is served.
+/// Round in which a flow's oldest job is served.
 #[derive(Clone, Copy, Default)]
 enum Turn {
     /// The flow has no jobs.
     #[default]
     None,
-    /// The turn is in this round.
+    /// The turn is in the round with this number.
     At(u64),
-    /// The tenant is blocked. Its turn is this number of rounds after the round in which it is unblocked.
+    /// The tenant is blocked. Its turn comes this number of rounds after the tenant is unblocked.
     In(u64),
 }
 
@@ -327,8 +328,8 @@ impl Class {
         }
     }
 
-    /// Sets the turn of a flow after its oldest job was removed. What was earned for a cancelled job counts
-    /// for the next job, up to the cost of that job, so that a tenant cannot save up turns.
+    /// Sets the turn of a flow after its oldest job was removed. Credit earned for a cancelled job counts for
+    /// the next job, up to the cost of that job, so that a tenant cannot save up turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, removal: Removal) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
@@ -400,11 +401,11 @@ impl Class {
     }
 }
 
-/// Tenants, by the round in which they have their turn. No turn is more rounds ahead than the maximum cost,
-/// so a ring with one slot per round can hold all turns.
+/// Tenants, grouped by the round of their turn. Turns are at most the maximum cost ahead, so a ring with one
+/// slot per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
-    /// Round of the last turn.
+    /// Round in which the last job was served.
     now: u64,
     /// Tenants of each round, in the order of their turns. The number of slots is a power of two.
     slots: Vec<List>,
@@ -455,7 +456,7 @@ impl Rounds {
         if ahead != 0 {
             return some(self.slots[word * 64 + ahead.trailing_zeros() as usize].first);
         }
-        // Searches the words after the current one. After wrapping around, searches the rest of the current
+        // Searches the words after the current one, then wraps around and searches the rest of the current
         // word last.
         let turned = self.summary.rotate_right(word as u32 + 1);
         let word = (word + 1 + turned.trailing_zeros() as usize) % 64;
@@ -473,7 +474,7 @@ impl Rounds {
         slot
     }
 
-    /// Ensures that the ring is large enough for a turn. The ring grows only a few times; see [`COST_MAX`].
+    /// Grows the ring if a turn is too far ahead. This happens only a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");
@@ -495,7 +496,7 @@ impl Rounds {
     }
 }
 
-/// Tenants, ranked by number of waiting jobs. The number of a tenant changes by one at a time, so the highest
+/// Tenants, ranked by number of waiting jobs. A tenant's number changes by one at a time, so the highest
 /// number is cheap to maintain.
 #[derive(Default)]
 struct Ranking {

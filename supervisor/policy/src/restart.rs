@@ -1,4 +1,4 @@
-//! Restart policy of a slot. Failures cause delays, and too many failures stop the slot. Like the restart
+//! Restart policy of a slot. Failures delay restarts, and too many failures stop the slot. Like the restart
 //! intensity of Erlang's `supervisor`, the policy is a pure function of timestamps and needs no timers.
 
 use std::collections::VecDeque;
@@ -7,17 +7,16 @@ use std::time::Duration;
 use crate::limits::Restart;
 use crate::time::Time;
 
-/// Time that a worker must have been ready, and have completed a job, before it clears the failure history of
-/// its slot.
+/// Time for which a worker must be ready before the failure history of its slot is cleared. The worker must
+/// also have completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
 /// Maximum number of consecutive workers of a bulkhead that can die during their first jobs before restarts
 /// are delayed.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
-/// Minimum time between two delayed restarts in a bulkhead. The kernel spends milliseconds of uninterruptible
-/// work on the start and end of a process. A machine can handle a hundred starts per second, but not a
-/// thousand.
+/// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a
+/// process, so a machine can handle a hundred starts per second, but not a thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
 /// Decision after the failure of a worker.
@@ -25,8 +24,7 @@ const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// The slot has failed too often. Start another worker at this time, to find out whether the slot works
-    /// again.
+    /// The slot has failed too often. Start a probe at this time, to find out whether workers succeed again.
     Failed { probe_at: Time },
 }
 
@@ -35,7 +33,7 @@ pub(crate) enum NextStart {
 pub(crate) struct FailureHistory {
     /// Times of the most recent failures, at most `max + 1`.
     failures: VecDeque<Time>,
-    /// Number of consecutive failures, counted since a worker cleared the history.
+    /// Number of consecutive failures since the history was last cleared.
     streak: u32,
     /// True if the slot has failed too often and its next worker is only a probe.
     is_probing: bool,
@@ -59,9 +57,9 @@ impl FailureHistory {
         NextStart::At(now + self.delay(limits, random))
     }
 
-    /// Returns the delay before the next start. The first failure causes no delay. With each further failure
-    /// the maximum doubles, and the delay is random between zero and the maximum (full jitter), so that slots
-    /// that failed at the same time do not restart at the same time.
+    /// Returns the delay before the next start. The first failure causes no delay. Each further failure
+    /// doubles the maximum, and the delay is random between zero and the maximum (full jitter), so that slots
+    /// that failed together do not restart together.
     fn delay(&self, limits: &Restart, random: u64) -> Duration {
         let Some(doublings) = self.streak.checked_sub(2) else { return Duration::ZERO };
         let factor = 1_u32.checked_shl(doublings.min(30)).unwrap_or(u32::MAX);
@@ -76,10 +74,10 @@ impl FailureHistory {
     }
 }
 
-/// Delays restarts of workers that became ready and then died during their first jobs. A few such deaths are
-/// followed by immediate restarts. If many workers die like this in succession, the jobs are to blame, so
-/// restarts are then delayed across the whole bulkhead, whatever the number of slots. Only the next worker is
-/// delayed. The jobs of the dead worker get their outcomes at once.
+/// Delays restarts after workers that became ready and then died during their first jobs. The first few such
+/// deaths are followed by immediate restarts. If many workers in succession die like this, the jobs are
+/// probably the cause, so all restarts of the bulkhead are spaced out, regardless of the number of slots.
+/// Only the next worker is delayed. The jobs of the dead worker get their outcomes at once.
 #[derive(Debug, Default)]
 pub(crate) struct RestartSpacing {
     /// Number of consecutive workers that died during their first jobs.
@@ -89,8 +87,8 @@ pub(crate) struct RestartSpacing {
 }
 
 impl RestartSpacing {
-    /// Records the end of a worker and returns when the next worker may start. `is_early` is true if the
-    /// worker died during its first jobs.
+    /// Records the death of a worker and returns the time at which the next worker may start. `is_early` is
+    /// true if the worker died during its first jobs.
     pub(crate) fn record_death(&mut self, now: Time, is_early: bool) -> Time {
         self.early_deaths = if is_early { self.early_deaths.saturating_add(1) } else { 0 };
         if self.early_deaths <= UNSPACED_DEATHS_MAX {

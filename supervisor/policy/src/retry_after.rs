@@ -1,6 +1,6 @@
 //! Adaptive `Retry-After` for rejections caused by load, modelled on Kubernetes' API Priority and Fairness
-//! and TCP's congestion window. The value starts at one second, doubles while many jobs are rejected, and is
-//! lowered by one second when few jobs are rejected.
+//! and TCP's congestion window. The value starts at one second, doubles while many jobs are rejected, and
+//! decreases by one second when few are.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ impl Default for RetryAfter {
 }
 
 impl RetryAfter {
-    /// Counts a rejected job. Returns the time that the job's client should wait.
+    /// Counts a rejected job. Returns the time that its client should wait.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {

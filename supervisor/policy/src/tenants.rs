@@ -1,7 +1,7 @@
-//! Table of the tenants of a bulkhead. Each tenant has a small number, which it keeps while it has jobs. A
-//! bounded number of the tenants without jobs is remembered, starting with those that had jobs most recently.
-//! Forgetting the others has little effect, because the rate limit's bucket of a tenant that has been idle
-//! for long is empty anyway.
+//! Table of the tenants of a bulkhead. Each tenant has a small number, which stays the same while the tenant
+//! has jobs. The table remembers a bounded number of tenants without jobs, and forgets first those that have
+//! been idle the longest. Forgetting them has little effect, because their rate-limit buckets are empty by
+//! then.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use crate::limits::{TenantLimits, TenantOverrides};
 use crate::rate::{Bucket, RateLimit};
 use crate::time::Time;
 
-/// Number of a tenant. Valid while the tenant has jobs. Afterwards, another tenant may get the number.
+/// Number of a tenant. Valid while the tenant has jobs. Afterwards, the number can be reused for another
+/// tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
@@ -28,7 +29,7 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of jobs, queued and in flight, plus the number of withheld places.
+    /// Number of jobs, both queued and in flight, plus the number of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
     /// Number of places of the tenant's quota that are withheld because its jobs have ended workers.
@@ -39,7 +40,7 @@ pub(crate) struct Tenant {
     pub(crate) overrides: TenantOverrides,
     /// Index in the sorted list of labelled tenants, or the length of the list if the tenant is not in it.
     pub(crate) label: u32,
-    /// Number of submissions, whatever their outcome.
+    /// Number of submissions, regardless of their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
     /// Last time at which throttling of this tenant was reported.
@@ -104,7 +105,7 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Replaces the overrides of a tenant. If the tenant is remembered, returns its number.
+    /// Replaces the overrides of a tenant. Returns the tenant's number if the tenant is in the table.
     pub(crate) fn set_overrides(
         &mut self,
         now: Time,
@@ -154,8 +155,8 @@ impl Tenants {
         (0..self.table.len() as u32).map(TenantId)
     }
 
-    /// Converts the buckets of all tenants to a new general rate limit, except tenants with an override of
-    /// the rate limit.
+    /// Converts the buckets of all tenants to a new general rate limit. Skips tenants whose overrides set a
+    /// rate limit.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else { return };
         for tenant in self.table.iter_mut().filter(|tenant| tenant.overrides.rate_limit.is_none()) {

@@ -33,7 +33,7 @@ impl Sub<Duration> for Time {
     }
 }
 
-/// Returns the earlier of two times. If only one is present, returns that one.
+/// Returns the earlier of two times, or the only time if the other one is `None`.
 pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(a.min(b)),
@@ -41,7 +41,7 @@ pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     }
 }
 
-/// Returns the duration in nanoseconds, or the maximum of 64 bits if it is longer.
+/// Returns the duration in nanoseconds, saturated to 64 bits.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

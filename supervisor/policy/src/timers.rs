@@ -1,8 +1,8 @@
 //! Timers that are identified by small numbers. Most timers are set in the order of their times, because jobs
-//! of one bulkhead usually have the same limit. These timers are stored in a queue, in which setting and
-//! clearing are O(1). All others are stored in a binary heap with an index of positions, in which both are
-//! O(log n). A cleared timer leaves only an empty place in the queue, and the number of empty places is
-//! bounded by the number of set timers.
+//! of one bulkhead usually have the same limit. Such timers are stored in a queue, in which setting and
+//! clearing take O(1). All other timers are stored in a binary heap with an index of positions, in which both
+//! take O(log n). Clearing a timer leaves an empty place in the queue. The number of empty places is bounded
+//! by the number of set timers.
 
 use std::collections::VecDeque;
 
@@ -13,14 +13,14 @@ type Position = u32;
 
 const ABSENT: Position = u32::MAX;
 const IN_QUEUE: Position = 1 << 31;
-/// Mask at which the numbers of places wrap around.
+/// Mask for place numbers, which wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
-/// Maximum number of empty places that the queue may have whatever the number of timers.
+/// Maximum number of empty places in the queue, regardless of the number of timers.
 const STALE_MAX: usize = 64;
 
 /// Timers, identified by number. Numbers should be small, because the table has an entry for every number up
-/// to the highest.
+/// to the highest one.
 #[derive(Default)]
 pub struct Timers {
     /// Places of the queue, ordered by time. The first and the last place always hold a set timer. A place
@@ -89,9 +89,9 @@ impl Timers {
         }
     }
 
-    /// Ensures that the timer with this number is due no later than `at`. An earlier timer is kept, so that a
-    /// caller that often postpones a timer does no work. The caller must compare the time with its own
-    /// deadline when the timer fires.
+    /// Ensures that the timer with this number is due no later than `at`. Keeps an earlier timer, so that
+    /// frequent postponements cost nothing. When the timer fires, the caller must compare the time with the
+    /// actual deadline.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);
@@ -129,7 +129,7 @@ impl Timers {
 
     // The queue.
 
-    /// Returns the position that stands for a place in the queue.
+    /// Returns the encoded position of a place in the queue.
     fn position_of(&self, place: usize) -> Position {
         IN_QUEUE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
     }

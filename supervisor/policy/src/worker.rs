@@ -1,4 +1,4 @@
-//! One worker process: its slot, the phase of its life, and its jobs.
+//! One worker process: its slot, lifecycle phase and jobs.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,14 +9,12 @@ use crate::messages::{JobJournal, WorkerId};
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Maximum time between the order to start a process and the report that it is running. The time is long,
-/// because the keeper starts processes one after the other. The time limit `start.handshake` begins once the
-/// process is running.
+/// Maximum time between the request to start a process and the report that it runs. Long, because the keeper
+/// starts processes one after the other. The limit `start.handshake` begins once the process runs.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time until a process forked from a template is running. The time is long, because the template may
-/// ask for more time to initialise. If a template takes too long, the caller kills it, and the start of the
-/// worker then fails.
+/// Maximum time until a process forked from a template runs. Long, because the template may request more time
+/// to initialise. If a template takes too long, the caller kills it, which makes the worker's start fail.
 const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Default)]
@@ -29,13 +27,13 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard_at: Time,
     pub(crate) silence: SilenceCheck,
-    /// Number of consecutive silences that were blamed on a busy machine.
+    /// Number of consecutive silences that were attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
     /// Heartbeat interval that was sent to the worker.
     pub(crate) heartbeat: Duration,
     pub(crate) revision: Revision,
-    /// True if the worker accepts a new `max_in_flight` after the welcome.
+    /// True if the worker can change its `max_in_flight` after the welcome.
     pub(crate) can_resize: bool,
     /// Last `max_in_flight` that was sent to the worker. `u32::MAX` before the welcome.
     pub(crate) sent_max_in_flight: u32,
@@ -46,18 +44,18 @@ pub(crate) struct Worker {
     pub(crate) sent: u64,
     /// Number of the last job that the worker is known to have begun.
     pub(crate) last_begun: u64,
-    /// Number of the last job that had been sent when all jobs were last recalled.
+    /// Number of the last job that had been sent at the latest recall of all jobs.
     pub(crate) recalled_up_to: u64,
-    /// Time of the next check for jobs that the worker is late to begin.
+    /// Time of the next check whether the worker is late to begin a job.
     pub(crate) next_begin_check: Option<Time>,
-    /// True if the worker was late to begin a job in flight, and has shown no sign of life since.
+    /// True if the worker was late to begin a job and has shown no sign of life since.
     pub(crate) is_stalled: bool,
     /// Prefetched jobs, oldest first.
     pub(crate) prefetched: VecDeque<u32>,
     pub(crate) prefetched_bytes: u32,
-    /// Last time at which the worker was given a job with a permit or sent the result of a job.
+    /// Last time at which the worker was given a job with a permit or sent a result.
     pub(crate) last_progress_at: Time,
-    /// Number of checks since `last_progress_at` that found the worker late to begin a job.
+    /// Number of checks since `last_progress_at` that found the worker late.
     pub(crate) late_checks: u8,
     /// Tenant of the worker's jobs, or `None` if the jobs belong to different tenants.
     pub(crate) tenant: Option<TenantId>,
@@ -71,13 +69,13 @@ pub(crate) struct Worker {
     pub(crate) awaited_jobs: u32,
     /// Number of jobs in flight that have passed the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker is killed unless the reason for the kill has disappeared by then.
+    /// Time at which the worker is killed, unless the reason no longer applies at that time.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
-    /// Number of jobs that the worker has been given.
+    /// Number of jobs given to the worker.
     pub(crate) jobs_given: u64,
-    /// Earliest time at which a replacement of this worker is attempted. For a successor on standby, the time
-    /// of the next check whether the slot's worker is idle.
+    /// Earliest time of an attempt to replace this worker. For a standby, the time of the next check whether
+    /// the slot's worker is idle.
     pub(crate) next_replacement_at: Time,
     /// Time of the next check of `recycle.age`.
     pub(crate) next_age_check: Time,
@@ -93,14 +91,14 @@ pub(crate) enum Assignment {
     Active { slot: u32, is_at_job_limit: bool },
     /// The worker fills a spare slot.
     Spare { slot: u32 },
-    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, the worker first
-    /// waits until the slot's current worker was given its last job.
+    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, it waits on standby
+    /// until the slot's current worker is given its last job.
     Successor { slot: u32, reason: RecycleReason },
-    /// The worker was replaced, and its running jobs are charged to the last slot that it filled. The slot
-    /// waits for the worker unless `has_released_slot` is set.
+    /// The worker was replaced. Its running jobs are charged to the last slot that it filled. The slot waits
+    /// for the worker to leave unless `has_released_slot` is set.
     Replaced { slot: u32, charged_slot: u32, was_killed: bool, has_released_slot: bool },
-    /// The worker had already been killed when a spare took over its slot, and fills the spare slot until it
-    /// is gone. Its end is charged to the last slot that it filled.
+    /// The worker had already been killed when a spare took over its slot, and occupies the spare slot until
+    /// it is gone. Its death is charged to the last slot that it filled.
     Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
 }
 
@@ -111,7 +109,7 @@ impl Default for Assignment {
 }
 
 impl Assignment {
-    /// Returns the assignment of the only worker of a slot.
+    /// Returns the assignment of a worker that has the slot to itself.
     pub(crate) fn of_slot(slot: u32, is_spare_slot: bool) -> Self {
         if is_spare_slot { Self::Spare { slot } } else { Self::Active { slot, is_at_job_limit: false } }
     }
@@ -125,8 +123,7 @@ impl Assignment {
         slot
     }
 
-    /// Returns the last slot that the worker filled. The running jobs and the end of the worker are charged
-    /// to this slot.
+    /// Returns the last slot that the worker filled, to which its running jobs and its death are charged.
     pub(crate) fn charged_slot(self) -> u32 {
         match self {
             Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
@@ -184,15 +181,15 @@ pub(crate) enum Revision {
     Outdated { retry_at: Option<Time> },
 }
 
-/// State of the check of a worker that missed its heartbeats.
+/// State of the silence check for a worker that missed its heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SilenceCheck {
     /// The worker is not silent.
     #[default]
     None,
-    /// The worker is silent, and its processor time is observed until this time.
+    /// The worker is silent. Its processor time is observed until this time.
     Observing { until: Time },
-    /// The observation is complete, and the caller was asked for its result.
+    /// The observation is complete, and the caller was asked for the result.
     AwaitingResult,
 }
 
@@ -202,7 +199,7 @@ pub(crate) enum Exclusivity {
     /// The worker runs ordinary jobs.
     #[default]
     Shared,
-    /// The worker gets no new jobs, so that it becomes idle for a suspect.
+    /// The worker gets no new jobs, so that it becomes idle for the suspect.
     Draining,
     /// The worker runs one suspect and gets no other jobs.
     Exclusive,
@@ -210,7 +207,7 @@ pub(crate) enum Exclusivity {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The process was ordered or is running, but has not sent its hello.
+    /// The process is being started or is running, and has not sent its hello.
     Handshaking { until: Time },
     /// The worker has sent its hello and is initialising.
     Initializing { until: Time },
@@ -233,7 +230,7 @@ impl Default for Phase {
 /// Consequences of a worker's end for its slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
-    /// The worker did not start, or ended while idle without ever having completed a job.
+    /// The worker failed to start, or ended while idle without having completed a job.
     pub(crate) is_failure: bool,
     /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
@@ -290,7 +287,8 @@ impl Worker {
         matches!(self.phase, Phase::Dead(_))
     }
 
-    /// Returns the reason why the worker was killed, or `None` if it was not killed or has already exited.
+    /// Returns the reason why the worker is being killed, or `None` if it was not killed or has already
+    /// exited.
     pub(crate) fn killed(&self) -> Option<KillReason> {
         match &self.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -332,23 +330,23 @@ impl Worker {
         self.is_ready() && matches!(self.assignment, Assignment::Successor { .. })
     }
 
-    /// Returns true if the worker is exiting because it was given its last job.
+    /// Returns true if the worker is draining because it was given its last job.
     pub(crate) fn is_leaving_at_job_limit(&self) -> bool {
         self.phase == Phase::Draining && self.assignment.is_at_job_limit()
     }
 
-    /// Returns true if the worker was replaced, has finished its jobs, and still occupies its slot.
+    /// Returns true if the worker was replaced and has finished its jobs, but still occupies its slot.
     pub(crate) fn is_finished(&self) -> bool {
         self.assignment.unreleased_slot().is_some() && self.phase == Phase::Draining && self.is_idle()
     }
 
-    /// Returns true if the worker may be given another job, provided that it has a free permit.
+    /// Returns true if the worker may be given more jobs while it has free permits.
     pub(crate) fn takes_jobs(&self) -> bool {
         self.is_available() && self.exclusivity == Exclusivity::Shared && !self.is_stalled
     }
 
-    /// Returns true if the worker can prefetch jobs, which requires that exactly all its permits are in use.
-    /// If the worker had more jobs than permits, a reply would not free a permit for a prefetched job.
+    /// Returns true if the worker can prefetch jobs. This requires that the number of its running jobs equals
+    /// the number of its permits. With more running jobs, a reply would not free a permit.
     pub(crate) fn can_prefetch(&self, permits: u32) -> bool {
         self.journal.is_some()
             && self.is_available()
@@ -365,7 +363,7 @@ impl Worker {
         !self.jobs.is_empty() && (self.awaited_jobs == 0 || self.overdue_jobs > 0)
     }
 
-    /// Marks the worker as replaced. The worker remains in `slot` until it has finished its jobs.
+    /// Marks the worker as replaced. It stays in `slot` until it has finished its jobs.
     pub(crate) fn replace(&mut self, slot: u32, was_killed: bool) {
         let was_killed = was_killed || matches!(self.assignment, Assignment::Displaced { .. });
         let charged_slot = self.assignment.charged_slot();
@@ -405,8 +403,8 @@ impl Worker {
         self.jobs.get(at as usize).copied()
     }
 
-    /// Returns the number of the next job that is sent to the worker. If `check_at` is set, schedules a check
-    /// for jobs that the worker should have begun by then.
+    /// Assigns a number to the next job sent to the worker. If `check_at` is set, schedules a check whether
+    /// the worker has begun its jobs by then.
     pub(crate) fn send(&mut self, check_at: Option<Time>) -> (WorkerId, u64) {
         self.sent += 1;
         if let Some(at) = check_at {
@@ -415,16 +413,16 @@ impl Worker {
         (self.id, self.sent)
     }
 
-    /// Schedules a check for jobs that the worker should have begun by `at`. Does nothing if a check is
-    /// already scheduled.
+    /// Schedules a check whether the worker has begun its jobs by `at`. Does nothing if a check is already
+    /// scheduled.
     pub(crate) fn schedule_begin_check(&mut self, at: Time) {
         if self.journal.is_some() && self.next_begin_check.is_none() && self.may_have_unbegun() {
             self.next_begin_check = Some(at);
         }
     }
 
-    /// Records that the worker has begun a job or sent a result. If the worker was late, schedules the next
-    /// check for `check_at`.
+    /// Records that the worker began a job or sent a result. If the worker was late, schedules the next check
+    /// at `check_at`.
     pub(crate) fn record_progress(&mut self, now: Time, check_at: Time) {
         self.last_progress_at = now;
         if std::mem::take(&mut self.late_checks) > 0 {
@@ -433,7 +431,7 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker had not begun all its jobs when its journal was last read.
+    /// Returns true if the worker had jobs that it had not begun when its journal was last read.
     pub(crate) fn may_have_unbegun(&self) -> bool {
         self.last_begun.max(self.recalled_up_to) < self.sent
     }
@@ -448,7 +446,7 @@ impl Worker {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }
 
-    /// Returns the maximum silence, which is the time of `missed` heartbeats plus one that may be in transit.
+    /// Returns the maximum silence: `missed` heartbeat intervals, plus one for a heartbeat in transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
@@ -462,8 +460,8 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker must send heartbeats now. A worker without a dispatch thread must send
-    /// heartbeats only while idle.
+    /// Returns true if the worker must currently send heartbeats. A worker without a dispatch thread must do
+    /// so only while idle.
     pub(crate) fn owes_heartbeats(&self) -> bool {
         self.has_dispatch_thread || self.jobs.is_empty()
     }
@@ -485,7 +483,7 @@ impl Worker {
     }
 }
 
-/// Names of the states of a worker, as used in every interface.
+/// Names of the states of a worker, used in all interfaces.
 pub const WORKER_STATES: [&str; 9] = [
     "spawning",
     "handshaking",

@@ -2,11 +2,10 @@
 //! also update all values derived from a worker or slot: the number of permits, the tables for the choice of
 //! a worker, the links between workers and slots, and the timers.
 //!
-//! The limit holds across generations of workers. Jobs that still run in a replaced worker are an overcommit
-//! of the slot. The overcommit is charged first to the part of the slot's share that does not count towards
-//! the limit. While the slot has no ready worker, this part is the whole share. The rest of the overcommit
-//! uses permits of the slot's new worker. Only if the overcommit exceeds the share does it use permits of
-//! other slots.
+//! The limit also covers replaced workers. Jobs that still run in a replaced worker are an overcommit of its
+//! slot. Each slot has a share of the permits. The overcommit first uses the part of this share that does not
+//! count towards the limit, which is the whole share while the slot has no ready worker. Then it uses permits
+//! of the slot's new worker. Only if the overcommit exceeds the share does it use permits of other slots.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -24,14 +23,13 @@ use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, Worker};
 /// Maximum number of prefetched jobs per worker.
 const PREFETCHED_MAX: usize = 64;
 
-/// Position for a worker. While the worker is being replaced, the slot also has a successor or a worker that
-/// is leaving.
+/// Position for a worker. During a replacement, the slot also has a successor or a replaced worker.
 #[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
     pub(crate) is_spare_slot: bool,
     pub(crate) successor: Option<u32>,
-    /// Number of replaced workers that have not left the slot yet.
+    /// Number of replaced workers that still occupy the slot.
     pub(crate) replaced: u32,
     permits: SlotPermits,
     pub(crate) record: SlotRecord,
@@ -44,7 +42,7 @@ struct SlotPermits {
     overcommit: u32,
     /// Number of permits in use that count towards the limit.
     in_use: u32,
-    /// Number of permits in use, whether they count towards the limit or not.
+    /// Number of permits in use, including those that do not count towards the limit.
     held: u32,
 }
 
@@ -53,12 +51,11 @@ struct SlotPermits {
 pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
-    /// State that the slot had before the bulkhead was scaled to zero, if the slot was waiting for its next
-    /// worker at that time.
+    /// State of the slot before the bulkhead was scaled to zero, if the slot was waiting for its next worker.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the slot has had a worker, so that its next worker is a restart.
+    /// True if the slot has had a worker, which makes its next worker a restart.
     pub(crate) has_had_worker: bool,
-    /// Cause recorded for the end of the last worker.
+    /// Recorded cause for the end of the last worker.
     pub(crate) last_end: Option<RestartCause>,
     /// True if the slot's first start has succeeded or failed.
     pub(crate) has_settled: bool,
@@ -70,11 +67,11 @@ pub(crate) enum SlotState {
     /// The slot has no worker, because the bulkhead has not started, is scaled to zero, or is stopping.
     #[default]
     Empty,
-    /// A worker will start at [`Event::Start`](crate::Event::Start), or once the previous worker is gone.
+    /// A worker will start at [`Event::Start`](crate::Event::Start), or when the previous worker is gone.
     Awaiting,
     /// The slot is not needed for the configured number of workers.
     Closed,
-    /// The worker in this place fills the slot.
+    /// The worker in this table entry fills the slot.
     Occupied(u32),
     /// The next worker starts at this time.
     Backoff { until: Time },
@@ -89,13 +86,13 @@ impl SlotState {
         if let Self::Occupied(place) = self { Some(place) } else { None }
     }
 
-    /// Returns true if the slot has a worker or will get one. A stopped slot does not count, even if another
-    /// attempt will be made.
+    /// Returns true if the slot has a worker or will get one. A stopped slot does not count, even if it will
+    /// be probed.
     pub(crate) fn is_live(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }
 
-    /// Returns true if the slot has a worker, or gets one once the previous worker is gone.
+    /// Returns true if the slot has a worker, or gets one when the previous worker is gone.
     pub(crate) fn is_occupied(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
@@ -107,7 +104,7 @@ impl SlotState {
 }
 
 impl Slot {
-    /// Returns true if the slot has or will have a worker that runs jobs.
+    /// Returns true if the slot is for jobs and has or will get a worker.
     pub(crate) fn is_live(&self) -> bool {
         self.state.is_live() && !self.is_spare_slot
     }
@@ -117,14 +114,13 @@ impl Slot {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Derived {
     is_available: bool,
-    /// Number of free permits that cannot be used until the worker shows a sign of life. Zero unless the
-    /// worker is stalled.
+    /// Number of free permits that cannot be used because the worker is stalled.
     stalled_permits: u32,
-    /// Number of permits that the worker contributes to the limit.
+    /// Number of permits that the worker adds to the limit.
     permits: u32,
-    /// Number of jobs that the worker contributes to the overcommit of its charged slot.
+    /// Number of jobs that the worker adds to the overcommit of its charged slot.
     overcommit: u32,
-    /// Number of jobs of the worker, or `None` if it cannot be given another one.
+    /// Number of the worker's jobs, or `None` if the worker cannot be given another one.
     load_level: Option<u32>,
 }
 
@@ -132,7 +128,7 @@ impl Derived {
     fn of(worker: &Worker, limits: &Limits) -> Self {
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Prefetched jobs are subtracted, because they may already have begun.
+        // Subtracts prefetched jobs, because they may already have begun.
         let left = worker.jobs_left(limits).saturating_sub(worker.prefetched.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
@@ -153,8 +149,8 @@ impl Derived {
 struct Entry {
     worker: Worker,
     derived: Derived,
-    /// Number of prefetched jobs, or `None` if the worker cannot prefetch another one. Not part of
-    /// [`Derived`], because it also depends on the run times at its last update.
+    /// Number of prefetched jobs, or `None` if the worker cannot prefetch more. Not part of [`Derived`],
+    /// because it also depends on recent run times.
     prefetch_level: Option<u32>,
 }
 
@@ -163,14 +159,14 @@ struct Entry {
 pub(crate) struct Totals {
     /// Number of workers that count towards the limit.
     pub(crate) ready: u32,
-    /// Number of free permits of stalled workers. Such a worker is late to begin a job and gets no other job
+    /// Number of free permits of stalled workers. A stalled worker was late to begin a job, and gets no jobs
     /// until it shows a sign of life.
     pub(crate) stalled_permits: u64,
     /// Total number of permits of all workers that count towards the limit.
     pub(crate) permits: u64,
     /// Number of permits in use that count towards the limit.
     pub(crate) in_use: u32,
-    /// Number of permits in use, including those of workers that no longer count towards the limit.
+    /// Number of permits in use, including those that do not count towards the limit.
     pub(crate) held: u32,
     /// Number of slots that have or will have a worker.
     pub(crate) live_slots: u32,
@@ -193,9 +189,9 @@ pub(crate) struct Workers {
     prefetch_candidates: WorkersByLoad,
     /// Worker that gets no new jobs, so that it becomes idle for the first suspect.
     reserved: Option<u32>,
-    /// Smoothed time that a job spends in a worker, in nanoseconds.
+    /// Smoothed average time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
-    /// Workers that get no more jobs and may have prefetched jobs, which must be recalled.
+    /// Workers that get no more jobs but may have prefetched jobs to recall.
     to_recall: Vec<u32>,
     /// Replaced workers that have finished all their jobs since the last event.
     finished: Vec<u32>,
@@ -216,8 +212,7 @@ impl Workers {
         self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
     }
 
-    /// Returns the worker with this id, or `None` if it has exited. Frames from an exited worker are no
-    /// longer valid.
+    /// Returns the worker with this id, or `None` if it has exited and its frames are no longer valid.
     pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }
@@ -227,7 +222,7 @@ impl Workers {
         self.get(self.slot(slot).state.worker()?)
     }
 
-    /// Returns true if the worker fills a slot for jobs. A worker that was killed still fills its slot.
+    /// Returns true if the worker fills a job slot, even if the worker was killed.
     pub(crate) fn fills_job_slot(&self, worker: &Worker) -> bool {
         worker.assignment.is_current() && !self.slot(worker.assignment.slot()).is_spare_slot
     }
@@ -277,8 +272,8 @@ impl Workers {
         Some(worker)
     }
 
-    /// Changes the jobs of a worker and updates all values derived from them. The worker's timer is updated
-    /// only for the check for jobs that the worker should have begun.
+    /// Changes the jobs of a worker and updates all derived values. Of the worker's timer, only the check for
+    /// late jobs is updated.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -295,7 +290,7 @@ impl Workers {
         Some(result)
     }
 
-    /// Changes a worker except its assignment, and updates all values derived from the worker.
+    /// Changes a worker, except its assignment, and updates all derived values.
     pub(crate) fn edit<R>(
         &mut self,
         limits: &Limits,
@@ -306,7 +301,7 @@ impl Workers {
         self.edit_jobs(limits, place, change)
     }
 
-    /// Changes a worker and its assignment, and updates all values derived from them.
+    /// Changes a worker and its assignment, and updates all derived values.
     pub(crate) fn reassign<R>(
         &mut self,
         limits: &Limits,
@@ -336,14 +331,14 @@ impl Workers {
         self.edit(limits, id.place, change)
     }
 
-    /// Changes only those fields of a worker that affect nothing but the worker's timer.
+    /// Changes fields of a worker that affect only the worker's timer.
     pub(crate) fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         let result = change(&mut self.table.get_mut(place as usize)?.as_mut()?.worker);
         self.touch(place);
         Some(result)
     }
 
-    /// Records a sign of life, which usually changes no other values. The worker's timer is not postponed.
+    /// Records a sign of life. Usually changes nothing else, and does not postpone the worker's timer.
     /// Returns true if the worker was silent.
     #[inline]
     pub(crate) fn record_sign_of_life(&mut self, limits: &Limits, id: WorkerId, now: Time) -> bool {
@@ -400,8 +395,8 @@ impl Workers {
         self.edit_slot(limits, slot, |slot| slot.state = state);
     }
 
-    /// Turns a slot for jobs into a spare slot, or a spare slot into a slot for jobs. The slot's worker
-    /// remains in it.
+    /// Turns a job slot into a spare slot, or a spare slot into a job slot. The slot's worker stays in the
+    /// slot.
     pub(crate) fn set_spare_slot(&mut self, limits: &Limits, slot: u32, is_spare_slot: bool) {
         self.edit_slot(limits, slot, |slot| slot.is_spare_slot = is_spare_slot);
         if let Some(place) = self.slot(slot).state.worker() {
@@ -432,7 +427,7 @@ impl Workers {
         self.slot_timers.pop_due(now)
     }
 
-    /// Returns a worker whose timer is due, so that its deadlines must be checked. Clears the silence of a
+    /// Returns a worker whose timer has fired, so that its deadlines must be checked. Ends the silence of a
     /// worker that need not send heartbeats.
     pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
         self.set_timers(limits, is_stopping);
@@ -454,8 +449,8 @@ impl Workers {
             let place = self.touched[index];
             let Some(worker) = self.get(place) else { continue };
             match self.due(limits, is_stopping, worker) {
-                // Each frame from a worker postpones the deadline, but not the timer. The deadline is checked
-                // when the timer fires.
+                // Each frame from a worker postpones its deadline, but not its timer. When the timer fires,
+                // the deadline is checked.
                 Some(at) => self.timers.set_at_latest(place, at),
                 None => self.timers.clear(place),
             }
@@ -490,7 +485,7 @@ impl Workers {
             Phase::Ready | Phase::Draining => {
                 let begun_or_killed = earlier(worker.next_begin_check, worker.kill_at);
                 let due = earlier(silence, begun_or_killed);
-                // A silent worker is not replaced before the cause of its silence is known.
+                // A silent worker is not replaced until the cause of its silence is known.
                 if worker.silence != SilenceCheck::None {
                     return due;
                 }
@@ -508,9 +503,8 @@ impl Workers {
         }
     }
 
-    /// Returns the time of the next attempt to start a successor for a worker that was given its last job. If
-    /// the worker itself is a successor on standby, returns the time of the next check whether the slot's
-    /// worker is idle.
+    /// Returns the time of the next attempt to start a successor for a worker that was given its last job.
+    /// For a standby, returns the time of the next check whether the slot's worker is idle.
     fn successor_check_at(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
         let can_start = || {
             let slot = self.slot(worker.assignment.slot());
@@ -621,8 +615,8 @@ impl Workers {
         self.update_slots(limits, assignment);
     }
 
-    /// Records a worker in its slot as successor, replaced worker or overcommit. If `is_added` is false,
-    /// removes the worker from the slot's records instead.
+    /// Adds a worker to its slot's records of successor, replaced workers and overcommit. If `is_added` is
+    /// false, removes the worker instead.
     fn link(&mut self, place: u32, assignment: Assignment, is_added: bool) {
         if let Assignment::Successor { slot, .. } = assignment {
             self.slots[slot as usize].successor = is_added.then_some(place);
@@ -667,8 +661,8 @@ impl Workers {
     fn permits_of_slot(&self, limits: &Limits, slot: u32) -> SlotPermits {
         let Slot { state, is_spare_slot, permits: SlotPermits { overcommit, .. }, .. } = *self.slot(slot);
         let (current, share) = match state {
-            // Workers in spare slots contribute no permits. Jobs that still run in such a worker are charged
-            // to the last slot that the worker filled.
+            // Workers in spare slots add no permits. Their running jobs are charged to the last job slot that
+            // they filled.
             _ if is_spare_slot => (None, 0),
             SlotState::Occupied(place) => (self.table[place as usize].as_ref(), limits.max_in_flight),
             SlotState::Closed => (None, 0),
@@ -686,9 +680,8 @@ impl Workers {
             }
             _ => (0, 0, overcommit),
         };
-        // The part of the slot's share that does not count towards the limit absorbs as much of the
-        // overcommit as it can. While new limits are being applied, a worker may still have its previous
-        // number of permits.
+        // The part of the slot's share that does not count towards the limit absorbs the overcommit first.
+        // While new limits are being applied, a worker can still have its previous number of permits.
         let in_use = taken + excess.saturating_sub(share.saturating_sub(permits));
         SlotPermits { overcommit, in_use, held: taken + excess }
     }

@@ -1,5 +1,5 @@
-//! The adaptive limit with jobs whose run time depends on the number of running jobs. Checks that the limit
-//! falls and rises, settles at the expected value, and lets all jobs through.
+//! Tests the adaptive limit with jobs whose run time depends on the number of running jobs. The limit must
+//! fall and rise, settle at the expected value, and let all jobs through.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,7 +16,7 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// A bulkhead under load from `waiting` clients, each of which submits one job after the other, and a record
+/// A bulkhead under load from `waiting` clients, each of which submits one job after the other, with a record
 /// of the limit.
 struct Load {
     fixture: Fixture,
@@ -87,7 +87,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit during the period `last` before now.
+    /// Returns the lowest and highest limit in the period `last`.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -111,8 +111,8 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Returns the run time of a job on `count` cores: 5 ms if each running job has a core, and proportionally
-/// longer if there are more jobs than cores.
+/// Returns the run time of a job on `count` cores: 5 ms if there is a core for each running job, and
+/// proportionally longer if not.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
@@ -196,7 +196,7 @@ fn limit_grows_only_under_full_use() {
 }
 
 /// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and run
-/// time. Returns the lowest limit during that period.
+/// time. Returns the lowest limit.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
@@ -236,7 +236,7 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert!(least_limit(&[("a", 8, slow)]) < Some(8), "a single tenant must have the only vote");
 }
 
-/// A job that hangs is counted at its deadline.
+/// A job that hangs counts at its deadline.
 #[test]
 fn deadline_misses_lower_the_limit_unlike_quick_failures() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
@@ -294,7 +294,7 @@ fn limit_grows_with_reserved_permits() {
     }
 }
 
-/// While jobs take too long, the reported limit falls, whatever the number of running jobs.
+/// While jobs take too long, the reported limit falls, regardless of the number of running jobs.
 #[test]
 fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
@@ -327,7 +327,7 @@ fn reports_limit_changes_at_most_every_ten_seconds() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// A delayed report of a change is sent when it is due, without waiting for the next job.
+/// A delayed report is sent when it is due, without waiting for the next job.
 #[test]
 fn final_limit_is_reported_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -371,7 +371,7 @@ fn reload_clamps_the_current_limit() {
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.available()), (4, 0));
 }
 
-/// The number of reserved permits is a share of the current limit, not of the maximum.
+/// The reserved permits are a fraction of the current limit, not of the maximum.
 #[test]
 fn critical_reserve_is_a_share_of_the_adaptive_limit() {
     let mut limits = crowded(1, 100, adaptive(10, 10, 50 * MS));

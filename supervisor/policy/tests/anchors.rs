@@ -34,7 +34,7 @@ fn raised_limit_dispatches_a_waiting_job_at_once() {
     assert_eq!(fixture.bulkhead.limit(), 3);
 }
 
-/// resilience4j's `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here no caller is
+/// resilience4j's `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here, no caller is
 /// blocked, and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the
 /// number of running jobs reaches the lower limit.
 #[test]
@@ -111,8 +111,7 @@ fn worker_count_follows_processes() {
 // Sharing.
 
 /// With a limit of 10, Netflix concurrency-limits admits 10 batch and 7 live calls, because a partition can
-/// always use its share. Here some permits are reserved, and the number of running jobs never exceeds the
-/// limit.
+/// always use its share. Here, some permits are reserved instead, and the limit is never exceeded.
 #[test]
 fn jobs_in_flight_never_exceed_the_limit() {
     let mut fixture = Fixture::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
@@ -223,8 +222,8 @@ fn half_open_admits_only_the_configured_probes() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe whose result says nothing
-/// returns its claim. Here the probe is cancelled, or its deadline passes before it is dispatched.
+/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe without a meaningful result
+/// returns its claim. Here, the probe is cancelled, or its deadline passes before it is dispatched.
 #[test]
 fn ignored_probe_returns_its_claim() {
     let mut fixture = tripped(8);
@@ -241,7 +240,7 @@ fn ignored_probe_returns_its_claim() {
 }
 
 /// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end must not keep the breaker half-open
-/// forever. Here, the deadline of the probe limits this state.
+/// forever. Here, the deadline of the probe ends this state.
 #[test]
 fn half_open_state_ends_at_the_deadline_of_a_probe() {
     let mut fixture = tripped(8);
@@ -266,8 +265,7 @@ fn slow_calls_open_the_breaker() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `transitionToForcedOpenState`: no call passes until an operator releases the breaker,
-/// however long that takes.
+/// resilience4j, `transitionToForcedOpenState`: no call passes until an operator releases the breaker.
 #[test]
 fn forced_open_breaker_stays_open_until_release() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -289,8 +287,8 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed. The number of further retries
-/// is limited to a share of the jobs.
+/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed, and further retries only up to
+/// a fraction of the jobs.
 #[test]
 fn retry_budget_has_a_minimum_and_a_share() {
     let mut fixture = Fixture::ready(retrying(1, 0.01));
@@ -306,7 +304,7 @@ fn retry_budget_has_a_minimum_and_a_share() {
     assert_eq!(fixture.bulkhead.counters().crashed, 30);
 }
 
-/// Beyond the minimum, the number of retries is limited to a share of the jobs of the last seconds.
+/// Beyond the minimum, the number of retries is limited to a fraction of the recent jobs.
 #[test]
 fn retry_budget_grows_with_the_number_of_jobs() {
     let mut fixture = Fixture::ready(retrying(1, 0.1));
@@ -321,8 +319,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker dies while it has four jobs. Erlang's advice for such a case is to find the culprit. Each job is
-/// retried alone, so that an innocent job is not killed twice by the same neighbour.
+/// A worker dies while it has four jobs. As in Erlang's advice, the culprit must be found. Each job is
+/// retried alone, so that an innocent job is not killed twice by the same other job.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -367,7 +365,7 @@ fn job_is_not_retried_after_its_deadline() {
     assert_eq!(fixture.outcomes[0].attempts, 1);
 }
 
-/// A second attempt gets no additional time, because the deadline counts from the submission.
+/// A second attempt gets no extra time, because the deadline counts from the submission.
 #[test]
 fn deadline_covers_all_attempts() {
     let mut fixture = Fixture::ready(retrying(1, 1.0));
@@ -430,7 +428,7 @@ fn quarantined_payload_does_not_stop_the_slot() {
 // Scaling to zero.
 
 /// systemd's socket activation with an idle timeout: workers are stopped when there are no jobs, and started
-/// again for the next job. What the bulkhead has measured is kept.
+/// again for the next job. Measurements are kept.
 #[test]
 fn idle_bulkhead_scales_to_zero_and_restarts() {
     let mut fixture = Fixture::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });

@@ -1,5 +1,5 @@
-//! Rules that were learned from other systems or are promised by the documentation. The comment of each test
-//! names the source of its rule.
+//! Rules learned from other systems or promised by the documentation. The comment of each test names the
+//! source of its rule.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -82,8 +82,8 @@ fn timed_out_jobs_leave_full_capacity() {
     assert!(next.iter().all(|&job| fixture.was_dispatched(job)));
 }
 
-/// Netflix concurrency-limits: if a permit is granted at the moment at which the waiting job times out,
-/// either that job or the next one must get the permit.
+/// Netflix concurrency-limits: if a permit becomes free just as the waiting job times out, either that job or
+/// the next one must get the permit.
 #[test]
 fn permit_freed_at_the_timeout_is_not_lost() {
     for reply_comes_first in [true, false] {
@@ -104,8 +104,8 @@ fn permit_freed_at_the_timeout_is_not_lost() {
     }
 }
 
-/// Semian: when the holder of a permit is killed by SIGKILL, the permit is returned. Here the permit is
-/// returned when the next process is ready.
+/// Semian: when the holder of a permit is killed by SIGKILL, the permit is returned. Here, this happens when
+/// the next process is ready.
 #[test]
 fn permit_of_a_killed_worker_returns() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -119,7 +119,7 @@ fn permit_of_a_killed_worker_returns() {
     assert_eq!(fixture.bulkhead.available(), 1);
 }
 
-/// tower: a dropped future returns its permit. Here, when a client disconnects, the permit is returned only
+/// tower: a dropped future returns its permit. Here, the permit of a disconnected client is returned only
 /// after the worker has replied or exited, because the job may still be running.
 #[test]
 fn cancelled_job_keeps_its_permit_until_the_work_ends() {
@@ -146,9 +146,8 @@ fn cancelled_job_keeps_its_permit_until_the_work_ends() {
     }
 }
 
-/// The client gets its outcome when a result that is too large begins. The permit is returned after the whole
-/// result has arrived. The end of the result does not count as a late reply. Until then, the worker gets no
-/// new job.
+/// The client gets its outcome when an oversized result begins to arrive. The permit is returned after the
+/// whole result has arrived, which does not count as a late reply. Until then, the worker gets no new job.
 #[test]
 fn oversized_result_uses_its_permit_until_it_has_arrived() {
     let mut fixture =
@@ -170,8 +169,8 @@ fn oversized_result_uses_its_permit_until_it_has_arrived() {
     assert_eq!((fixture.bulkhead.counters().late_replies, fixture.bulkhead.available()), (0, 1));
 }
 
-/// A worker is killed if it stops sending a result that is too large, or if it is still sending the result
-/// after the job's deadline.
+/// A worker is killed if it stops sending an oversized result, or is still sending it after the job's
+/// deadline.
 #[test]
 fn worker_with_endless_oversized_result_is_killed() {
     for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
@@ -181,7 +180,7 @@ fn worker_with_endless_oversized_result_is_killed() {
         fixture.apply(Event::ResultTooLarge { worker, job, failure: too_large() });
         for part in 1.. {
             fixture.now = fixture.now + SECOND;
-            // Data that has arrived is handled before the timer.
+            // Arrived data is handled before the timer.
             if part <= parts {
                 fixture.apply(Event::FrameReceived { worker });
             }
@@ -210,8 +209,8 @@ fn too_large() -> HandlerFailure {
     }
 }
 
-/// When memory is exhausted, waiting jobs are rejected to free memory. Running jobs continue. Each job has
-/// one outcome, and the sums of the counters are consistent.
+/// When memory is exhausted, waiting jobs are rejected to free memory, and running jobs continue. Each job
+/// has one outcome, and the counters are consistent.
 #[test]
 fn memory_exhaustion_rejects_only_waiting_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -260,7 +259,7 @@ fn job_cancelled_in_the_queue_never_runs() {
     assert_eq!(fixture.bulkhead.counters().ok, 3);
 }
 
-/// `docs/semantics.md`: the outcome depends on which one passes first, the queue timeout or the deadline.
+/// `docs/semantics.md`: the outcome depends on whether the queue timeout or the deadline passes first.
 #[test]
 fn queue_timeout_and_deadline_have_different_reasons() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
@@ -291,8 +290,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// `docs/semantics.md`: while workers are starting, the number of jobs that can wait is the number of permits
-/// that the workers will have, even without a queue.
+/// `docs/semantics.md`: while workers are starting, as many jobs can wait as the workers will have permits,
+/// even without a queue.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -306,7 +305,7 @@ fn jobs_wait_for_starting_workers() {
     assert_eq!((fixture.submit(), fixture.bulkhead.queue_capacity()), (None, 0));
 }
 
-/// If a worker dies before it has read its job, the job has not begun. The next worker runs this job first.
+/// If a worker dies before reading its job, the job has not begun. The next worker runs this job first.
 #[test]
 fn unread_job_is_dispatched_first() {
     let mut fixture = Fixture::ready(limits(1, 1, 5));
@@ -386,8 +385,8 @@ fn worker_that_replies_within_grace_survives() {
     assert_eq!((fixture.killed.len(), fixture.verdicts(job).len()), (0, 1));
 }
 
-/// `docs/semantics.md`: the run limit counts from the dispatch, however long the job has waited, and starts
-/// again for each attempt.
+/// `docs/semantics.md`: the run limit counts from the dispatch, regardless of the time in the queue, and
+/// restarts with each attempt.
 #[test]
 fn run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -405,8 +404,8 @@ fn run_limit_counts_from_each_dispatch() {
     assert_eq!(fixture.outcomes.last().map(|answer| answer.run_limit), Some(Some(SECOND)));
 }
 
-/// `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit that the client
-/// requested, the worker is killed only if it has no other job.
+/// `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit requested by
+/// the client, the worker is killed only if it has no other job.
 #[test]
 fn only_bulkhead_run_limit_kills_a_shared_worker() {
     let mut fixture = Fixture::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
@@ -514,8 +513,8 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not let the number
-/// of workers grow.
+/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not increase the
+/// number of workers.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -541,7 +540,7 @@ fn slot_has_at_most_two_workers() {
     fixture.reply(waits);
 }
 
-/// A rolling restart replaces the workers one after the other and does not report failures.
+/// A rolling restart replaces the workers one after the other, without reporting failures.
 #[test]
 fn rolling_restart_replaces_one_slot_at_a_time() {
     let mut fixture = Fixture::ready(limits(3, 1, 0));
@@ -602,8 +601,8 @@ fn stop_waits_for_jobs_until_its_time_limit() {
     }
 }
 
-/// If the machine gives a worker no processor time, silence does not prove that the worker is hung, and a
-/// kill would only add to the load. The number of times that silence is excused is limited.
+/// If a worker gets no processor time, its silence does not prove that it is hung, and a kill would only add
+/// to the load. The number of excused silences is limited.
 #[test]
 fn starved_worker_is_killed_later_than_hung_worker() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {
@@ -625,7 +624,7 @@ fn starved_worker_is_killed_later_than_hung_worker() {
     }
 }
 
-/// A worker that ends each job itself has time to do this while clients wait for its other jobs.
+/// A worker that ends each job itself gets time for this while clients wait for its other jobs.
 #[test]
 fn slowly_ending_job_leaves_other_jobs_running() {
     for is_answered in [true, false] {

@@ -1,5 +1,5 @@
-//! The two stages of a worker's end. The exit is reported at once, and the end of all descendants frees the
-//! slot. Also checks that the time limits for the start count from the time at which the process runs.
+//! The two stages of a worker's death: the exit is reported at once, and the slot is freed when all
+//! descendants are gone. Also tests that the start timeouts count from the time at which the process runs.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -9,7 +9,7 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use fixture::{Fixture, SECOND, limits};
 
-/// The client need not wait until the worker's descendants are gone, but the slot must wait.
+/// The client does not wait until the worker's descendants are gone, but the slot does.
 #[test]
 fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -40,7 +40,7 @@ fn slot_waits_for_descendants_of_a_dead_worker() {
     assert_eq!(fixture.holder(waits), fixture.newest_worker());
 }
 
-/// The remaining descendants of a worker delay only the slot of that worker.
+/// The descendants of a dead worker delay only its own slot.
 #[test]
 fn other_workers_run_jobs_during_reaping() {
     let mut fixture = Fixture::ready(limits(2, 1, 5));
@@ -66,8 +66,8 @@ fn stop_waits_for_reaping() {
     assert!(fixture.bulkhead.is_stopped());
 }
 
-/// The keeper died before all descendants were gone. No further event about the worker follows, so nothing
-/// must wait for one.
+/// The keeper dies before all descendants are gone. No further event about the worker follows, and policy
+/// must not wait for one.
 #[test]
 fn keeper_death_ends_the_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
@@ -93,8 +93,7 @@ fn handshake_time_starts_at_the_spawn() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// A template may take as long to initialise as it requests. If the template is killed, the start of the
-/// worker fails.
+/// A template may request more time to initialise. If it is killed, the start of the worker fails.
 #[test]
 fn forked_worker_waits_for_its_template() {
     let mut limits = limits(1, 1, 0);
@@ -109,7 +108,7 @@ fn forked_worker_waits_for_its_template() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// The time between the order to start a process and the report that it is running is limited.
+/// The time between the request to start a process and the report that it runs is limited.
 #[test]
 fn spawn_order_without_report_times_out() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));

@@ -41,7 +41,7 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns a bulkhead with two workers, and the id of the first, which begins no further jobs.
+/// Returns a bulkhead with two workers, and the id of the first one, which begins no further jobs.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];
@@ -73,7 +73,7 @@ fn reply_for_an_unbegun_job_kills_the_worker() {
     let jobs = jobs(&mut fixture, 3);
     fixture.reply(jobs[2]);
     assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]));
-    // The job has run, so no other worker gets the job.
+    // The job has run, so it goes to no other worker.
     fixture.expect(jobs[2], "crashed", Some("protocol"));
 }
 
@@ -159,7 +159,7 @@ fn critical_job_overtakes_prefetched_jobs() {
     assert_eq!(fixture.recalled_jobs, [normal[2], normal[1], normal[0]]);
     fixture.reply(first);
     assert!(fixture.bulkhead.holds(fixture.holder(first), critical));
-    // Recalled jobs are the first ones in their class.
+    // Recalled jobs come first in their class.
     fixture.reply(critical);
     assert!(fixture.bulkhead.holds(fixture.holder(first), normal[0]));
 }
@@ -477,8 +477,8 @@ fn reply_for_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// The job was recalled and is now prefetched by the other worker. The first worker is killed when it sends a
-/// result for the job.
+/// The job was recalled and then prefetched by the other worker. The first worker is killed because it sends
+/// a result for the job.
 #[test]
 fn stale_reply_for_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));

@@ -1,5 +1,5 @@
-//! Limits and programs that change while jobs run. Checks which changes take effect at once, which ones
-//! later, and what is kept.
+//! Limits and programs that change while jobs run: which changes take effect at once, which later, and what
+//! is kept.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -30,7 +30,7 @@ fn reload_keeps_the_deadlines_of_existing_jobs() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// Queued jobs start only after the jobs in excess of the new limit have ended.
+/// Queued jobs start only after the surplus jobs of the new limit have ended.
 #[test]
 fn lower_limits_drop_no_jobs() {
     let mut fixture = Fixture::ready(limits(2, 2, 10));
@@ -206,7 +206,7 @@ fn failed_replacement_is_retried_while_old_workers_serve() {
         assert_eq!(fixture.spawned.len(), 2 + attempt, "the next attempt must not be immediate");
         fixture.wait(30 * SECOND);
     }
-    // After the first replacement has started, the second one starts without another delay.
+    // After the first replacement has started, the second one starts without further delay.
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.spawned.len(), 7);
     fixture.bring_up(fixture.newest_worker());

@@ -1,4 +1,4 @@
-//! Replaced workers: the number of jobs that run during a replacement, workers that hang at exit, and
+//! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and
 //! `recycle.jobs`.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
@@ -16,8 +16,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Workers that hang at exit.
 
-/// Runs one job in each worker, while no worker exits. Returns the bulkhead after all jobs have their
-/// outcomes.
+/// Runs one job in each worker, without any worker exiting. Returns the bulkhead after all outcomes.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -53,8 +52,8 @@ fn oldest_workers_hanging_at_exit_are_killed() {
 
 // The limit across generations.
 
-/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and as
-/// many jobs are waiting.
+/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and the
+/// same number of jobs are waiting.
 fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId>, Vec<JobId>) {
     let mut fixture = Fixture::ready(limits);
     let running: Vec<_> = (0..2).map(|_| fixture.job()).collect();
@@ -106,8 +105,8 @@ fn limit_holds_while_workers_are_replaced() {
     }
 }
 
-/// A worker that was sent SIGKILL before another worker took over its slot does not delay the permits of that
-/// worker. A worker that is killed later holds its permits until it has exited.
+/// A worker that was sent SIGKILL before its slot was taken over does not reduce the permits of its
+/// replacement. A worker that is killed later holds its permits until it has exited.
 #[test]
 fn worker_killed_before_replacement_adds_no_overcommit() {
     for is_killed_first in [true, false] {
@@ -134,8 +133,8 @@ fn worker_killed_before_replacement_adds_no_overcommit() {
     }
 }
 
-/// If the new worker of a slot has also exited, the jobs of the replaced worker count against the share of
-/// this slot, not against the share of other slots.
+/// If the new worker of a slot has also exited, the jobs of the replaced worker are charged to this slot, not
+/// to other slots.
 #[test]
 fn jobs_of_a_replaced_worker_count_against_its_slot() {
     let mut fixture = Fixture::ready(limits(2, 2, 4));
@@ -170,7 +169,7 @@ fn recycled(fixture: &Fixture) -> usize {
 }
 
 /// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as
-/// they do at the start, even without a queue.
+/// during startup, even without a queue.
 #[test]
 fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
@@ -179,7 +178,7 @@ fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
         let mut fixture = Fixture::ready(limits);
         for _ in 0..100 {
             let jobs = [fixture.job(), fixture.job()];
-            // Both jobs have begun or are waiting for one of two workers that are starting.
+            // Both jobs have begun or wait for one of two starting workers.
             for _ in 0..2 {
                 let gone = fixture.drained.clone();
                 fixture.bulkhead.workers(fixture.now).iter().filter(|view| view.in_flight == 0).for_each(
@@ -201,8 +200,8 @@ fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
     }
 }
 
-/// The successor is ready before the worker is given its last job, and takes over at that moment. No job has
-/// to wait, and each worker begins exactly the allowed number of jobs.
+/// The successor is ready before the worker is given its last job, and takes over at that time. No job has to
+/// wait, and each worker begins exactly the allowed number of jobs.
 #[test]
 fn successor_is_ready_at_the_last_job() {
     let mut fixture = Fixture::starting(counted(10, limits(1, 1, 0)));
@@ -273,7 +272,7 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A successor on standby may be outdated, so a restart also replaces it.
+/// A standby may be outdated, so a restart also replaces it.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -290,7 +289,7 @@ fn restart_kills_standbys() {
     fixture.reply(job);
 }
 
-/// A slot must not have two workers for long. If no more jobs arrive, the successor on standby takes over.
+/// A slot must not have two workers for long. If no more jobs arrive, the standby takes over.
 #[test]
 fn standby_takes_over_an_idle_slot() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -332,8 +331,8 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     assert_ne!(successor, current, "no other worker must be started");
 }
 
-/// When the slot's worker dies, the successor on standby takes over before the descendants of the worker are
-/// gone. Like any other worker, it later gets a successor.
+/// When the slot's worker dies, the standby takes over before the worker's descendants are gone. It later
+/// gets a successor like any other worker.
 #[test]
 fn standby_takes_over_when_the_worker_dies() {
     let mut fixture = Fixture::starting(counted(3, limits(1, 1, 1)));
@@ -358,7 +357,7 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// If a worker was given its last job and already has a successor, none of its timers is due.
+/// After a worker was given its last job and has a successor, none of its timers is due.
 #[test]
 fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));
@@ -377,8 +376,8 @@ fn timers_are_cleared_when_the_successor_starts() {
     );
 }
 
-/// After a successor of a worker that was given its last job has failed, a resize does not shorten the delay
-/// before the next attempt.
+/// After the successor of a worker that was given its last job has failed, a resize does not shorten the
+/// delay before the next attempt.
 #[test]
 fn resize_does_not_shorten_the_successor_delay() {
     let mut limits = counted(1, limits(1, 1, 0));

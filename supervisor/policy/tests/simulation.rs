@@ -1,4 +1,4 @@
-//! Random histories with a virtual clock. A model of the rules checks every step.
+//! Random sequences of events with a virtual clock. A model of the rules checks every step.
 //!
 //! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_STEPS` sets the total number of steps.
 

@@ -1,4 +1,4 @@
-//! Spares: which slots they take over, when they do so, and how they affect the limit.
+//! Spares: when they take over which slots, and how they affect the limit.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -30,8 +30,8 @@ fn spare_has_no_permits_before_takeover() {
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
-/// `docs/semantics.md`: if a spare is ready, it takes over as soon as the SIGKILL is sent. The jobs of the
-/// killed worker do not count against the slot.
+/// `docs/semantics.md`: a ready spare takes over as soon as SIGKILL is sent. The killed worker's jobs are not
+/// charged to the slot.
 #[test]
 fn spare_takes_over_when_a_hung_worker_is_killed() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
@@ -49,7 +49,7 @@ fn spare_takes_over_when_a_hung_worker_is_killed() {
     assert_eq!(fixture.spawned.len(), 3);
 }
 
-/// `docs/semantics.md`: after a worker was given its last job, its running jobs count against the spare that
+/// `docs/semantics.md`: after a worker was given its last job, its running jobs are charged to the spare that
 /// took over.
 #[test]
 fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
@@ -74,8 +74,8 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     assert_eq!(fixture.spawned.len(), 4);
 }
 
-/// If a worker dies without having completed a job, the failure counts against the slot that the worker
-/// filled, even if a spare now fills this slot.
+/// If a worker dies without having completed a job, the failure is charged to the slot that the worker
+/// filled, even if a spare has taken over this slot.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);

@@ -1,4 +1,4 @@
-//! Places that are withheld from a tenant's quota after one of its jobs has ended a worker.
+//! Withheld places of a tenant's quota, after one of its jobs has ended a worker.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -120,7 +120,7 @@ fn withheld_permit_is_released_when_the_slot_stops() {
     assert!(!may_go(&mut fixture, "greedy"));
     fixture.apply(Event::Reaped { worker });
     assert!(may_go(&mut fixture, "greedy"), "no other worker will start");
-    // A slot also stops existing if the bulkhead gets fewer slots.
+    // A slot also disappears if the bulkhead gets fewer slots.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let (other, job) = (submit(&mut fixture, "other"), submit(&mut fixture, "greedy"));
     let worker = fixture.holder(job);

@@ -1,12 +1,18 @@
 //! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. The filter
 //! simulates a kernel without these system calls, or the sandbox of a container or of another supervisor.
 //!
-//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect.
+//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect. With `@FILE` as the
+//! only rule, the filter applies a seccomp profile of a container engine, without the conditions on arguments.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+use bulkhead_supervisor::keeper::syscall_name;
 use libc::{c_long, sock_filter};
+use serde_json::Value;
+
+/// Numbers of system calls are below this number.
+const NUMBER_MAX: u32 = 1024;
 
 /// Supported system calls.
 const CALLS: [(&str, c_long); 4] = [
@@ -21,11 +27,17 @@ fn main() -> ExitCode {
     let mut parts = arguments.splitn(2, |argument| argument == "--");
     let (rules, program) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
     let Some((program, arguments)) = program.split_first() else { return ExitCode::from(2) };
-    let Some(rules) = rules.iter().map(|rule| parse(rule)).collect::<Option<Vec<_>>>() else {
-        eprintln!("filtered: CALL=ERRNO, where CALL is one of {CALLS:?}");
-        return ExitCode::from(2);
+    let filter = match rules {
+        [rule] if rule.starts_with('@') => profile(&rule[1..]),
+        rules => {
+            let Some(rules) = rules.iter().map(|rule| parse(rule)).collect::<Option<Vec<_>>>() else {
+                eprintln!("filtered: CALL=ERRNO, where CALL is one of {CALLS:?}");
+                return ExitCode::from(2);
+            };
+            filter(&rules, libc::SECCOMP_RET_ALLOW)
+        }
     };
-    if let Err(error) = install(&filter(&rules)) {
+    if let Err(error) = install(&filter) {
         eprintln!("filtered: failed to install the filter: {error}");
         return ExitCode::FAILURE;
     }
@@ -34,23 +46,43 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-fn parse(rule: &str) -> Option<(c_long, u16)> {
+fn parse(rule: &str) -> Option<(c_long, u32)> {
     let (name, errno) = rule.split_once('=')?;
     let (_, number) = CALLS.iter().find(|(known, _)| *known == name)?;
-    Some((*number, errno.parse().ok()?))
+    Some((*number, libc::SECCOMP_RET_ERRNO | u32::from(errno.parse::<u16>().ok()?)))
 }
 
-fn filter(rules: &[(c_long, u16)]) -> Vec<sock_filter> {
+/// Returns the filter of a profile of a container engine. Panics if the file is not such a profile.
+fn profile(file: &str) -> Vec<sock_filter> {
+    let text = std::fs::read_to_string(file).expect("the profile can be read");
+    let profile: Value = serde_json::from_str(&text).expect("the profile is JSON");
+    assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
+    let default =
+        libc::SECCOMP_RET_ERRNO | profile["defaultErrnoRet"].as_u64().expect("an error number") as u32;
+    let mut rules = Vec::new();
+    for group in profile["syscalls"].as_array().expect("groups of system calls") {
+        assert_eq!(group["action"], "SCMP_ACT_ALLOW");
+        for name in group["names"].as_array().expect("names").iter().filter_map(Value::as_str) {
+            // Names of calls that only another architecture has are skipped.
+            let number = (0..NUMBER_MAX).find(|number| syscall_name(*number) == name);
+            rules.extend(number.map(|number| (number.into(), libc::SECCOMP_RET_ALLOW)));
+        }
+    }
+    filter(&rules, default)
+}
+
+/// Returns a filter with an action for each system call in `rules`, and with the action `default` for all others.
+fn filter(rules: &[(c_long, u32)], default: u32) -> Vec<sock_filter> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const JUMP_IF_IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let instruction = |code, jf, k| sock_filter { code, jt: 0, jf, k };
     let mut program = vec![instruction(LOAD, 0, std::mem::offset_of!(libc::seccomp_data, nr) as u32)];
-    for (number, errno) in rules {
+    for (number, action) in rules {
         program.push(instruction(JUMP_IF_IS, 1, *number as u32));
-        program.push(instruction(RETURN, 0, libc::SECCOMP_RET_ERRNO | u32::from(*errno)));
+        program.push(instruction(RETURN, 0, *action));
     }
-    program.push(instruction(RETURN, 0, libc::SECCOMP_RET_ALLOW));
+    program.push(instruction(RETURN, 0, default));
     program
 }
 

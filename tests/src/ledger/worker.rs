@@ -47,6 +47,9 @@ impl Mark {
 pub struct Record {
     /// Number that the client has given to the job.
     pub job: u64,
+    /// Time in µs of CLOCK_MONOTONIC at which this attempt of the job began. An attempt is identified by
+    /// this time and the number of its job.
+    pub began_us: u64,
     /// Time in µs of CLOCK_MONOTONIC.
     pub at_us: u64,
     /// Process id of the worker in its own pid namespace.
@@ -56,21 +59,58 @@ pub struct Record {
 }
 
 impl Record {
-    const BYTES: usize = 24;
+    const BYTES: usize = 32;
 
     fn encode(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&self.job.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.at_us.to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.pid.to_le_bytes());
-        bytes[20] = self.mark as u8;
+        bytes[8..16].copy_from_slice(&self.began_us.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.at_us.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.pid.to_le_bytes());
+        bytes[28] = self.mark as u8;
         bytes
     }
 
     fn decode(bytes: &[u8]) -> Self {
         let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        let pid = u32::from_le_bytes(bytes[16..20].try_into().expect("four bytes"));
-        Self { job: number(0), at_us: number(8), pid, mark: Mark::ALL[usize::from(bytes[20])] }
+        let pid = u32::from_le_bytes(bytes[24..28].try_into().expect("four bytes"));
+        let mark = Mark::ALL[usize::from(bytes[28])];
+        Self { job: number(0), began_us: number(8), at_us: number(16), pid, mark }
+    }
+
+    /// Returns the attempt of the record.
+    pub fn attempt(&self) -> Attempt {
+        Attempt { job: self.job, began_us: self.began_us }
+    }
+}
+
+/// Attempt of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Attempt {
+    /// Number that the client has given to the job.
+    pub job: u64,
+    /// Time in µs of CLOCK_MONOTONIC at which the attempt began.
+    pub began_us: u64,
+}
+
+impl Attempt {
+    const BYTES: usize = 16;
+
+    /// Returns a record about the attempt by this worker.
+    fn record(self, at_us: u64, mark: Mark) -> Record {
+        Record { job: self.job, began_us: self.began_us, at_us, pid: std::process::id(), mark }
+    }
+
+    fn encode(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&self.job.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.began_us.to_le_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8; Self::BYTES]) -> Self {
+        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        Self { job: number(0), began_us: number(8) }
     }
 }
 
@@ -92,7 +132,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
     let notes = PathBuf::from(notes);
     let places = notes.join(format!("places-{bulkhead}"));
     let bound: usize = bound.parse().expect("a number");
-    // The file is opened for all users, because workers can run as different users and the folder is sticky.
+    // The file is open to all users, because workers can run as different users.
     let records = open(&notes.join(RECORDS)).expect("the records can be opened");
     Server::new()
         .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
@@ -102,13 +142,14 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
             }
             let number = job.payload().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
             let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
-            let write = |mark| write(&records, number, mark);
-            write(Mark::Begun)?;
-            let place = take_place(&places, bound, number)?;
+            let attempt = Attempt { job: number, began_us: now_us() };
+            // A single write to a file in append mode keeps records from mixing.
+            let write = |record: Record| (&records).write_all(&record.encode());
+            write(attempt.record(attempt.began_us, Mark::Begun))?;
+            let place = take_place(&places, bound, attempt)?;
             if let Place::None { since_us, holders } = &place {
-                let over =
-                    Record { job: number, at_us: *since_us, pid: std::process::id(), mark: Mark::OverBound };
-                let held = holders.iter().map(|&job| Record { job, mark: Mark::Held, ..over });
+                let over = attempt.record(*since_us, Mark::OverBound);
+                let held = holders.iter().map(|holder| holder.record(*since_us, Mark::Held));
                 let all: Vec<u8> = std::iter::once(over).chain(held).flat_map(Record::encode).collect();
                 (&records).write_all(&all)?;
             }
@@ -122,7 +163,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
                 _ if ctx.operation() == "chains" => start_chains()?,
                 _ => {}
             }
-            write(Mark::Ended)?;
+            write(attempt.record(now_us(), Mark::Ended))?;
             let no_copies = SPAWNING.read();
             drop(place);
             drop(no_copies);
@@ -136,11 +177,6 @@ fn open(path: &Path) -> std::io::Result<File> {
     // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
-}
-
-fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
-    // A single write to a file in append mode keeps records from mixing.
-    records.write_all(&Record { job, at_us: now_us(), pid: std::process::id(), mark }.encode())
 }
 
 /// Stops the whole worker process for a tenth of a second, like a call that holds an interpreter's lock.
@@ -194,7 +230,7 @@ const MEETS_WITHIN_US: u64 = 1_000_000;
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
-    let Place::Taken(own) = take_place(places, bound, 0)? else {
+    let Place::Taken(own) = take_place(places, bound, Attempt { job: 0, began_us })? else {
         return Err(HandlerError::new("no_place", "all places are taken"));
     };
     let is_held = |byte: &usize| {
@@ -216,14 +252,14 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of taking a place.
 enum Place {
-    /// The job holds a lock on one byte until the file is closed. The file contains the job's number.
+    /// The attempt holds a lock on one byte until the file is closed. The file names the attempt.
     Taken(File),
-    /// The jobs in `holders` have taken all places since `since_us`, in µs.
-    None { since_us: u64, holders: Vec<u64> },
+    /// The attempts in `holders` have taken all places since `since_us`, in µs.
+    None { since_us: u64, holders: Vec<Attempt> },
 }
 
-/// Tries to take one of `bound` places for a job.
-fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
+/// Tries to take one of `bound` places for an attempt.
+fn take_place(places: &Path, bound: usize, attempt: Attempt) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
     // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
@@ -236,15 +272,15 @@ fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
         }
         match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock_of(byte))) {
             Ok(_) => {
-                file.write_all_at(&job.to_le_bytes(), 8 * byte as u64)?;
+                file.write_all_at(&attempt.encode(), (Attempt::BYTES * byte) as u64)?;
                 return Ok(Place::Taken(file));
             }
             Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    let mut numbers = vec![0; 8 * bound];
-    file.read_exact_at(&mut numbers, 0)?;
-    let (holders, _) = numbers.as_chunks::<8>();
-    Ok(Place::None { since_us, holders: holders.iter().map(|number| u64::from_le_bytes(*number)).collect() })
+    let mut names = vec![0; Attempt::BYTES * bound];
+    file.read_exact_at(&mut names, 0)?;
+    let (holders, _) = names.as_chunks();
+    Ok(Place::None { since_us, holders: holders.iter().map(Attempt::decode).collect() })
 }

@@ -310,6 +310,11 @@ fn invalid_requests_get_problem_documents() {
         ("POST", "/v1/bulkheads/nobody/drain"),
         ("POST", "/v1/bulkheads/nobody/resume"),
         ("POST", "/v1/bulkheads/nobody/reset"),
+        ("GET", "/v1/jobs?bulkhead=nobody"),
+        ("POST", "/v1/bulkheads/nobody/jobs/1000001/cancel"),
+        ("POST", "/v1/bulkheads/b/jobs/1000001/cancel"),
+        ("POST", "/v1/bulkheads/b/jobs/job-1/cancel"),
+        ("POST", "/v1/bulkheads/b/jobs/+1/cancel"),
         ("GET", "/readyz?bulkhead=nobody"),
     ];
     for (method, path) in not_found {
@@ -340,6 +345,11 @@ fn invalid_requests_get_problem_documents() {
         "/v1/events?follow=perhaps",
         "/v1/bulkheads/b/logs?follow=perhaps",
         "/v1/bulkheads/b/logs?limit=-1",
+        "/v1/bulkheads/b/logs?since=noon",
+        "/v1/bulkheads/b/logs?bulkhead=b",
+        "/v1/jobs?state=done",
+        "/v1/jobs?limit=many",
+        "/v1/jobs?tenant=acme",
         "/v1/bulkheads/%ff",
     ];
     for path in invalid {
@@ -614,6 +624,67 @@ fn event_stream_continues_stored_events_without_gap() {
     assert_eq!(get(&supervisor, "/v1/events?follow=false&bulkhead=nobody").status, 404);
 }
 
+// Jobs.
+
+#[test]
+fn list_of_jobs_is_bounded_and_oldest_first() {
+    const JOBS: usize = 20_000;
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 30000\ndeadline = \"600s\"\n\
+         [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true }\n",
+    );
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let mut handles = vec![client.job("b", "").operation("hang").start().unwrap()];
+    supervisor.wait_number("b", "in_flight", 1);
+    handles.extend((1..JOBS).map(|_| client.job("b", "").start().unwrap()));
+    supervisor.wait_number("b", "queued", JOBS as u64 - 1);
+    // The list is made over several iterations of the event loop.
+    let list = |query: &str| supervisor.get(&format!("/v1/jobs?{query}"));
+    let all = list("");
+    assert_eq!((&all["total"], all["jobs"].as_array().unwrap().len()), (&JOBS.into(), 100));
+    assert_eq!((&all["jobs"][0]["state"], &all["jobs"][1]["state"]), (&"running".into(), &"queued".into()));
+    let long = list("limit=100000&bulkhead=b");
+    let numbers: Vec<u64> = long["jobs"].as_array().unwrap().iter().map(number_of).collect();
+    assert_eq!(numbers.len(), 1000);
+    assert!(numbers.is_sorted(), "job numbers rise with the time of submission");
+    assert_eq!(list("limit=0")["total"], JOBS);
+    assert_eq!(list("state=queued")["total"], JOBS - 1);
+    let none = list("bulkhead=other");
+    assert_eq!((&none["total"], none["jobs"].as_array().unwrap().len()), (&0.into(), 0));
+    handles.iter().for_each(|handle| handle.cancel());
+    wait_for("no job is left", || (list("")["total"] == 0).then_some(()));
+}
+
+fn number_of(job: &Value) -> u64 {
+    u64::from_str_radix(job["job"].as_str().unwrap(), 16).unwrap()
+}
+
+#[test]
+fn job_at_a_fallback_is_listed_and_cancelled_there() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.first]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
+         [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\ntenants = { isolate = true }\n",
+    );
+    supervisor.post("/v1/bulkheads/first/drain");
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let handle = client.job("first", "").operation("yield").tenant("acme").start().unwrap();
+    let job = wait_for("the job runs", || {
+        let jobs = supervisor.get("/v1/jobs?state=running");
+        jobs["jobs"].get(0).cloned()
+    });
+    assert_eq!((&job["bulkhead"], &job["tenant"]), (&"second".into(), &"acme".into()), "{job}");
+    assert!(job["age_ms"].as_f64() >= job["ran_ms"].as_f64(), "{job}");
+    assert_eq!(supervisor.get("/v1/jobs?bulkhead=first")["total"], 0);
+    let path = |name: &str| format!("/v1/bulkheads/{name}/jobs/{}/cancel", job["job"].as_str().unwrap());
+    assert_eq!(supervisor.post(&path("first")).0, 404);
+    assert_eq!(supervisor.post(&path("second")).0, 200);
+    let error = handle.wait().unwrap_err();
+    assert_eq!(bulkhead_tests::outcome(&Err(error)), "cancelled/");
+    let event = supervisor.wait_events("job_cancelled", 1).remove(0);
+    assert_eq!((&event["bulkhead"], &event["tenant"]), (&"second".into(), &"acme".into()), "{event}");
+    supervisor.wait_number("first", "cancelled", 1);
+}
+
 // Logs.
 
 #[test]
@@ -658,6 +729,12 @@ fn logs_escape_control_characters_of_workers() {
     });
     assert!(!log.chars().any(|c| c.is_control() && c != '\n'), "{log:?}");
     assert_eq!(get(&supervisor, "/v1/bulkheads/x/logs?limit=2").lines().len(), 2);
+    let numbers = |path: &str| -> Vec<u64> {
+        get(&supervisor, path).lines().iter().map(|line| line["seq"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(numbers("/v1/bulkheads/x/logs?since=1")[..3], [2, 3, 4]);
+    assert_eq!(numbers("/v1/bulkheads/x/logs?since=1&limit=1").len(), 1);
+    assert!(numbers("/v1/bulkheads/x/logs?since=1000").is_empty());
 
     let lines = wait_for("the log has a line of both streams", || {
         let lines = get(&supervisor, "/v1/bulkheads/w/logs").lines();
@@ -834,6 +911,7 @@ fn invalid_command_line_exits_with_status_2() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let program = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        command.env("BULKHEAD_CONFIG", "/nonexistent/default.toml");
         command.args(arguments).stdin(Stdio::null()).output().unwrap()
     };
     let config = folder.path().join("workers.toml");
@@ -858,6 +936,36 @@ fn invalid_command_line_exits_with_status_2() {
     for arguments in ["--help", "--version"] {
         assert_eq!(program(&[arguments]).status.code(), Some(0));
     }
+    let said = program(&[]).stderr;
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("there is no configuration file /nonexistent/default.toml"), "{said}");
+}
+
+#[test]
+fn default_configuration_file_needs_no_option() {
+    let folder = configured(&format!("{SOCKETS}{ONE}"));
+    let check = |variables: &[(&str, &Path)]| {
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        for name in ["BULKHEAD_CONFIG", "XDG_CONFIG_HOME", "HOME"] {
+            command.env_remove(name);
+        }
+        command.envs(variables.iter().copied()).arg("--check").stdin(Stdio::null()).output().unwrap()
+    };
+    let file = folder.path().join("workers.toml");
+    let output = check(&[("BULKHEAD_CONFIG", &file)]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("[bulkhead.b]"), "{output:?}");
+    if rustix::process::geteuid().is_root() {
+        return eprintln!("NOT RUN: the default path of root is in /etc");
+    }
+    let home = folder.path().join("bulkhead");
+    std::fs::create_dir(&home).unwrap();
+    std::fs::rename(&file, home.join("workers.toml")).unwrap();
+    let output = check(&[("XDG_CONFIG_HOME", folder.path())]);
+    assert!(output.status.success(), "{output:?}");
+    let output = check(&[]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("neither XDG_CONFIG_HOME nor HOME is set"), "{said}");
 }
 
 // Signals and the log.

@@ -209,6 +209,58 @@ fn dashboard_lists_failing_bulkheads_first() {
 }
 
 #[test]
+fn dashboard_summarises_troubles_and_folds_healthy_bulkheads() {
+    let _turn = heavy();
+    let mut bulkheads =
+        "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n"
+            .to_owned();
+    for number in 0..12 {
+        bulkheads += &format!("[bulkhead.w{number}]\ncommand = [\"MISBEHAVE\"]\n");
+    }
+    let Some((site, browser)) = open(&bulkheads) else { return };
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let title = format!("(1) {} – Bulkhead", host.trim());
+    browser.wait(&format!("document.title === {}", json!(title)));
+    assert_eq!(browser.text("#host"), host.trim());
+    browser.wait("document.querySelector('#summary').textContent === '1 failing, 1 crash in 10 min'");
+    let names = |place: &str| {
+        browser.value(&format!(
+            "[...document.querySelectorAll('{place} .card h3')].map((e) => e.textContent).join()"
+        ))
+    };
+    assert_eq!(names("#cards"), "zz");
+    assert_eq!(names("#folded"), (0..12).map(|n| format!("w{n}")).collect::<Vec<_>>().join(","));
+    assert_eq!(browser.text("#fold-title"), "12 other healthy bulkheads");
+    // A search shows matching bulkheads also if they are folded.
+    assert_eq!(browser.value("document.querySelector('#fold').open"), false);
+    browser.fill("#filter", "w11");
+    browser.wait("document.querySelector('#fold').open && document.querySelectorAll('.card:not([hidden])').length === 1");
+    browser.run(
+        "const f = document.querySelector('#filter'); f.value = ''; f.dispatchEvent(new Event('input'))",
+    );
+    browser.wait("!document.querySelector('#fold').open");
+
+    // Two equal crashes are one group of events.
+    for _ in 0..2 {
+        site.place.job("w3", "abort", &[BEARER], b"a bad payload").problem(502);
+    }
+    browser.wait(
+        "[...document.querySelector('#groups').rows].some((row) => [...row.cells].slice(0, 4).map((e) => e.textContent)\
+         .join('|') === '2 ×|job crashed|w3|killed by SIGABRT')",
+    );
+    browser.wait("document.querySelector('#summary').textContent.includes('3 crashes in 10 min')");
+    browser.wait("document.querySelectorAll('#crashes summary').length > 1");
+    browser.run("[...document.querySelectorAll('#crashes summary')].find((e) => e.textContent.includes('w3')).click()");
+    browser.wait("document.querySelector('#crashes .report pre')?.textContent === 'a bad payload'");
+    browser.click("#crashes .report .actions button");
+    browser.wait("document.querySelector('#dialog').open");
+    assert!(site.supervisor.events("crash_replayed").is_empty(), "the user has not confirmed the replay");
+    browser.click("#dialog .primary");
+    browser.wait("document.querySelector('#crashes .verdict').textContent.startsWith('The job crashes in the same way.')");
+    check(&site, &browser);
+}
+
+#[test]
 fn dashboard_asks_for_confirmation_before_changes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
 
-use bulkhead_tests::http::{Answer, Place};
+use bulkhead_tests::http::{Answer, KeptAlive, Place};
 use bulkhead_tests::{Supervisor, not_run, wait_for};
 use serde_json::Value;
 
@@ -35,6 +35,19 @@ fn crash(supervisor: &Supervisor, place: &Place) -> String {
         let crashes = supervisor.get("/v1/crashes");
         Some(crashes["crashes"].get(0)?["id"].as_str()?.to_owned())
     })
+}
+
+/// Starts a job that runs until it is cancelled or the connection closes. Returns the connection, and the number of the
+/// job.
+fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
+    let head = [BEARER, "Bulkhead-Operation: yield", "Content-Type: application/octet-stream"];
+    let mut connection = place.keep_alive();
+    connection.socket().send_head("POST", "/v1/bulkheads/b/jobs", &head, Some(0));
+    let number = wait_for("the job runs", || {
+        let jobs = supervisor.get("/v1/jobs?state=running");
+        Some(jobs["jobs"].get(0)?["job"].as_str()?.to_owned())
+    });
+    (connection, number)
 }
 
 /// Returns every operation of the document (path, method, description).
@@ -146,6 +159,8 @@ fn every_route_matches_the_openapi_document() {
         // Valid requests.
         let right = path.replace("{name}", "b").replace("{id}", &id).replace("{tenant}", "acme");
         let right = right.replace("{file}", "main.js") + end;
+        let job = path.contains("{job}").then(|| running_job(&supervisor, &place));
+        let right = job.as_ref().map_or(right.clone(), |(_, number)| right.replace("{job}", number));
         let answer = with(&[], &right, body);
         assert_eq!(answer.status, 200, "{asked}: {}", answer.text());
         compare(&document, said, &answer, &asked);
@@ -182,7 +197,7 @@ fn every_route_matches_the_openapi_document() {
         if path.contains('{') {
             for name in ["nobody", "%00", "%F0%9F%98%80", &"n".repeat(300)] {
                 let wrong = path.replace("{name}", name).replace("{id}", name).replace("{tenant}", name);
-                let wrong = wrong.replace("{file}", name) + end;
+                let wrong = wrong.replace("{file}", name).replace("{job}", name) + end;
                 let answer = with(&[], &wrong, body);
                 assert_eq!(answer.status, 404, "{asked} of {name}: {}", answer.text());
                 compare(&document, said, &answer, &asked);
@@ -232,7 +247,7 @@ fn every_route_matches_the_openapi_document() {
     // Calls all operations again, for a bulkhead with isolated tenants.
     for (path, method, said) in &operations {
         let path = path.replace("{name}", "own").replace("{id}", &id).replace("{tenant}", "acme");
-        let path = path.replace("{file}", "style.css");
+        let path = path.replace("{file}", "style.css").replace("{job}", "1000001");
         let (kind, body) = body_of(said);
         let mut headers: Vec<&str> = kind.iter().map(String::as_str).collect();
         headers.extend([BEARER, "Bulkhead-Tenant: acme"]);

@@ -895,7 +895,7 @@ fn disconnect_after_last_frame_releases_the_client() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// Workers: the supervisor runs this test program with `hostile::hostile_worker` as the only test.
+// Workers: the supervisor runs this test program with `clients::hostile::hostile_worker` as the only test.
 
 /// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of
 /// a bulkhead `honest`. The worker keeps its notes in `folder`.
@@ -903,7 +903,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
         "[bulkhead.victim]\n\
-         command = [{program:?}, \"hostile::hostile_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
+         command = [{program:?}, \"clients::hostile::hostile_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
          env = {{ NOTES = {folder:?} }}\nsandbox = {{ user = \"shared\", write = [{folder:?}] }}\n\
          {keys}\n\
          [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 10\ndeadline = \"300s\"\n"

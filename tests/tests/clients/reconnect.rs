@@ -241,7 +241,7 @@ fn unsent_jobs_are_sent_again_in_order() {
             told.recv().unwrap();
             drop(peer);
             let mut peer = fake.welcome();
-            for index in 0..4 {
+            for index in 0..4_u8 {
                 let (again, _, payload) = next_job(&mut peer);
                 assert_eq!((payload.len(), payload[0]), (3 << 20, index));
                 peer.send(&outcome(again, &payload[..1]));
@@ -252,7 +252,7 @@ fn unsent_jobs_are_sent_again_in_order() {
             let client = Client::connect(path).await.unwrap();
             let sent = client.job("b", "small").start().await.unwrap();
             let mut others = Vec::new();
-            for index in 0..3 {
+            for index in 0..3_u8 {
                 // The payload does not fit into the socket buffer, so none of these jobs is sent completely.
                 others.push(client.job("b", vec![index; 3 << 20]).start().await.unwrap());
             }

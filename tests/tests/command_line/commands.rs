@@ -1,180 +1,18 @@
 //! The `bulkhead` command as users run it: a process with arguments, standard streams and an exit code, against a real
 //! supervisor.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
-use std::thread::JoinHandle;
+use std::process::{Command, Stdio};
 
-use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, not_run, programs, tally, wait_for};
+use bulkhead_tests::{Supervisor, kill_pid, not_run, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-// Running the command.
-
-/// Exit code and output of a command.
-struct Ran {
-    code: Option<i32>,
-    stdout: Vec<u8>,
-    stderr: String,
-}
-
-impl Ran {
-    fn text(&self) -> &str {
-        std::str::from_utf8(&self.stdout).expect("text")
-    }
-
-    /// Parses standard output, which must consist of one JSON object per line.
-    fn objects(&self) -> Vec<Value> {
-        let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
-        self.text()
-            .lines()
-            .map(parse)
-            .inspect(|value: &Value| assert!(value.is_object(), "{value}"))
-            .collect()
-    }
-
-    fn object(&self) -> Value {
-        let mut objects = self.objects();
-        assert_eq!(objects.len(), 1, "{objects:?} {}", self.stderr);
-        objects.remove(0)
-    }
-
-    #[track_caller]
-    fn expect(self, code: i32) -> Self {
-        let (stdout, stderr) = (String::from_utf8_lossy(&self.stdout), &self.stderr);
-        assert_eq!(self.code, Some(code), "stdout: {stdout}\nstderr: {stderr}");
-        self
-    }
-}
-
-/// A running command. `end` kills the command if it does not exit in time.
-struct Running {
-    child: Child,
-    stdin: Option<ChildStdin>,
-    stdout: Option<JoinHandle<Vec<u8>>>,
-    stderr: JoinHandle<Vec<u8>>,
-}
-
-fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
-    std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        // After a read error, the test uses the bytes that arrived before.
-        let _ = from.read_to_end(&mut bytes);
-        bytes
-    })
-}
-
-fn spawn(command: &mut Command) -> Running {
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("the command runs");
-    let stdin = child.stdin.take();
-    let stdout = child.stdout.take().map(read_all);
-    let stderr = read_all(child.stderr.take().expect("a pipe"));
-    Running { child, stdin, stdout, stderr }
-}
-
-impl Running {
-    /// Writes `input` to standard input, closes it, and waits for the command to exit.
-    fn feed(mut self, input: &[u8]) -> Ran {
-        // The command can exit before reading everything.
-        let _ = self.stdin.take().expect("a pipe").write_all(input);
-        self.end()
-    }
-
-    fn end(mut self) -> Ran {
-        drop(self.stdin.take());
-        let began = std::time::Instant::now();
-        let status = loop {
-            match self.child.try_wait().expect("our own child") {
-                Some(status) => break status,
-                None if began.elapsed() > PATIENCE => {
-                    let _ = self.child.kill();
-                    panic!("the command did not end: {:?}", self.stderr.join());
-                }
-                None => std::thread::park_timeout(std::time::Duration::from_millis(2)),
-            }
-        };
-        let stdout = self.stdout.take().map(|reader| reader.join().expect("a reader")).unwrap_or_default();
-        let stderr = String::from_utf8_lossy(&self.stderr.join().expect("a reader")).into_owned();
-        Ran { code: status.code(), stdout, stderr }
-    }
-}
-
-/// Runs the command against `supervisor`.
-fn bulkhead(supervisor: &Supervisor, arguments: &[&str]) -> Ran {
-    spawn(supervisor.command().args(arguments)).end()
-}
-
-/// Runs the command against `supervisor` with this standard input.
-fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> Ran {
-    spawn(supervisor.command().args(arguments)).feed(input)
-}
-
-/// Returns the command without the environment variables that name a supervisor.
-fn plain(arguments: &[&str]) -> Command {
-    let mut command = Command::new(programs().join("bulkhead"));
-    command.args(arguments).env_remove("BULKHEAD_SOCKET").env_remove("BULKHEAD_ADMIN");
-    command
-}
-
-/// Starts a job that runs until the command is interrupted.
-fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
-    let running = spawn(supervisor.command().args(arguments).arg("-n"));
-    supervisor.wait_number(arguments[1], "in_flight", 1);
-    running
-}
-
-/// A command that follows a stream, and the received lines.
-struct Following {
-    child: Child,
-    lines: Receiver<String>,
-}
-
-fn follow(command: &mut Command) -> Following {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = command.spawn().expect("the command runs");
-    let (sender, lines) = channel();
-    let stdout = BufReader::new(child.stdout.take().expect("a pipe"));
-    std::thread::spawn(move || {
-        for line in stdout.lines().map_while(Result::ok) {
-            if sender.send(line).is_err() {
-                return;
-            }
-        }
-    });
-    Following { child, lines }
-}
-
-impl Following {
-    /// Waits for a line that contains `part`.
-    fn line_with(&self, part: &str) -> String {
-        loop {
-            let line = self.lines.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no line with {part}"));
-            if line.contains(part) {
-                return line;
-            }
-        }
-    }
-
-    /// Sends SIGINT and returns the exit code.
-    fn interrupt(mut self) -> Option<i32> {
-        kill_pid(self.child.id(), Signal::SIGINT);
-        wait_for("the command ends", || self.child.try_wait().expect("our own child")).code()
-    }
-}
-
-impl Drop for Following {
-    fn drop(&mut self) {
-        // The command may have exited already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+use super::running::{Ran, Running, blocker, bulkhead, fed, follow, plain, read_all, spawn};
 
 // Outcomes and exit codes.
 
@@ -470,10 +308,39 @@ fn invalid_arguments_are_usage_errors() {
         &["submit", "b", "--payload-file"],
         &["submit", "b", "--payload-file", missing],
         &["status", "a", "b"],
+        &["status", "--sort", "size"],
+        &["status", "b", "--failed"],
         &["events", "--since", "x"],
-        &["logs"],
+        &["events", "--since", "9999-01-01T00:00:00Z"],
+        &["events", "--kind", "moon_rose"],
+        &["events", "--severity", "loud"],
+        &["events", "-n", "-1"],
+        &["logs", "--stream", "both"],
+        &["logs", "-o", "xml"],
+        &["logs", "-f", "--until", "10m"],
+        &["logs", "-o", "cat", "--json"],
+        &["jobs", "--state", "done"],
+        &["jobs", "-n", "0"],
+        &["jobs", "-n", "1001"],
+        &["cancel", "b"],
+        &["cancel", "b", "job-1"],
+        &["cancel", "b", "12345678901234567"],
+        &["is-ready", "--wait"],
+        &["is-ready", "--wait", "0s"],
         &["restart"],
+        &["restart", "b", "--wait=soon"],
         &["drain"],
+        &["drain", "b", "--all"],
+        &["drain", "b", "--wait=0s"],
+        &["crashes", "--cause", "bad luck"],
+        &["crashes", "last", "--since", "10m"],
+        &["crashes", "--since", "tomorrow"],
+        &["--host", "127.0.0.1:9", "status"],
+        &["--host", "http://127.0.0.1:0", "status"],
+        &["--host", "https://127.0.0.1:9", "status"],
+        &["--host", "http://127.0.0.1:9", "--admin", "x", "status"],
+        &["--host", "http://127.0.0.1:9", "--token-file", missing, "status"],
+        &["--host", "http://127.0.0.1:9", "bench", "b"],
         &["resume"],
         &["reset"],
         &["bench"],
@@ -713,8 +580,14 @@ fn failed_commands_print_json_errors() {
         &["top"],
         &["events"],
         &["logs", "b"],
+        &["logs"],
+        &["jobs"],
+        &["cancel", "b", "1000001"],
+        &["is-ready"],
         &["restart", "b"],
+        &["restart", "b", "--wait"],
         &["drain", "b"],
+        &["drain", "--all", "--wait"],
         &["resume", "b"],
         &["reset", "b"],
         &["resize", "b", "--max-queue", "3"],
@@ -865,7 +738,7 @@ fn logs_command_escapes_control_characters() {
     let logs = bulkhead(&supervisor, &["logs", "x"]).expect(0);
     assert!(!logs.text().chars().any(|c| c.is_control() && c != '\n'), "{:?}", logs.text());
     let line = logs.text().lines().next().unwrap();
-    assert!(line.contains(&pid) && line.contains("stderr"), "{line}");
+    assert!(line.contains(&format!("Z x[{pid}] stderr: a")), "{line}");
     assert!(line.contains(r"a\u{1b}[31mb\u{7}c\u{9b}d\u{7f}e") && line.ends_with('f'), "{line}");
     assert!(!logs.text().contains("secret"));
     for object in bulkhead(&supervisor, &["logs", "x", "--json"]).expect(0).objects() {
@@ -941,12 +814,20 @@ fn bench_prints_throughput_and_latency() {
 
 // Completions and man pages.
 
-const SUBCOMMANDS: [&str; 12] = [
+const SUBCOMMANDS: [&str; 20] = [
     "submit",
     "status",
     "top",
     "events",
     "logs",
+    "jobs",
+    "cancel",
+    "is-ready",
+    "resize",
+    "advise",
+    "reload",
+    "crashes",
+    "replay",
     "restart",
     "drain",
     "resume",
@@ -970,6 +851,23 @@ fn every_shell_has_completions() {
             spawn(check.arg("-n")).feed(&ran.stdout).expect(0);
         } else {
             eprintln!("NOT PARSED: {shell} is not installed, or cannot check a script");
+        }
+    }
+}
+
+#[test]
+fn help_fits_into_80_columns() {
+    let help = |arguments: &[&str]| {
+        let ran = spawn(plain(arguments).env("COLUMNS", "80")).end().expect(0);
+        for line in ran.text().lines() {
+            assert!(line.chars().count() <= 80, "{arguments:?}: {line}");
+        }
+        assert!(ran.text().contains("Usage:"), "{arguments:?}");
+    };
+    for long in ["-h", "--help"] {
+        help(&[long]);
+        for name in SUBCOMMANDS {
+            help(&[name, long]);
         }
     }
 }

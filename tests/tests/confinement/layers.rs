@@ -257,16 +257,51 @@ fn worker_start_fails_if_kernel_ignores_its_rules() {
     }
 }
 
-/// Runs `doctor` under a filter. Returns true for each layer that is available.
-fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
+/// Runs `doctor` under a filter. Returns the rows.
+fn doctor_layers(filter: &[&str]) -> Vec<serde_json::Value> {
     let programs = bulkhead_tests::programs();
     let mut command = Command::new(programs.join("filtered"));
     command.args(filter).arg("--").arg(programs.join("bulkhead-supervisor")).args(["doctor", "--json"]);
     let output = command.output().unwrap().stdout;
-    let layers: serde_json::Value = serde_json::from_slice(&output).unwrap();
+    serde_json::from_slice(&output).unwrap()
+}
+
+/// Runs `doctor` under a filter. Returns true for each layer that is available.
+fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
     let one =
         |layer: &serde_json::Value| (layer["layer"].as_str().unwrap().to_owned(), layer["available"] == true);
-    layers.as_array().unwrap().iter().map(one).collect()
+    doctor_layers(filter).iter().map(one).collect()
+}
+
+#[test]
+fn check_names_writable_path_on_read_only_file_system() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("data")).unwrap();
+    let config = "[bulkhead.x]\nexec = [\"cat\"]\n[bulkhead.x.sandbox]\nread = [\"data\"]\nwrite = [\"/dev/null\", \"data\"]\n";
+    std::fs::write(folder.path().join("workers.toml"), config).unwrap();
+    let check = |mount: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--map-root-user", "--mount", "sh", "-c", &format!("{mount} || exit 99; exec \"$@\"")]);
+        command.arg("sh").arg(bulkhead_tests::programs().join("bulkhead-supervisor"));
+        command
+            .args(["--check", "--config", "workers.toml"])
+            .env("XDG_RUNTIME_DIR", "/run")
+            .current_dir(&folder);
+        command.output().unwrap()
+    };
+    let ended = check("mount -t tmpfs -o ro none data");
+    if !matches!(ended.status.code(), Some(0 | 2)) {
+        not_run!("this machine permits no mount in a user namespace: {ended:?}");
+        return;
+    }
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(2), "{said}");
+    let path = folder.path().join("data");
+    let expected = format!("`sandbox.write`: {} is on a read-only file system", path.display());
+    assert!(said.contains(&expected) && said.contains(": 1 error"), "{said}");
+    assert!(said.contains(&format!("ReadWritePaths={}", path.display())), "{said}");
+    let ended = check("mount -t tmpfs none data");
+    assert_eq!(ended.status.code(), Some(0), "{ended:?}");
 }
 
 #[test]
@@ -289,6 +324,43 @@ fn doctor_detects_layers_that_have_no_effect() {
             assert!(all[*layer] && !found[*layer], "{layer} under {filter:?}");
         }
         assert!(found["pidfd"] && found["user namespace"], "{filter:?}");
+    }
+}
+
+/// An outer filter is not a lack of the kernel, so the advice must not be a newer kernel.
+#[test]
+fn doctor_names_filter_that_refuses_landlock() {
+    if !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    for call in ["landlock_create_ruleset=1", "landlock_restrict_self=1"] {
+        let layer = doctor_layers(&[call]).into_iter().find(|layer| layer["layer"] == "landlock").unwrap();
+        let text = |name: &str| layer[name].as_str().unwrap_or_default().to_owned();
+        assert!(text("why_not").contains("a seccomp filter above this process"), "{layer}");
+        assert!(
+            text("what_to_do").contains("deploy/seccomp.json") && !text("what_to_do").contains("kernel 5"),
+            "{layer}"
+        );
+    }
+}
+
+/// The filter for containers allows everything that both profiles need, so that no layer is missing under the filter.
+#[test]
+fn workers_start_under_filter_for_containers() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let file = concat!("@", env!("CARGO_MANIFEST_DIR"), "/../deploy/seccomp.json");
+    for user in [None, Some(NOBODY)].into_iter().take(1 + usize::from(is_root())) {
+        for sandbox in [DEFAULT, STRICT] {
+            let bulkheads = bulkhead("x", WORKER, sandbox);
+            let start = |filter: &'static [&'static str]| {
+                let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
+                let told = only(&place, "x");
+                (told.missing, told.namespaces, told.landlock, told.is_filtered)
+            };
+            assert_eq!(start(&[file]), start(&[]), "{sandbox} as {user:?}");
+        }
     }
 }
 

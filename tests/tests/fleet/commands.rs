@@ -11,7 +11,7 @@ use bulkhead_fleet::settings::Settings;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, server_program};
 use bulkhead_tests::{programs, run, wait_for};
 
-use crate::jobs::{BULKHEADS, settings, start};
+use super::jobs::{BULKHEADS, settings, start};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()

@@ -13,7 +13,7 @@ use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 
-use crate::jobs::{BULKHEADS, settings};
+use super::jobs::{BULKHEADS, settings};
 
 /// Starts a fleet with one server and two hosts.
 fn two_hosts() -> Option<TestFleet> {

@@ -9,7 +9,7 @@ use bulkhead_shared::Verdict;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};
 use bulkhead_tests::{run, tally, wait_for};
 
-use crate::jobs::{BULKHEADS, settings};
+use super::jobs::{BULKHEADS, settings};
 
 /// Submits jobs from 32 tasks without an agent. Returns the ids of accepted jobs, and the reasons of rejections.
 async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Vec<RejectReason>) {

@@ -8,7 +8,7 @@ use bulkhead_tests::fleet::{NatsServer, TestFleet, VERSIONS, free_port, server_p
 use bulkhead_tests::not_run;
 use nkeys::KeyPair;
 
-use crate::jobs::BULKHEADS;
+use super::jobs::BULKHEADS;
 
 /// Makes an authority and a certificate for 127.0.0.1. Returns false, with a note, without `openssl`.
 fn certificates(folder: &Path) -> bool {

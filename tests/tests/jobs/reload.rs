@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bulkhead_client::{Client, Job};
 use bulkhead_tests::{
     Auditor, Running, SAME_NUMBERS, Supervisor, connect, descriptors, heavy, is_alive, kill_pid, not_run,
-    outcome, run, spawn, tally, threads, wait_for,
+    outcome, programs, run, spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -432,6 +432,37 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
             "the jobs count at the bulkhead to which they were sent"
         );
     });
+}
+
+/// Also checks that an invalid file in `conf.d` is an error of `bulkhead reload`, and changes nothing.
+#[test]
+fn files_in_conf_d_are_reloaded() {
+    let supervisor = start(B);
+    let misbehave = programs().join("misbehave");
+    let write = |name: &str, text: &str| {
+        let text = text.replace("MISBEHAVE", misbehave.to_str().unwrap());
+        std::fs::write(supervisor.file("conf.d").join(name), text).unwrap();
+    };
+    std::fs::create_dir(supervisor.file("conf.d")).unwrap();
+    write("c.toml", "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\ncwd = \"..\"\n");
+    let ran = command(&supervisor, &["reload"]);
+    assert!(ran.status.success() && text(&ran.stdout) == "c: added\n", "{ran:?}");
+    write("a.toml", "[bulkhead.b]\nexec = [\"cat\"]\n");
+    let ran = command(&supervisor, &["reload"]);
+    assert_eq!(ran.status.code(), Some(2), "{ran:?}");
+    let said = text(&ran.stderr);
+    assert!(
+        said.contains("bulkhead `b` is already defined in ") && said.contains("conf.d/a.toml:1:11"),
+        "{said}"
+    );
+    let told = supervisor.wait_events("config_rejected", 1);
+    let file = supervisor.file("conf.d/a.toml");
+    assert_eq!((&told[0]["file"], &told[0]["line"]), (&json!(file), &json!(1)), "{told:?}");
+    assert_eq!(told[0]["errors"][0]["file"], json!(file), "{told:?}");
+    std::fs::remove_file(&file).unwrap();
+    std::fs::remove_file(supervisor.file("conf.d/c.toml")).unwrap();
+    let ran = command(&supervisor, &["reload"]);
+    assert!(ran.status.success() && text(&ran.stdout).starts_with("c: removed"), "{ran:?}");
 }
 
 // Invalid files.

@@ -25,14 +25,13 @@ use crate::reply::{HandlerError, Reply};
 use crate::rules::{Rules, Temporary};
 use crate::server::Server;
 
-/// Maximum number of bytes that the message of a job contains from the end of standard error.
+/// Maximum size of the standard error tail in a job's error message, in bytes.
 const TAIL_BYTES: usize = 4 * 1024;
 
-/// Interval between checks for remaining processes of a program that has exited.
+/// Interval between checks for descendants of a program that has exited.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program to run, with limits and the meaning of exit statuses. The supervisor passes these settings as
-/// arguments.
+/// The program to run, with its limits and exit statuses. The supervisor passes these settings as arguments.
 #[derive(Default)]
 pub(super) struct Plan {
     program: String,
@@ -44,8 +43,8 @@ pub(super) struct Plan {
     ok: Vec<i32>,
     caller: Vec<i32>,
     retryable: Vec<i32>,
-    /// Names of the payload and result files in the job's folder. If either name is set, this folder is the
-    /// working directory of the program.
+    /// Names of the payload file and the result file in the job's folder. If either name is set, this folder
+    /// is the working directory of the program.
     input: Option<String>,
     output: Option<String>,
 }
@@ -149,7 +148,7 @@ impl Host {
             }
             None => plan.program.clone(),
         };
-        // Creates rules once, to detect an error that would affect every program.
+        // Creates the rules once at startup, to detect errors that would affect every program.
         rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.exposes_temporary_files() {
             eprintln!(
@@ -439,7 +438,7 @@ struct Run {
 
 impl Run {
     /// Reads the bytes that remain in the pipes after the program has ended. Must be called only when no
-    /// process of the program is left. Does not wait for bytes that other processes could still write.
+    /// process of the program is left. Does not wait for other processes that still have the pipes open.
     fn read_rest(&mut self, most: u64) {
         if !matches!(self.end, Ending::Exited | Ending::Incomplete(_)) {
             return;
@@ -474,7 +473,7 @@ impl Run {
     }
 }
 
-/// Waits until a source is ready, or until the time `most` has passed. Returns which sources are ready.
+/// Waits until a source is ready, for at most `most`. Returns the ready sources.
 fn wait<const N: usize>(
     sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,

@@ -1,9 +1,8 @@
 //! Temporary folders, one for each program. No program can see files of an earlier program.
 //!
-//! A folder is removed when no process of its program is left. The removal does not follow symbolic links,
-//! and works without recursion however deep the folder is. Large folders are removed on a separate thread.
-//! Other programs cannot reach such a folder in the meantime, because no program is granted another program's
-//! folder.
+//! A folder is removed when no process of its program is left. The removal follows no symbolic links and is
+//! not recursive, so the folder can have any depth. Large folders are removed on a separate thread. Until
+//! then, the Landlock rules deny other programs access to the folder.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CString;

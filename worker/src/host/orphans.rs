@@ -42,7 +42,7 @@ const SEARCHED_MAX: usize = 256;
 /// Maximum number of descriptors that are checked in each process.
 const DESCRIPTORS_MAX: usize = 1024;
 
-/// Programs that are running or in their `output_grace`, and the channel to the thread that cleans up.
+/// Programs that are running or in their `output_grace`, and the channel to the thread that kills orphans.
 pub(super) struct Orphans {
     programs: Mutex<Programs>,
     /// Locked for reading by threads that start a program, and for writing by the thread that kills
@@ -59,8 +59,8 @@ struct Programs {
     /// Programs whose job has not ended, by process id, which is also the session id. The value is true if
     /// the orphans of the program are recorded.
     unfinished: HashMap<u32, bool>,
-    /// Possible ancestors of processes that have left the session of their program. Records exist for single
-    /// processes and for whole sessions.
+    /// Possible ancestors of processes that have left the session of their program. The key is a single
+    /// process or a whole session.
     owners: HashMap<Key, Vec<u32>>,
 }
 
@@ -80,8 +80,8 @@ impl Programs {
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that can be ancestors of a child of the host. For an unknown child, these are all
-    /// programs that have ended and whose orphans are not recorded yet.
+    /// Returns the programs that can be ancestors of a child of the host. For a child without a record, these
+    /// are all ended programs whose orphans are not recorded yet.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
@@ -120,8 +120,8 @@ impl Programs {
 }
 
 impl Orphans {
-    /// Returns a record without programs, and the receiver of requests for [`Orphans::serve`]. Must be called
-    /// on the first thread of the process.
+    /// Returns an empty record, and the receiver of requests for [`Orphans::serve`]. Must be called on the
+    /// first thread of the process.
     pub(super) fn new() -> (Self, Receiver<SyncSender<()>>) {
         let (requests, received) = sync_channel(0);
         let children = File::open("/proc/thread-self/children").ok();
@@ -141,8 +141,8 @@ impl Orphans {
         Ok(program)
     }
 
-    /// Protects the orphans of an exited program from being killed until [`Orphans::unprotect`] is called.
-    /// Must be called before the program is waited for, so that the process id has not been reused.
+    /// Prevents the orphans of an exited program from being killed until [`Orphans::unprotect`] is called.
+    /// Must be called before the program is reaped, so that the process id has not been reused.
     pub(super) fn protect(&self, number: u32) {
         let has_children = self.has_children();
         let starting = has_children.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
@@ -190,13 +190,13 @@ impl Orphans {
     }
 
     /// Ends the protection of a program's orphans when the job ends. The next cleanup kills the orphans. Must
-    /// be called before the program is waited for.
+    /// be called before the program is reaped.
     pub(super) fn unprotect(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }
 
-    /// Returns true if the first thread has children, or if this is unknown. When the exit of a program
-    /// becomes visible, the kernel has already made the program's children those of the first thread.
+    /// Returns true if the first thread has children, or if this is unknown. The kernel reparents the
+    /// children of an exiting program to the first thread before the exit becomes visible.
     fn has_children(&self) -> bool {
         self.children.as_ref().is_none_or(|children| !matches!(children.read_at(&mut [0], 0), Ok(0)))
     }

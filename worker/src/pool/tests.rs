@@ -18,14 +18,14 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Lowest number of the jobs, in addition to `QUICK`, whose handlers return immediately.
+/// Handlers of jobs with this number or a higher one return immediately, like that of job `QUICK`.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed, because a worker that loses its supervisor kills its process, and this process is that
-    /// of the test.
+    /// Never closed, because the pool kills its process when the supervisor is gone, which here would be the
+    /// test process.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -198,7 +198,7 @@ fn higher_limit_runs_more_jobs_at_once() {
     assert_eq!(fixture.next_begun(1), [2]);
     fixture.send_jobs([3]);
     assert_eq!(fixture.next_begun(1), [3]);
-    // A higher limit alone starts no thread. Only a job does.
+    // A higher limit alone starts no thread. The next job starts one.
     fixture.send(|outbox| {
         push_limits(outbox, 8);
         push_job(outbox, 4);

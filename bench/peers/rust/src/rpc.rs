@@ -1,4 +1,4 @@
-//! Unary calls of tonic over a Unix socket. The service is written by hand, so that no protocol compiler is
+//! Unary tonic calls over a Unix socket. The service is written by hand, so that no protocol compiler is
 //! needed.
 
 use std::convert::Infallible;
@@ -121,7 +121,7 @@ struct Chain {
 }
 
 impl Chain {
-    /// Starts all processes again.
+    /// Restarts all processes.
     async fn start(hops: usize) -> Result<Self> {
         let folder = std::env::temp_dir().join(format!("peer-{}", std::process::id()));
         std::fs::create_dir_all(&folder)?;
@@ -182,7 +182,7 @@ pub async fn drive(hops: usize) -> Result<()> {
                 for _ in 0..total {
                     let began = Instant::now();
                     chain.processes[0].kill()?;
-                    // Nothing but the caller restarts the process, as in the bare chain of the bench.
+                    // Only the caller restarts the process, as in the bare chain of the bench.
                     while chain.client.echo(64).await.is_ok() {}
                     drop(chain);
                     chain = Chain::start(hops).await?;

@@ -1,7 +1,7 @@
 //! Checks of keys for confinement: keys that have no effect with the configured profile, and names that do
 //! not exist.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::Checker;
 use bulkhead_shared::Vocabulary as _;
@@ -11,6 +11,7 @@ use crate::keys::confinement::SandboxKeys;
 use crate::reader::{Arguments, Field, Origin};
 use crate::resolved::Resolved;
 use crate::system_calls::{NEEDED, is_system_call};
+use crate::values::ValueError;
 use crate::{Layer, Profile, SandboxConfig, SandboxUser};
 use crate::{identities, programs};
 
@@ -20,8 +21,8 @@ impl Checker<'_> {
         let sandbox = SandboxConfig {
             profile: profile.value,
             network: raw.network.value(),
-            read: self.paths("sandbox.read", &raw.read),
-            write: self.paths("sandbox.write", &raw.write),
+            read: self.paths("sandbox.read", &raw.read, programs::present),
+            write: self.paths("sandbox.write", &raw.write, programs::writable),
             tmp_bytes: raw.tmp.value(),
             user: self.user(&raw.user),
             allow: self.system_calls("sandbox.syscalls.allow", &raw.syscalls.allow),
@@ -82,13 +83,19 @@ impl Checker<'_> {
         );
     }
 
-    fn paths(&mut self, label: &str, field: &Field<Arguments>) -> Vec<PathBuf> {
+    fn paths(
+        &mut self,
+        label: &str,
+        field: &Field<Arguments>,
+        check: impl Fn(&str, &Path, &Path) -> Result<(), ValueError>,
+    ) -> Vec<PathBuf> {
         let Some(given) = field.given() else { return Vec::new() };
         self.check_unique(label, &given.value);
         let mut paths = Vec::new();
         for text in &given.value {
-            let path = programs::resolve(self.folder, &text.value);
-            self.ok_or_report(&text.span, programs::present(label, &path, self.folder));
+            let folder = self.folder(&text.span);
+            let path = programs::resolve(folder, &text.value);
+            self.ok_or_report(&text.span, check(label, &path, folder));
             paths.push(path);
         }
         paths

@@ -68,7 +68,7 @@ impl Checker<'_> {
 
     /// Reads a token, or reports the problem of its file.
     pub(super) fn token_file(&mut self, label: &str, given: &Given<String>) -> Option<TokenFile> {
-        let path = programs::resolve(self.folder, &given.value);
+        let path = programs::resolve(self.folder(&given.span), &given.value);
         let token = Token::read(&path)
             .map_err(|(message, help)| ValueError::new(format!("`{label}`: {message}"), help));
         self.ok_or_report(&given.span, token).map(|token| TokenFile { path, token })
@@ -139,7 +139,7 @@ impl Checker<'_> {
 
     /// Reports a token with two roles. No other role is possible for the token of `http_token_file`.
     fn check_token_uses(&mut self, raw: &RawSupervisor, entries: &[RawAccess], access: &[AccessConfig]) {
-        let path = |given: &Given<String>| programs::resolve(self.folder, &given.value);
+        let path = |given: &Given<String>| programs::resolve(self.folder(&given.span), &given.value);
         let admin_file: Option<PathBuf> = raw.http_token_file.given().map(path);
         let admin = admin_file.and_then(|path| Token::read(&path).ok());
         let mut conflicts: Vec<(Range<usize>, &str)> = Vec::new();

@@ -15,6 +15,7 @@ mod paths;
 mod random;
 mod refused;
 mod relations;
+mod sources;
 mod tenants;
 mod values;
 

@@ -73,7 +73,7 @@ error: unknown key `deadlin` in [bulkhead.a]
     assert_eq!(errors.path(), path);
     let json = serde_json::to_value(errors.problems()).unwrap();
     let expected = serde_json::json!([{
-        "line": 3, "column": 1,
+        "file": path, "line": 3, "column": 1,
         "message": "unknown key `deadlin` in [bulkhead.a]", "help": "did you mean `deadline`?",
     }]);
     assert_eq!(json, expected);

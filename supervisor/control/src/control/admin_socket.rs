@@ -41,8 +41,8 @@ pub(super) async fn accept_all(
         report_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
     };
     control.until_shutdown(admin.run(control, &mut next, &dispatcher)).await;
-    // Another supervisor accepts the connections in the backlog.
-    if !control.handover.is_listening() {
+    // Another supervisor, or the next process of the service manager, accepts the connections in the backlog.
+    if control.inherited.admin || !control.handover.is_listening() {
         return;
     }
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.

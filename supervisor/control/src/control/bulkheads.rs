@@ -4,8 +4,11 @@ use axum::body::Bytes;
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use bulkhead_api::{Bulkheads, Done};
-use bulkhead_plane::command::{Command, SteerAction, SteerError, change_problem, tenant_change_problem};
+use bulkhead_api::{Bulkheads, Done, JobProgress, Vocabulary as _};
+use bulkhead_plane::command::{
+    Command, JOBS_LISTED_MAX, JobsRequest, SteerAction, SteerError, change_problem, tenant_change_problem,
+};
+use bulkhead_shared::JobId;
 use serde::Deserialize;
 use serde_json::json;
 
@@ -75,6 +78,7 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
             problem(StatusCode::CONFLICT, &error.to_string())
         }
         Some(Err(error @ SteerError::UnknownTenant)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
+        Some(Err(error @ SteerError::UnknownJob)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
         Some(Err(SteerError::Conflict(sentence))) => problem(StatusCode::BAD_REQUEST, &sentence),
         None => stuck(),
     }
@@ -116,6 +120,53 @@ pub(super) async fn reset(State(control): State<Shared>, Path(name): Path<String
 async fn steer(control: &Control, name: String, action: SteerAction, action_name: &'static str) -> Response {
     let bulkhead = name.clone();
     let steered = control.commands.request(|reply| Command::Steer { bulkhead, action, reply }).await;
-    let document = |()| Done { bulkhead: name.clone(), done: action_name.into() };
+    let document = |()| Done { bulkhead: name.clone(), done: action_name.into(), job: None };
     done(&name, steered.map(|steered| steered.map(document)))
+}
+
+// Jobs.
+
+/// Default for the maximum number of jobs in one response.
+const JOBS_LISTED_DEFAULT: usize = 100;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct JobsQuery {
+    bulkhead: Option<String>,
+    #[serde(default, deserialize_with = "progress")]
+    state: Option<JobProgress>,
+    limit: Option<usize>,
+}
+
+fn progress<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<JobProgress>, D::Error> {
+    let word = String::deserialize(value)?;
+    let words = JobProgress::WORDS.join(", ");
+    JobProgress::from_word(&word)
+        .map(Some)
+        .ok_or_else(|| serde::de::Error::custom(format!("`state` must be one of: {words}")))
+}
+
+pub(super) async fn jobs(State(control): State<Shared>, Query(query): Query<JobsQuery>) -> Response {
+    if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.reloads.has(name)) {
+        return not_found(name);
+    }
+    let limit = query.limit.unwrap_or(JOBS_LISTED_DEFAULT).min(JOBS_LISTED_MAX);
+    let request = JobsRequest { bulkhead: query.bulkhead, progress: query.state, limit };
+    match control.commands.request(|reply| Command::ListJobs { request, reply }).await {
+        Some(jobs) => axum::Json(json!(jobs)).into_response(),
+        None => stuck(),
+    }
+}
+
+pub(super) async fn cancel(
+    State(control): State<Shared>,
+    Path((name, job)): Path<(String, String)>,
+) -> Response {
+    let Ok(id) = job.parse::<JobId>() else {
+        return problem(StatusCode::NOT_FOUND, &SteerError::UnknownJob.to_string());
+    };
+    let bulkhead = name.clone();
+    let cancelled = control.commands.request(|reply| Command::CancelJob { bulkhead, job: id, reply }).await;
+    let document = |()| Done { bulkhead: name.clone(), done: "cancel".into(), job: Some(id.to_string()) };
+    done(&name, cancelled.map(|cancelled| cancelled.map(document)))
 }

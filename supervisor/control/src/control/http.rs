@@ -130,7 +130,7 @@ mod tests {
     const PLACES: &[(&str, usize)] = &[
         // The data plane did not reply to a request for numbers or limits.
         ("advice.rs", 2),
-        ("bulkheads.rs", 3),
+        ("bulkheads.rs", 4),
         ("metrics.rs", 1),
         // Health checks.
         ("readiness.rs", 3),

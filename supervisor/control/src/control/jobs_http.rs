@@ -104,7 +104,7 @@ async fn listen(control: Shared, socket: TcpListener) {
     let _ = control.jobs_http.active.set(queue.active());
     let waiting = WaitingConnections::new(dispatcher, rules, control.jobs_http.refused.clone());
     tokio::join!(
-        tcp::accept_until_shutdown(&control, listener, waiting),
+        tcp::accept_until_shutdown(&control, (listener, control.inherited.jobs_http), waiting),
         serve(queue, router(control.clone()))
     );
 }

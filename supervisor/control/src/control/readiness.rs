@@ -18,8 +18,8 @@ use serde_json::json;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use super::Shared;
 use super::responses::{not_found, stuck};
+use super::{Control, Shared};
 
 /// Maximum age of the cached states of the bulkheads.
 const STATES_AGE_MAX: Duration = Duration::from_millis(100);
@@ -60,9 +60,13 @@ async fn fetch_states(commands: &CommandSender) -> Option<States> {
 }
 
 pub(super) async fn healthz(State(control): State<Shared>) -> Response {
-    match control.snapshots(Some("")).await {
-        Some(_) => "ok\n".into_response(),
-        None => stuck(),
+    if control.is_healthy().await { "ok\n".into_response() } else { stuck() }
+}
+
+impl Control {
+    /// Returns true if the data plane responds in time.
+    pub(super) async fn is_healthy(&self) -> bool {
+        self.snapshots(Some("")).await.is_some()
     }
 }
 

@@ -368,7 +368,7 @@ impl ReloadError {
         let problems = errors.problems();
         let first = problems.first();
         EventKind::ConfigRejected {
-            file,
+            file: first.map_or(file, |problem| problem.file.display().to_string()),
             line: Some(first.and_then(|problem| problem.at).map(|at| at.line)),
             message: Some(first.map(|problem| problem.message.clone())),
             errors: Some(problems.iter().take(EVENT_PROBLEMS_MAX).map(|problem| json!(problem)).collect()),

@@ -10,8 +10,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::MethodRouter;
 use axum::{Router, routing};
 use bulkhead_api::{
-    Advice, Bulkheads, Change, CrashReport, Crashes, Done, Readiness, Reloaded, Replay, Snapshot,
-    TenantChange,
+    Advice, Bulkheads, Change, CrashReport, Crashes, Done, JobProgress, Jobs, Readiness, Reloaded, Replay,
+    Snapshot, TenantChange, Vocabulary as _,
 };
 use bulkhead_shared::limits::truncate;
 use schemars::{JsonSchema, SchemaGenerator};
@@ -93,8 +93,22 @@ const ROUTES: &[Route] = &[
         (200, &[("application/octet-stream", Schema::Bytes)]),
         headers: JOB_HEADERS, body: Some(("application/octet-stream", Schema::Bytes)),
         problems: &[404, 413, 422, 429, 499, 502, 504]),
+    route!(get "/v1/jobs" "listJobs" bulkheads::jobs,
+        "Jobs whose clients wait for the outcome, oldest first.", (200, &[json::<Jobs>()]),
+        query: &[
+            Parameter("bulkhead", Schema::Text, "Returns only jobs that this bulkhead has."),
+            Parameter("state", Schema::OneOf(JobProgress::WORDS), "Returns only jobs in this state."),
+            Parameter("limit", Schema::Count,
+                "Maximum number of jobs, 100 by default and at most 1000; the oldest are returned."),
+        ], problems: &[404]),
+    route!(post "/v1/bulkheads/{name}/jobs/{job}/cancel" "cancelJob" bulkheads::cancel,
+        "Cancels a job that this bulkhead has. The client gets the outcome `cancelled`.", (200, &[json::<Done>()]),
+        problems: &[404]),
     route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "The output of the workers: stdout and stderr.",
-        (200, &[(NDJSON, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
+        (200, &[(NDJSON, Schema::Text)]),
+        query: &[
+            Parameter("since", Schema::Count, "Returns only lines after this sequence number."), FOLLOW, LIMIT,
+        ], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
         "Recommended limits, based on measurements, with the reason for each limit.", (200, &[json::<Advice>()]), problems: &[404]),
     route!(post "/v1/bulkheads/{name}/restart" "restart" bulkheads::restart, "Replaces the workers, one by one.",

@@ -1,7 +1,7 @@
 //! Streaming responses, which deliver events or the output of workers.
 
 use std::convert::Infallible;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Query, State};
@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, broadcast};
 
 use super::Shared;
 use super::responses::{not_found, problem, switch};
-use crate::observe::events::{Piece, Reader};
+use crate::observe::events::{Piece, Reader, rfc3339};
 
 /// Maximum number of concurrent streams. Lower than the maximum number of connections, because streams can
 /// last forever.
@@ -154,21 +154,34 @@ pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece)
     bytes.into()
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LogsQuery {
+    since: Option<u64>,
+    limit: Option<usize>,
+    #[serde(default, deserialize_with = "switch")]
+    follow: Option<bool>,
+}
+
 pub(super) async fn logs(
     State(control): State<Shared>,
     Path(name): Path<String>,
-    Query(query): Query<StreamQuery>,
+    Query(query): Query<LogsQuery>,
 ) -> Response {
     if !control.reloads.has(&name) {
         return not_found(&name);
     }
-    let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT_DEFAULT));
+    let limit = query.limit.unwrap_or(LIMIT_DEFAULT);
+    let (kept, receiver) = control.output.follow(&name, query.since.unwrap_or(0), limit);
     let kept = stream::iter(kept).map(|line| Ok::<_, Infallible>(Bytes::from(format!("{line}\n"))));
     let body = if query.follow == Some(true) {
         let Ok(permit) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
-        let coming = live(&control, receiver, permit).map(|item| match item {
+        let coming = live(&control, receiver, permit).map(move |item| match item {
             Ok(line) => Ok(Bytes::from(format!("{line}\n"))),
-            Err(count) => Ok(Bytes::from(format!("{}\n", json!({"dropped": count})))),
+            Err(count) => {
+                let at = rfc3339(SystemTime::now());
+                Ok(Bytes::from(format!("{}\n", json!({"at": at, "bulkhead": name, "dropped": count}))))
+            }
         });
         Body::from_stream(kept.chain(coming))
     } else {

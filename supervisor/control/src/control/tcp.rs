@@ -66,14 +66,14 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
         refusal: "too many connections to the admin API are open; try again later",
     };
     let waiting = WaitingConnections::new(dispatcher, rules, Arc::default());
-    accept_until_shutdown(control, listener, waiting).await;
+    accept_until_shutdown(control, (listener, control.inherited.http), waiting).await;
 }
 
 /// Accepts connections until the control plane ends. Connections are not checked, because each request must
-/// contain the token.
+/// contain the token. `is_inherited` is true if the listener belongs to the service manager.
 pub(super) async fn accept_until_shutdown(
     control: &Control,
-    listener: TcpListener,
+    (listener, is_inherited): (TcpListener, bool),
     mut waiting: WaitingConnections<TcpStream>,
 ) {
     let mut listening = control.handover.watch_listening();
@@ -87,8 +87,8 @@ pub(super) async fn accept_until_shutdown(
         }
     };
     control.until_shutdown(accept_next()).await;
-    // Another supervisor accepts the connections in the backlog.
-    if !control.handover.is_listening() {
+    // Another supervisor, or the next process of the service manager, accepts the connections in the backlog.
+    if is_inherited || !control.handover.is_listening() {
         return;
     }
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.

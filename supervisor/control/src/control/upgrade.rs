@@ -337,8 +337,8 @@ impl Upgrade {
         let (here, there) = packets::pair(MESSAGE_BYTES_MAX).map_err(failed("start"))?;
         let mut arguments = self.program.arguments.clone();
         arguments.extend([TAKE_OVER_ARGUMENT.into(), there.as_raw_fd().to_string().into()]);
-        // The service manager watches this process, not the new one.
-        let withheld = ["WATCHDOG_PID"];
+        // The watchdog is for each main process. The sockets are passed in messages.
+        let withheld = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
         let started = sibling::spawn(&self.program.path, &arguments, &withheld, there.as_fd());
         let child = started.map_err(|error| {
             let path = self.program.path.display();
@@ -414,6 +414,7 @@ impl Upgrade {
             pid: std::process::id(),
             is_forced: self.is_forced,
             soft_limits: control.handover.soft_limits.clone(),
+            activated: control.inherited.names(),
         };
         link.send(kind::STATE, &state, None).await?;
         Ok(here)

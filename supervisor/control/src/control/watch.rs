@@ -108,10 +108,16 @@ pub(super) async fn show(
 fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),
+        "host": host_name(),
         "pid": std::process::id(),
         "started": rfc3339(control.watch.started),
     });
     frame("hello", &hello.to_string())
+}
+
+/// Returns the name of this host, or an empty string if it is not known.
+fn host_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
 /// Returns a stream of the bulkheads' states. A slow reader misses old states and gets the newest.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use bulkhead_plane::notices::WorkerOutput;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::net::unix::pipe::Receiver;
 use tokio::sync::{broadcast, watch};
 
@@ -85,6 +85,8 @@ struct ProcessReader {
 struct Lines {
     lines: VecDeque<Arc<str>>,
     bytes: usize,
+    /// Sequence number of the newest line.
+    seq: u64,
     /// Channel to followers. Only exists while there are followers, because the channel allocates memory for
     /// many lines.
     live: Option<broadcast::Sender<Arc<str>>>,
@@ -234,14 +236,14 @@ impl Output {
         if dropped > 0 {
             let object =
                 json!({ "at": rfc3339(SystemTime::now()), "bulkhead": &**bulkhead, "dropped": dropped });
-            self.keep(bulkhead, line(&object).into());
+            self.keep(bulkhead, object);
             tracing::warn!(target: WORKER_TARGET, %bulkhead, dropped, "lines of output were dropped");
         }
         lines.iter().for_each(|(source, bytes)| self.log(source, bytes));
     }
 
-    fn keep(&self, bulkhead: &Arc<str>, line: Arc<str>) {
-        self.lock().bulkheads.entry(bulkhead.clone()).or_default().keep(line);
+    fn keep(&self, bulkhead: &Arc<str>, object: Value) {
+        self.lock().bulkheads.entry(bulkhead.clone()).or_default().keep(object);
     }
 
     fn log(&self, source: &LineSource, bytes: &[u8]) {
@@ -253,7 +255,7 @@ impl Output {
             "at": rfc3339(SystemTime::now()), "bulkhead": &*source.bulkhead, "pid": source.pid,
             "stream": source.stream, "line": &text,
         });
-        self.keep(&source.bulkhead, line(&object).into());
+        self.keep(&source.bulkhead, object);
         let LineSource { bulkhead, pid, stream } = source;
         if logging::is_json() {
             // The text needs no escaping here, because the JSON format escapes control characters.
@@ -263,12 +265,19 @@ impl Output {
         }
     }
 
-    /// Returns the newest lines of a bulkhead as JSON objects, at most `limit`, and a receiver for later
-    /// lines.
-    pub fn follow(&self, bulkhead: &str, limit: usize) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
+    /// Returns the newest lines of a bulkhead after the sequence number `since` as JSON objects, at most
+    /// `limit`, and a receiver for later lines.
+    pub fn follow(
+        &self,
+        bulkhead: &str,
+        since: u64,
+        limit: usize,
+    ) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
         let mut state = self.lock();
         let lines = state.bulkheads.entry(bulkhead.into()).or_default();
-        let skip = lines.lines.len().saturating_sub(limit);
+        // Sequence numbers have no gaps.
+        let new = usize::try_from(lines.seq.saturating_sub(since)).unwrap_or(usize::MAX);
+        let skip = lines.lines.len().saturating_sub(limit.min(new));
         let live = lines.live.get_or_insert_with(|| broadcast::channel(512).0);
         (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
@@ -380,7 +389,11 @@ impl Lines {
         self.lines_this_second <= LINES_PER_SECOND && self.bytes_this_second <= BYTES_PER_SECOND
     }
 
-    fn keep(&mut self, line: Arc<str>) {
+    /// Numbers a line and keeps it.
+    fn keep(&mut self, mut object: Value) {
+        self.seq += 1;
+        object["seq"] = self.seq.into();
+        let line: Arc<str> = line(&object).into();
         self.bytes += line.len();
         self.lines.push_back(line.clone());
         while self.lines.len() > LINES_MAX || self.bytes > LINES_BYTES_MAX {

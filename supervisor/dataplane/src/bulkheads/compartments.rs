@@ -9,13 +9,13 @@ use crate::slab::SlabIndex;
 pub(crate) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
     timers: Timers,
-    /// Compartments to which events were applied since their timers were set.
+    /// Compartments to which events were applied since their timers were last set.
     touched: Vec<CompartmentIndex>,
-    /// Random seed that differs in each run of the supervisor.
+    /// Random seed of this run of the supervisor.
     seed: u64,
-    /// Number of compartment seeds that were derived from `seed`.
+    /// Number of compartment seeds derived from `seed` so far.
     seeds: u64,
-    /// Number of jobs submitted to all compartments so far, including compartments that were removed.
+    /// Number of jobs submitted to any compartment so far, including removed compartments.
     jobs: u64,
 }
 
@@ -26,7 +26,7 @@ impl Compartments {
         Self { seed, ..Self::default() }
     }
 
-    /// Returns a seed for a new compartment. Each compartment gets a different seed.
+    /// Returns a unique seed for a new compartment.
     pub(crate) fn next_seed(&mut self, now: Time) -> u64 {
         self.seeds += 1;
         self.seed ^ self.seeds.rotate_left(32) ^ now.0
@@ -49,7 +49,7 @@ impl Compartments {
         self.jobs = self.jobs.max(number);
     }
 
-    /// Marks a compartment to which an event was applied.
+    /// Marks a compartment because an event was applied to it.
     #[inline]
     pub(crate) fn touch(&mut self, index: CompartmentIndex) {
         if !std::mem::replace(&mut self.slab[index].is_touched, true) {
@@ -57,8 +57,7 @@ impl Compartments {
         }
     }
 
-    /// Returns a marked compartment and removes the mark. The compartment may have been removed in the
-    /// meantime.
+    /// Returns a marked compartment and clears the mark. The compartment may have been removed since.
     pub(crate) fn next_touched(&mut self) -> Option<CompartmentIndex> {
         let index = self.touched.pop()?;
         if let Some(compartment) = self.slab.get_mut(index) {
@@ -84,7 +83,7 @@ impl Compartments {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }
 
-    /// Removes an empty compartment. Its index can be reused at once.
+    /// Removes a compartment without jobs and workers. Its index can be reused at once.
     pub(crate) fn vacate(&mut self, index: CompartmentIndex) {
         self.timers.clear(index.number() as u32);
         drop(self.slab.remove(index));

@@ -11,7 +11,7 @@ use bulkhead_shared::{Priority, RejectReason, Verdict};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, CompartmentIndex, Compartments, Layout};
 use crate::JobData;
 
-/// Minimum time between two events about the same fallback.
+/// Minimum interval between events about the same fallback.
 const FALLBACK_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Bulkheads {
@@ -36,7 +36,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job in a compartment. Includes jobs that another bulkhead has passed on.
+    /// Counts the outcome of a job in a compartment, even if another bulkhead has passed on the job.
     pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         if answer.job.is_some() {
@@ -69,7 +69,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job for the bulkhead to which the client sent the job.
+    /// Counts the outcome of a job for the bulkhead to which the client submitted it.
     pub(crate) fn count_end(
         &mut self,
         compartment: &Compartment,
@@ -89,7 +89,7 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that another bulkhead has passed on to this fallback.
+    /// Counts the outcome of a job in the fallback to which another bulkhead passed it on.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -101,8 +101,8 @@ impl Bulkheads {
         self.slab[origin].counters.count_fallback(target, verdict);
     }
 
-    /// Counts a job that `origin` passes on to a fallback. If an event must be reported now, returns the
-    /// number of jobs since the last event.
+    /// Counts a job that `origin` passes on to a fallback. If an event is due, returns the number of jobs
+    /// since the last event.
     pub(crate) fn count_fallback(
         &mut self,
         now: Time,
@@ -119,13 +119,12 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if jobs that went to a fallback have not been reported yet.
+    /// Returns true if jobs were sent to a fallback and no event has counted them yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event must be reported now, with the number of jobs since the last
-    /// event.
+    /// Returns the fallbacks for which an event is due, with the number of jobs since the last event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -152,7 +151,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts an event of policy, unless other code already counts events of this kind.
+    /// Counts an event of policy, unless events of this kind are counted elsewhere.
     pub(crate) fn count_note(&mut self, compartment: &Compartment, note: &OperatorEvent) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         match note {
@@ -165,8 +164,8 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records the load of a compartment since its last event. Called once per iteration for each compartment
-    /// with events.
+    /// Records the load of a compartment since its last event. Called at most once per iteration for each
+    /// compartment.
     pub(crate) fn record_load(
         &mut self,
         compartments: &mut Compartments,
@@ -204,7 +203,7 @@ impl Bulkheads {
         Some(Box::new(Observation { adaptive: entry.adaptive(compartments), ..observation }))
     }
 
-    /// Describes the process of a worker, which has the process id `pid`.
+    /// Returns a description of the worker process with this `pid`.
     pub(crate) fn worker_process(
         &self,
         compartment: &Compartment,
@@ -234,7 +233,7 @@ impl BulkheadEntry {
         self.demand.update(now, sizes, counters);
     }
 
-    /// Returns the counters since the start of the supervisor, including those of removed compartments.
+    /// Returns the counters since the supervisor started, including those of removed compartments.
     pub(super) fn counters(&self, compartments: &Compartments) -> Counters {
         let mut sum = Counters::default();
         if let Layout::Isolated(isolated) = &self.layout {

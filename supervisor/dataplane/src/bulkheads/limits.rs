@@ -1,4 +1,4 @@
-//! Limits of bulkheads and tenants, from the configuration and from live changes by operators.
+//! Limits of bulkheads and tenants: the configured values, and live changes by operators.
 
 use std::collections::BTreeMap;
 
@@ -12,12 +12,11 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, Layout};
 
-/// Maximum number of tenants with individual limits, per bulkhead.
+/// Maximum number of tenants with individual limits per bulkhead.
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would drop, because they are not compatible with the new
-    /// configuration.
+    /// Returns the live changes that a reload would drop because they do not fit the new configuration.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
@@ -55,8 +54,7 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration to this entry. Does not change the program of workers or the limits in
-    /// compartments.
+    /// Applies a configuration to this entry, except the program of workers and the limits of compartments.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,
@@ -108,8 +106,8 @@ impl BulkheadEntry {
         self.compartments().into_iter().map(event).collect()
     }
 
-    /// Merges a configuration with live changes. A live change is kept if the key has not changed in the file
-    /// and the merged limits are valid.
+    /// Merges a configuration with live changes. A live change is kept if the key has the same value in the
+    /// old and new file, and if the merged limits are valid.
     pub(crate) fn merge_live_changes(
         &self,
         compartments: &Compartments,
@@ -140,8 +138,8 @@ impl BulkheadEntry {
                 false => merged.dropped.push((*key).to_owned()),
             }
         }
-        // The live changes of tenants are either all kept or all dropped, because there can be thousands of
-        // tenants.
+        // Live changes for tenants are either all kept or all dropped, because there can be thousands of
+        // them.
         if fits(&merged.limits, &own) {
             merged.own = own;
         } else if merged.own != own {
@@ -152,7 +150,7 @@ impl BulkheadEntry {
 
     // Live changes.
 
-    /// Checks and applies a live change that concerns all tenants. Individual limits of tenants are kept.
+    /// Checks and applies a live change for the whole bulkhead, and keeps individual limits of tenants.
     /// Returns the events that must be applied to the compartments.
     pub(crate) fn change(
         &mut self,
@@ -179,8 +177,7 @@ impl BulkheadEntry {
         Ok(events)
     }
 
-    /// Returns the individual limits of the compartment's tenant, or no limits if several tenants share the
-    /// compartment.
+    /// Returns the individual limits of the compartment's tenant, or no limits for a shared compartment.
     fn own_limits_of(&self, compartment: &Compartment) -> TenantConfig {
         match (self.isolated(), &compartment.tenant) {
             (Some(isolated), Some(tenant)) => isolated.own.get(&**tenant).copied().unwrap_or_default(),
@@ -188,8 +185,8 @@ impl BulkheadEntry {
         }
     }
 
-    /// Checks and applies a live change that concerns one tenant. Returns all individual limits of the
-    /// tenant, and the event that must be applied to the tenant's compartment.
+    /// Checks and applies a live change for one tenant. Returns all individual limits of the tenant, and the
+    /// event that must be applied to its compartment.
     pub(crate) fn change_tenant(
         &mut self,
         compartments: &Compartments,
@@ -291,7 +288,7 @@ pub(crate) struct MergedLimits {
     dropped: Vec<String>,
 }
 
-/// Name of a key that can be changed live, and a function that copies its value from the second argument to
+/// Key that can be changed live: its name, and a function that copies its value from the second argument to
 /// the first.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
@@ -302,7 +299,8 @@ const LIVE_LIMITS: &[LiveLimit] = &[
     ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
 ];
 
-/// Returns the live value, or the value of the new file if the key has changed in the file.
+/// Returns the live value if the key has the same value in both files, and otherwise the value of the new
+/// file.
 fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {
     if before == after { live.clone() } else { after.clone() }
 }
@@ -339,8 +337,7 @@ fn own_with_live(
     merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }
 
-/// Returns an error if several programs would run in a worker at once and nothing isolates them from each
-/// other.
+/// Returns an error if a worker would run several programs at once without any isolation between them.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
@@ -351,7 +348,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Returns an error if the adaptive limit exceeds the number of permits.
+/// Returns an error if the adaptive limit is higher than the number of permits.
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
@@ -379,12 +376,12 @@ fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), S
 #[derive(Clone, Copy)]
 struct FixedSettings<'s> {
     sandbox: &'s Sandbox,
-    /// Maximum number of tenants that have workers at once. `None` if tenants are not isolated.
+    /// Maximum number of tenants with workers. `None` if tenants are not isolated.
     max_active: Option<usize>,
     has_own_pressure: bool,
 }
 
-/// Returns an error if a setting requires a queue but there is no queue.
+/// Returns an error if a setting requires a queue and there is none.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
     match limits.max_queue {
@@ -397,7 +394,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// Checks relations between keys. The same relations are checked in a configuration file.
+/// Checks the relations between keys that are also checked in a configuration file.
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

@@ -1,4 +1,4 @@
-//! Metrics of bulkheads. All numbers are taken at the same moment, so that sums are consistent.
+//! Metrics of bulkheads. All numbers are read at the same time, so that sums are consistent.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary
 use super::snapshots::{CombinedState, worst};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, Compartments, Layout, Presence};
 
-/// Maximum number of workers of a bulkhead that metrics show. More workers than a machine can run.
+/// Maximum number of workers per bulkhead in the metrics. Higher than the number that a machine can run.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl Bulkheads {
@@ -34,8 +34,7 @@ impl Bulkheads {
         numbers
     }
 
-    /// Returns the bulkheads whose metrics are reported. A removed bulkhead is included unless another
-    /// bulkhead already has its name.
+    /// Returns the bulkheads with metrics. Includes a removed bulkhead unless a new bulkhead has its name.
     fn with_metrics(&self) -> Vec<BulkheadIndex> {
         let is_reported = |entry: &BulkheadEntry| match entry.presence {
             Presence::Here => true,
@@ -44,7 +43,7 @@ impl Bulkheads {
         self.iter().filter(|(_, entry)| is_reported(entry)).map(|(index, _)| index).collect()
     }
 
-    /// Returns a short description of the state of each configured bulkhead.
+    /// Returns a short description of each configured bulkhead's state.
     pub(crate) fn short_states(&self, compartments: &Compartments) -> Vec<ShortState> {
         let short = |bulkhead: BulkheadIndex| {
             let (state, detail) = self[bulkhead].state(compartments);
@@ -96,7 +95,7 @@ impl BulkheadEntry {
         possible
     }
 
-    /// Returns the state of a bulkhead. If the state is not `ready`, also returns the reason.
+    /// Returns the state of a bulkhead, with the reason if the state is not `ready`.
     pub(crate) fn state(&self, compartments: &Compartments) -> (BulkheadState, Option<String>) {
         let mut states = CombinedState::default();
         let mut trouble = None;
@@ -121,7 +120,7 @@ impl BulkheadEntry {
         (if is_draining { BulkheadState::Draining } else { state }, detail)
     }
 
-    /// Returns the state of the breaker. If tenants are isolated, returns the most severe state of all
+    /// Returns the state of the breaker. For isolated tenants, returns the most severe state of all
     /// compartments.
     pub(crate) fn breaker(&self, compartments: &Compartments) -> BreakerState {
         match &self.layout {
@@ -134,7 +133,7 @@ impl BulkheadEntry {
     }
 }
 
-/// Returns the workers of all compartments. The slots are numbered consecutively across compartments.
+/// Returns the workers of all compartments, with slots numbered consecutively across compartments.
 fn worker_views(compartments: &[&Compartment]) -> Vec<WorkerSummary> {
     let mut all = Vec::new();
     let mut first = 0;

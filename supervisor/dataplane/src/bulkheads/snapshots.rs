@@ -1,9 +1,9 @@
 //! Snapshots of bulkheads. A snapshot describes a single compartment, or the sum of the compartments of all
 //! tenants.
 //!
-//! A bulkhead can have thousands of tenants, and visiting all of them at once would delay jobs for too long.
-//! [`SnapshotQueue`] therefore visits a bounded number of compartments per iteration. Each compartment is
-//! counted once, even if it is removed before it is visited.
+//! Visiting the thousands of tenants that a bulkhead can have would delay jobs for too long. So
+//! [`SnapshotQueue`] visits a bounded number of compartments per iteration. A compartment that is removed
+//! before its visit is still counted.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -22,17 +22,17 @@ use super::{
     LinkIndex, Presence,
 };
 
-/// Maximum number of compartments that are visited per iteration. If there are no more than this, a snapshot
-/// shows a single moment.
+/// Maximum number of compartments visited per iteration. If a bulkhead has no more than these, all values of
+/// its snapshot are from the same moment.
 const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
-/// Maximum number of tenants that a snapshot lists.
+/// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Number of tenants that are collected before all but the busiest ones are dropped.
+/// Number of collected tenants at which all but the busiest are dropped.
 const TENANTS_SORTED_MAX: usize = 256;
 
-/// Information about a worker that is not part of policy.
+/// Information about a worker that policy does not have.
 #[derive(Default)]
 pub(crate) struct WorkerDetails {
     pub(crate) status: Option<String>,
@@ -41,12 +41,11 @@ pub(crate) struct WorkerDetails {
 
 /// Source of [`WorkerDetails`].
 pub(crate) trait DescribeWorker {
-    /// Returns the details of a worker. `link` is the index of the worker's link, or `None` if the worker has
-    /// no link.
+    /// Returns the details of a worker. `link` is the worker's link, if there is one.
     fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails;
 }
 
-/// All parts of the data plane from which a snapshot is made.
+/// The parts of the data plane from which a snapshot is taken.
 #[derive(Clone, Copy)]
 pub(crate) struct SnapshotSource<'a> {
     bulkheads: &'a Bulkheads,
@@ -76,7 +75,7 @@ impl<'a> SnapshotSource<'a> {
         self.complete(entry, sum)
     }
 
-    /// Makes the snapshot of a whole bulkhead from the sum of its compartments.
+    /// Builds the snapshot of a whole bulkhead from the sum of its compartments.
     fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.latency_ms = entry.latency.percentiles();
@@ -149,23 +148,23 @@ impl<'a> SnapshotSource<'a> {
     }
 }
 
-/// Queue of requested snapshots. One snapshot is made at a time.
+/// Queue of requested snapshots, which are taken one after the other.
 #[derive(Default)]
 pub(crate) struct SnapshotQueue(VecDeque<PartialSnapshot>);
 
 struct PartialSnapshot {
     reply: oneshot::Sender<Vec<Snapshot>>,
-    /// Bulkheads that must still be visited, by index and name.
+    /// Bulkheads that have not been visited, by index and name.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     visit: Option<BulkheadVisit>,
     done: Vec<Snapshot>,
 }
 
-/// A bulkhead whose compartments were partly visited.
+/// A bulkhead whose compartments have been partly visited.
 struct BulkheadVisit {
     bulkhead: BulkheadIndex,
     name: Arc<str>,
-    /// Compartments that must still be visited.
+    /// Compartments that have not been visited.
     left: Vec<CompartmentIndex>,
     sum: Sum,
 }
@@ -175,7 +174,7 @@ impl SnapshotQueue {
         self.0.is_empty()
     }
 
-    /// Requests a snapshot of all bulkheads, or of the bulkhead with this name.
+    /// Requests a snapshot of the bulkhead with this name, or of all bulkheads.
     pub(crate) fn request(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -186,7 +185,7 @@ impl SnapshotQueue {
         let wanted = configured.map(|index| (index, source.bulkheads[index].name.clone()));
         let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
         self.0.push_back(PartialSnapshot { reply, wanted, visit: None, done: Vec::new() });
-        // If no other snapshot is in progress, the snapshot is usually complete at once.
+        // Usually, no other snapshot is in progress, and this one is complete at once.
         if self.0.len() == 1 {
             self.advance(source);
         }
@@ -216,7 +215,7 @@ impl SnapshotQueue {
                     }
                 }
                 None if snapshot.wanted.is_empty() => {
-                    // The requester may have gone.
+                    // Fails only if the requester is gone.
                     let _ = snapshot.reply.send(snapshot.done);
                     return;
                 }
@@ -226,8 +225,7 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds the compartment of a tenant that is about to be removed, unless the compartment was already
-    /// visited.
+    /// Adds the compartment of a tenant that is about to be removed, unless it was already visited.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -268,7 +266,7 @@ impl BulkheadVisit {
             && let Some(index) = self.left.pop()
         {
             *budget -= 1;
-            // The compartment may have been removed in the meantime.
+            // The compartment may have been removed since.
             if let Some(compartment) = source.compartments.get(index) {
                 self.sum.add(source, compartment);
             }
@@ -277,7 +275,7 @@ impl BulkheadVisit {
 }
 
 impl BulkheadEntry {
-    /// Returns the adaptive limit of all tenants together.
+    /// Returns the combined adaptive limit of all tenants.
     pub(super) fn adaptive(&self, compartments: &Compartments) -> Option<Adaptive> {
         let numbers = self.limits(compartments).adaptive.as_ref()?;
         let mut seen = AdaptiveSeen::default();
@@ -385,7 +383,7 @@ impl Sum {
     }
 }
 
-/// Sum of the adaptive limits of all compartments, and the latency of the slowest compartment.
+/// Combined adaptive limit: the sum of the limits of all compartments, and the latency of the slowest one.
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
@@ -423,7 +421,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// States of several compartments. Does not include tenants without workers, because they need none.
+/// Combined state of several compartments. Tenants without workers are not included, because they need none.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,
@@ -437,13 +435,13 @@ impl CombinedState {
         self.any_unhealthy |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
 
-    /// Returns a single state that summarises all compartments.
+    /// Returns a state that summarises all compartments.
     pub(super) fn combined(&self) -> BulkheadState {
         match self.first {
             None => BulkheadState::Ready,
             Some(state) if !self.differ => state,
             Some(_) if self.any_unhealthy => BulkheadState::Degraded,
-            // In a bulkhead with many tenants, some tenant's first worker is always starting.
+            // With many tenants, there is always a tenant whose first worker is starting.
             Some(_) => BulkheadState::Ready,
         }
     }

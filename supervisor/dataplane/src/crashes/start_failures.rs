@@ -1,13 +1,13 @@
-//! Deaths of workers that were never ready, counted by cause. A program that never starts causes one crash
-//! report with a count, instead of hundreds of reports. These reports have a rate limit of their own, so that
-//! they do not displace reports about jobs.
+//! Deaths of workers before they were ready, counted by cause. If a program never starts, operators get a
+//! single crash report with a count instead of hundreds of reports. These reports have a separate rate limit,
+//! so that they do not displace reports about jobs.
 
 use bulkhead_api::{Cause, CrashId};
 
 use super::ReportLimit;
 
-/// Maximum number of causes that are remembered per bulkhead. If there are more, the cause that was seen
-/// least recently is forgotten.
+/// Maximum number of causes remembered per bulkhead. The cause that occurred least recently is forgotten
+/// first.
 const CAUSES_MAX: usize = 8;
 
 /// Start failures of a bulkhead.
@@ -15,7 +15,7 @@ const CAUSES_MAX: usize = 8;
 pub(super) struct StartFailures {
     /// Rate limit of the crash reports about start failures.
     pub(super) limit: ReportLimit,
-    /// Causes that were reported, in the order in which they were last seen.
+    /// Reported causes, in the order of their last occurrence.
     seen: Vec<Seen>,
 }
 
@@ -27,8 +27,7 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts another start failure with a cause that was already reported. Returns the crash report and the
-    /// new count.
+    /// Counts a start failure whose cause was already reported. Returns the crash report and the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);

@@ -49,7 +49,7 @@ impl Fixture {
         Some(lease)
     }
 
-    /// Returns a fixture in which the client has confirmed one lease.
+    /// Returns a fixture whose client has confirmed one lease.
     fn held(now: Time) -> Self {
         let mut this = Self::new();
         assert_eq!(this.request(now, client(1), 40, MIB), ["create 1"]);

@@ -1,42 +1,42 @@
 //! Determines which jobs a dead worker cannot have begun, because it has not read any byte of their frames.
 //!
 //! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor
-//! reads the remaining bytes from the duplicate. Descendants of the worker can then no longer read these
-//! bytes, and their number shows how far the worker had read. While the duplicate is open, the supervisor
-//! sees no end of file if a worker closes its end. Such a worker is noticed because the keeper reports its
-//! death or because it misses its heartbeats.
+//! reads the remaining bytes from the duplicate. Their number shows how far the worker had read, and
+//! descendants of the worker can no longer read them. While the duplicate is open, the supervisor does not
+//! see the end of file when a worker closes its end. It notices such a worker when the keeper reports its
+//! death or when heartbeats are missing.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::net::RecvFlags;
 
-/// Size of the buffer for reading the remaining bytes of a dead worker, in bytes.
+/// Size of the buffer for a dead worker's remaining bytes, in bytes.
 const TAKEN_BYTES: usize = 16 * 1024;
 
 /// Tracks how many bytes of its link a worker has read.
 pub(crate) struct ReadPosition {
-    /// Duplicate of the worker's end of the link. Closed when the worker is gone.
+    /// Duplicate of the worker's end of the link, which is closed when the worker is gone.
     theirs: Option<OwnedFd>,
     /// Total number of bytes written to the link.
     written: u64,
-    /// Number of jobs that were queued on the link so far.
+    /// Number of jobs queued on the link so far.
     jobs: u64,
 }
 
 /// Position of a job on the worker's link.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct JobPosition {
-    /// Number of bytes that were sent on the link before the job's frame.
+    /// Number of bytes on the link before the job's frame.
     offset: u64,
     /// Sequence number of the job among all jobs on the link.
     number: u64,
-    /// True if the worker has reported that the job has begun.
+    /// True if the worker has reported that it began the job.
     has_started: bool,
 }
 
 impl JobPosition {
-    /// Records that the worker has reported that the job has begun.
+    /// Records that the worker has reported the beginning of the job.
     pub(crate) fn start(&mut self) {
         self.has_started = true;
     }
@@ -62,20 +62,20 @@ impl ReadPosition {
         self.written += bytes as u64;
     }
 
-    /// Returns the position of a job whose frame follows `waiting` bytes that were not sent yet.
+    /// Returns the position of a job whose frame follows `waiting` unsent bytes.
     pub(crate) fn position_behind(&mut self, waiting: usize) -> JobPosition {
         self.jobs += 1;
         JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
     }
 
-    /// Reads the bytes that the worker has left unread, because the worker is gone or must not read any more.
+    /// Reads the bytes that the worker left unread. Called when the worker is gone or must not read any more.
     /// Returns the number of bytes that the worker has read.
     pub(crate) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;
         let mut bytes = [0; TAKEN_BYTES];
-        // The loop ends, because nothing more is written to the socket and the socket holds a bounded number
-        // of bytes.
+        // The loop terminates, because nothing more is written and the socket holds a bounded number of
+        // bytes.
         loop {
             match rustix::net::recv(&theirs, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => break,

@@ -1,40 +1,39 @@
-//! Notices: frames from a worker that are not replies to jobs, such as heartbeats, progress, status, and
-//! frames of an unknown kind. Notices are handled together after each read, within a budget. A worker that
-//! exceeds the budget is read less often, so that its further frames wait in its own socket. A worker that
-//! exceeds the budget by far is killed.
+//! Budgets for notices, which are all frames from a worker other than replies to jobs: heartbeats, progress,
+//! status, and frames of an unknown kind. A worker that exceeds its budget is read less often, so that its
+//! further frames wait in its own socket. A worker that exceeds the budget by far is killed. Notices are
+//! handled together after each read.
 
 use std::time::Duration;
 
 use bulkhead_policy::Time;
 
-/// Number of notices that every worker may send per second. A notice of `n` bytes counts as `1 + n / 8192`
+/// Number of notices that a worker may send per second. A notice of `n` bytes counts as `1 + n / 8192`
 /// notices.
 const PER_SECOND: i64 = 1000;
 
-/// Number of additional notices per second for each job that the worker can run at once. This is twice the
-/// rate at which the SDK sends progress notices for a job.
+/// Additional number of notices per second for each job that the worker can run at once. Twice the rate at
+/// which the SDK reports the progress of a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Number of additional notices for each job. They allow for RETURNED and the heartbeat that follows.
+/// Additional number of notices per job, for RETURNED and the heartbeat that follows.
 const FOR_A_JOB: i64 = 2;
 
-/// Maximum time for which a worker that exceeds its budget is not read. If the pause were longer, the worker
-/// would seem to hang.
+/// Maximum time for which a link is not read after the worker has exceeded its budget. After a longer pause,
+/// the worker would seem to hang.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum number of notices that exceed both the budget and what pauses can compensate (see
-/// `docs/protocol.md`). A worker that exceeds this number is killed. The count is reset when the budget is
-/// full.
+/// Maximum number of notices in excess of the budget that pauses cannot compensate (see `docs/protocol.md`).
+/// A worker that exceeds this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
-/// Budget for the notices on one link.
+/// Budget for the notices from one worker.
 pub(crate) struct UnsolicitedFrames {
-    /// Number of notices that the worker may still send, at most the budget of one second. If the number is
-    /// negative, a pause compensates for it.
+    /// Number of notices that the worker may still send, at most the budget of one second. A negative number
+    /// causes a pause.
     remaining: i64,
     filled_at: Time,
     excess: i64,
-    /// End of the pause during which the link is not read.
+    /// End of the pause in which the link is not read.
     paused_until: Option<Time>,
     /// True if a notice arrived in the current read.
     has_frames: bool,
@@ -66,7 +65,7 @@ impl UnsolicitedFrames {
         self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Records a status text. Replaces an earlier text from the current read.
+    /// Records a status text, replacing an earlier one from the current read.
     pub(super) fn set_status(&mut self, text: String) {
         self.status = Some(text);
     }
@@ -81,7 +80,7 @@ impl UnsolicitedFrames {
         self.paused_until
     }
 
-    /// Ends the pause if it is over. Returns true if so.
+    /// Ends the pause if its time is over, and returns true in that case.
     pub(super) fn resume(&mut self, now: Time) -> bool {
         let is_over = self.paused_until.is_some_and(|until| until <= now);
         if is_over {
@@ -90,8 +89,8 @@ impl UnsolicitedFrames {
         is_over
     }
 
-    /// Completes a read. Returns `None` if no notices arrived. Otherwise, returns the last status text, and
-    /// an error message if the worker must be killed.
+    /// Completes a read. Returns `None` if no notice arrived. Otherwise, returns the last status text, and an
+    /// error message if the worker must be killed.
     pub(super) fn end_read(&mut self, now: Time, jobs: u32) -> Option<(Option<String>, Result<(), String>)> {
         if !std::mem::take(&mut self.has_frames) {
             return None;
@@ -143,15 +142,15 @@ mod tests {
         let mut frames = UnsolicitedFrames::default();
         for ms in 0..100_000 {
             frames.add_job();
-            // The three notices are RETURNED, a heartbeat, and one other notice.
+            // The three notices are RETURNED, a heartbeat, and another notice.
             (0..3).for_each(|_| frames.charge(8));
             frames.update_budget(at(ms), 1).unwrap();
             assert_eq!((frames.paused_until, frames.excess), (None, 0), "{ms}");
         }
     }
 
-    /// Sends `notices_per_read` notices in each read for up to one hour. Returns the number of seconds after
-    /// which the worker is killed, or `None` if it is not killed.
+    /// Sends `notices_per_read` notices per read for up to one hour. Returns the number of seconds after
+    /// which the worker is killed, or `None` if it survives.
     fn flood(notices_per_read: u32) -> Option<u64> {
         let (mut frames, mut now) = (UnsolicitedFrames::default(), at(0));
         loop {
@@ -169,10 +168,10 @@ mod tests {
 
     #[test]
     fn only_a_flood_of_notices_kills_the_worker() {
-        // This is the number of notices in a full socket if each notice is sent separately.
+        // The number of notices in a full socket if each notice is sent separately.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
-        // Large notices are charged by size.
+        // Large notices are charged by their size.
         let mut frames = UnsolicitedFrames::default();
         frames.charge(2000 * 8192);
         assert_eq!(frames.remaining, -1001);

@@ -1,4 +1,4 @@
-//! The supervisor's end of a client connection, which is a socket or memory shared with an in-process client.
+//! The supervisor's end of a client connection: a socket, or memory shared with an in-process client.
 
 use std::io;
 use std::net::Shutdown;
@@ -50,7 +50,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Writes as many bytes as the connection has room for. Returns true if the outbox is then empty.
+    /// Writes as many bytes as the connection accepts. Returns true if the outbox is then empty.
     pub(crate) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
         match self {
             Self::Socket(socket) => outbox.flush(socket, pool),
@@ -58,7 +58,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Shuts down the sending side of a socket. The client sees the end of the stream after it has read
+    /// Shuts down the sending side of a socket. The client sees the end of the stream after reading
     /// everything. An in-process connection ends when this value is dropped.
     pub(crate) fn finish(&self) {
         if let Self::Socket(socket) = self {
@@ -70,13 +70,12 @@ impl ClientEndpoint {
     pub(crate) fn can_lend(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) -> bool {
         match self {
             Self::Socket(socket) => lends.can_lend(socket, receiver),
-            // Descriptors for an in-process client do not pass through a socket, so they are never in
-            // transit.
+            // In-process clients get descriptors without a socket, so none are in transit.
             Self::InProcess(_) => true,
         }
     }
 
-    /// Sends a frame along with the memory files that it announces. The outbox must be empty.
+    /// Sends a frame together with the memory files that it announces. The outbox must be empty.
     pub(crate) fn lend(
         &self,
         said: (u8, u64),
@@ -99,8 +98,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Prepares the connection for closing. Loans that the client has not received yet still count as in
-    /// transit.
+    /// Prepares the connection for closing. Loans that the client has not received still count as in transit.
     pub(crate) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);

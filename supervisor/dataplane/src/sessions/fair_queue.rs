@@ -1,7 +1,6 @@
-//! Fair order in which clients are read. Users take turns, and within a user its connections take turns. A
-//! client that floods the supervisor therefore delays only itself, whatever its number of connections. The
-//! number of bytes read from clients per iteration is bounded, because outcomes are sent to clients at
-//! the end of the iteration.
+//! Fair order of reading clients. Users take turns, and so do the connections of each user. A user that
+//! floods the supervisor therefore delays only itself, regardless of its number of connections. The number of
+//! bytes read per iteration is bounded, because outcomes are sent at the end of the iteration.
 
 use foldhash::quality::RandomState;
 use std::collections::{HashMap, VecDeque};
@@ -9,17 +8,17 @@ use std::collections::{HashMap, VecDeque};
 use crate::shares::Owner;
 use crate::slab::SessionIndex;
 
-/// Maximum number of bytes that are read at once from a connection while other connections are waiting.
+/// Maximum number of bytes read at once from a connection while other connections are waiting.
 pub(super) const QUANTUM_BYTES: usize = 4 * 1024;
 
-/// Maximum number of bytes that are read at once from a connection if no other connection is waiting.
+/// Maximum number of bytes read at once from a connection if no other connection is waiting.
 const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
 
-/// Fixed cost of each frame, which is added to the number of bytes that were read.
+/// Fixed cost of each frame, in addition to its bytes.
 const FRAME_COST: usize = 256;
 
 /// Number of rejected frames after which a connection has low priority. Each accepted job compensates for
-/// [`JOB_WEIGHT`] rejected frames, so a connection has low priority if more than four out of five frames are
+/// [`JOB_WEIGHT`] rejected frames. So a connection has low priority if more than four out of five frames are
 /// rejected.
 const REJECTED_MAX: u32 = 256;
 const JOB_WEIGHT: u32 = 4;
@@ -28,11 +27,10 @@ const JOB_WEIGHT: u32 = 4;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QueueState {
     is_waiting: bool,
-    /// Round of the user in which the connection was last read. `bytes` is the number of bytes that were read
-    /// in that round.
+    /// Round in which the connection was last read. `bytes` is the number of bytes read in that round.
     round: u64,
     bytes: usize,
-    /// True if the client has closed its side. The bytes that remain in the socket then have low priority.
+    /// True if the client has closed its side. The remaining bytes in the socket then have low priority.
     is_read_closed: bool,
     /// Weighted number of rejected frames (see [`REJECTED_MAX`]).
     rejected: u32,
@@ -41,13 +39,13 @@ pub(super) struct QueueState {
 /// Connections of one user that have input.
 #[derive(Default)]
 struct User {
-    /// Connections from which few bytes were read in the current round. They are read first, so that a
-    /// connection that sends a job now and then does not wait for connections that always have input.
+    /// Connections from which little was read in the current round. They come first, so that a connection
+    /// with occasional jobs does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
-    /// Current round. Each round number is used only once.
+    /// Number of the current round, which is never reused.
     round: u64,
-    /// Number of connections in the backlog that have not been read in the current round.
+    /// Number of connections in the backlog that are still to be read in the current round.
     backlog_left: usize,
 }
 
@@ -84,7 +82,7 @@ impl FairQueue {
     }
 
     /// Returns the next connection for which `begin` returns true. `begin` gets the connection and the user's
-    /// round, and returns false if the connection was closed after it was queued.
+    /// round. It must return false if the connection was closed after it was queued.
     pub(super) fn begin_read(
         &mut self,
         mut begin: impl FnMut(SessionIndex, u64) -> bool,
@@ -97,12 +95,12 @@ impl FairQueue {
         }
     }
 
-    /// Returns the maximum number of bytes to read at once from the connection that was returned last.
+    /// Returns the maximum number of bytes to read from the connection that was returned last.
     pub(super) fn quantum(&self) -> usize {
         if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
     }
 
-    /// Returns the next connection and the user's round. The connection may have been closed after it was
+    /// Returns the next connection and the user's round. The connection may have been closed since it was
     /// queued.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let owner = self.order.pop_front()?;
@@ -126,7 +124,7 @@ impl FairQueue {
     }
 }
 
-/// Returns the cost of a read. Each frame has a fixed cost in addition to its bytes.
+/// Returns the cost of a read: its bytes, plus a fixed cost per frame.
 pub(super) fn read_cost(bytes: usize, frames: usize) -> usize {
     bytes + FRAME_COST * (1 + frames)
 }
@@ -158,8 +156,8 @@ impl QueueState {
         self.is_read_closed
     }
 
-    /// Begins a read from the connection in this round. Returns false if the connection was not queued,
-    /// because its index belongs to another session now.
+    /// Begins a read from the connection in this round. Returns false if the connection is not queued,
+    /// because another session has reused its index.
     pub(super) fn try_begin(&mut self, round: u64) -> bool {
         let is_waiting = self.is_waiting;
         if is_waiting {
@@ -192,7 +190,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections of several users. All of them always have input.
+    /// Connections of several users. All connections always have input.
     struct Crowd {
         turns: FairQueue,
         queue_states: Vec<QueueState>,
@@ -215,7 +213,7 @@ mod tests {
             );
         }
 
-        /// Reads from a connection. If it has more input afterwards, adds the connection to the queue again.
+        /// Reads from a connection, and queues the connection again if it has more input.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
             let index = index.number();
@@ -253,8 +251,8 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // Other connections do not wait for this connection either, because it no longer comes first in the
-        // round after it has used its quantum.
+        // The connection does not delay the others either, because it loses its precedence once it has used
+        // its quantum.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.push(200);
@@ -278,7 +276,7 @@ mod tests {
             queue_state.is_low_priority()
         };
         assert_eq!([0, 4, 5].map(after), [false, false, true]);
-        // A few accepted jobs are enough to restore the normal priority of the connection.
+        // A few accepted jobs are enough to restore the normal priority.
         let mut queue_state = QueueState::default();
         (0..1_000_000).for_each(|_| queue_state.count_rejection());
         (0..65).for_each(|_| queue_state.count_job());

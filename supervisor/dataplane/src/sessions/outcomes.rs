@@ -1,4 +1,4 @@
-//! Encodes outcomes and progress of jobs and sends them to clients.
+//! Encodes outcomes and progress of jobs, and sends them to clients.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub(crate) struct OutcomeExtensions {
     pub(crate) job: Option<JobId>,
     pub(crate) span: Option<Traceparent>,
     pub(crate) run_limit: Option<Duration>,
-    /// Id of the crash report about the job, if any.
+    /// Id of the crash report about the job.
     pub(crate) report: Option<String>,
     /// Location of the result, if it is in a memory file.
     pub(crate) result: Option<LeaseRef>,
@@ -36,8 +36,7 @@ impl Sessions {
     ) {
         let session = self.slab.get_mut(index).filter(|session| session.phase != Phase::Closing);
         let Some(session) = session else { return };
-        // The metadata fits into a frame, because the length of each text in an outcome was limited when the
-        // text was received.
+        // Fits into a frame, because the length of each text was limited when it was received.
         let number = job.map(JobId::to_bytes);
         let run_limit = run_limit.map(encode_run_limit);
         let result = result.map(LeaseRef::to_bytes);
@@ -59,8 +58,8 @@ impl Sessions {
         self.schedule_flush(index);
     }
 
-    /// Sends the progress of a job to its client. If the client has a large send backlog, drops the progress,
-    /// because it is optional.
+    /// Sends the progress of a job to its client. Progress is optional, so it is dropped if the client has a
+    /// large send backlog.
     pub(crate) fn send_progress(&mut self, client: SessionId, request: u64, progress: Progress<'_>) {
         let Some(session) = self.of_mut(client) else { return };
         if session.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {

@@ -12,7 +12,7 @@ fn client(uid: u32) -> Client {
     Client { peer: None, grant: Grant::Unrestricted, owner: Owner::User(uid), permit: None }
 }
 
-/// Opens a session of user 1 in which the hello has been awaited since `now`.
+/// Opens a session of user 1 whose hello has been awaited since `now`.
 fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
     let (end, peer) = in_process::pair();
     let epoch = sessions.next_epoch();
@@ -26,8 +26,7 @@ fn pause_of_the_supervisor_extends_timeouts() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].mid_frame_since = Some(at(2));
-    // The client's timer started during the pause. After the extension, it must not be later than the current
-    // time.
+    // The client's timer started during the pause. The extension must not move it beyond the current time.
     sessions[index].unread_since = Some(at(50));
     sessions.extend_timeouts(Duration::from_secs(40), at(60));
     let session = &sessions[index];

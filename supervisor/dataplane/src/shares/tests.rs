@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// Simple reference model, which stores the number of bytes that each user, connection and bulkhead holds.
+/// Reference model that stores the number of bytes of each user, connection and bulkhead.
 #[derive(Default)]
 struct Plain {
     held: BTreeMap<(u32, u64, usize), (usize, usize)>,
@@ -151,8 +151,8 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
     assert_eq!(Some(of_leaf(leaf)), (0..3).filter(gives).map(of_leaf).max());
 }
 
-/// Requests `wanted` bytes for a holder in the same way as the data plane. Checks the share, counts the
-/// bytes, and frees memory of other holders if necessary.
+/// Requests `wanted` bytes for a holder like the data plane: checks the share, counts the bytes, and frees
+/// memory of other holders if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
     if !shares.can_hold_share(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;
@@ -174,7 +174,7 @@ fn new_user_gets_an_equal_share_of_full_memory() {
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
     assert_eq!(shares.held(), most, "a single user can use all the memory");
-    // Another user gets half of the memory and no more, whatever its number of connections.
+    // Another user gets half of the memory and no more, regardless of its number of connections.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {

@@ -1,4 +1,4 @@
-//! Applies the commands of operators to bulkheads and compartments.
+//! Applies operators' commands to bulkheads and compartments.
 
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, EventKind, Rate, Severity, Snapshot, TenantChange, TenantRate,
@@ -7,7 +7,9 @@ use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::{SteerAction, SteerError};
 use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{BreakerState, Event, LimitChange, RateLimit, RatePer};
+use bulkhead_shared::JobId;
 
+use crate::operator_events::job_cancelled_event;
 use crate::slab::BulkheadIndex;
 use crate::{DataPlane, Incoming};
 
@@ -42,6 +44,17 @@ impl DataPlane {
         if is_isolated {
             self.reporter.bulkhead_event(Severity::Info, &self.bulkheads[bulkhead].name, what);
         }
+        Ok(())
+    }
+
+    /// Cancels a job on behalf of an operator. The client gets the outcome `cancelled`.
+    pub(crate) fn cancel_job(&mut self, name: &str, job: JobId) -> Result<(), SteerError> {
+        let (index, view) = self.bulkheads.find_job(&self.compartments, self.now, (name, job))?;
+        let what = job_cancelled_event(&view);
+        self.apply(index, Event::Cancel { job, unless_begun: false }, Incoming::None);
+        let compartment = &self.compartments[index];
+        let subject = (&self.bulkheads.owner(compartment).name, &compartment.tenant);
+        self.reporter.compartment_event(Severity::Info, subject, what, None);
         Ok(())
     }
 
@@ -142,7 +155,7 @@ impl DataPlane {
 
     // The supervisor.
 
-    /// Reports the measured memory of a worker to policy.
+    /// Reports a worker's measured memory to policy.
     pub(crate) fn report_worker_memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
         let Some(bulkhead) = self.bulkheads.find(name) else { return };
         for compartment in self.bulkheads[bulkhead].compartments() {
@@ -155,7 +168,7 @@ impl DataPlane {
         }
     }
 
-    /// Stops all bulkheads. The first call allows jobs in flight to continue for `drain_timeout`. The second
+    /// Stops all bulkheads. After the first call, jobs in flight can continue for `drain_timeout`. The second
     /// call stops them at once.
     pub(crate) fn stop(&mut self) {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };

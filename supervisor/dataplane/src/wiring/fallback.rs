@@ -12,8 +12,7 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming, JobData};
 
 impl DataPlane {
-    /// Passes a job on to the next fallback. Returns the answer if there is no such fallback and the client
-    /// must get this answer.
+    /// Passes a job on to the next fallback. If there is none, returns the outcome for the client.
     pub(crate) fn pass_to_fallback(
         &mut self,
         index: CompartmentIndex,
@@ -21,8 +20,8 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) -> Option<JobOutcome<Box<JobData>>> {
         let Some(mut fallback) = answer.record.fallback.take() else { return Some(answer) };
-        // The payload is available if it is held in memory. For a job that was rejected on arrival, it is
-        // still in `incoming`.
+        // The payload is available if it is in memory. For a job rejected on arrival, it is still in
+        // `incoming`.
         let has_payload = answer.job.is_none() || !answer.record.held.is_empty();
         let next = self
             .next_fallback(&fallback, &answer)
@@ -73,8 +72,8 @@ impl DataPlane {
         self.is_client_connected(&answer.record).then_some(next)
     }
 
-    /// Charges the rate limit of the bulkhead to which the client sent the job, unless the job was already
-    /// charged. If the job exceeds the limit, returns the time to wait.
+    /// Charges the rate limit of the bulkhead to which the client submitted the job, unless the job was
+    /// already charged. If the job exceeds the limit, returns the time to wait.
     fn charge_origin(
         &mut self,
         fallback: &FallbackState,
@@ -88,7 +87,7 @@ impl DataPlane {
     fn take_payload<'p>(&mut self, record: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut record.charge);
         if record.held.file.is_some() {
-            // The memory file remains with the job.
+            // The memory file stays with the job.
             record.held.payload = None;
             return Incoming::Owned(Vec::new());
         }
@@ -128,8 +127,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the outcome that is sent to the client. For a job that was in several bulkheads, attempts and
-    /// times are added up.
+    /// Returns the outcome for the client. For a job that was in several bulkheads, adds up attempts and
+    /// times.
     pub(crate) fn combined_outcome(
         &mut self,
         index: CompartmentIndex,
@@ -148,8 +147,8 @@ impl DataPlane {
         combined
     }
 
-    /// Reports that jobs are passed on to another bulkhead. The number of events is limited, and each event
-    /// contains the number of jobs since the last one.
+    /// Reports that jobs are passed on to another bulkhead. Events are rate-limited, and each one contains
+    /// the number of jobs since the last event.
     fn report_fallback(
         &mut self,
         origin: BulkheadIndex,
@@ -164,7 +163,7 @@ impl DataPlane {
         self.reporter.bulkhead_event(Severity::Warning, &self.bulkheads[origin].name, what);
     }
 
-    /// Sends the events that are due about jobs that were passed on to fallbacks.
+    /// Sends the due events about jobs that were passed on to fallbacks.
     pub(crate) fn report_skipped_fallbacks(&mut self) {
         for (bulkhead, target, jobs) in self.bulkheads.due_fallback_reports(self.now) {
             let what = EventKind::FallbackUsed { target, reason: None, jobs };

@@ -1,5 +1,5 @@
-//! Applies the keeper's reports to workers: processes that start, violate the sandbox or end, and the loss of
-//! the keeper itself. Policy decides what happens to the jobs.
+//! Applies the keeper's reports: processes that start, violate the sandbox or exit, and the loss of the
+//! keeper itself. Policy decides what happens to the jobs.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -16,11 +16,11 @@ use crate::links::{Link, death_of};
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of reports that are read ahead in search of a violation. This is the maximum number that
-/// the keeper can have queued.
+/// Maximum number of reports that are read ahead to find a violation. The keeper can have at most this number
+/// in its queue.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
-/// Maximum number of reads from the link of a dead worker. This is enough to empty a full socket.
+/// Maximum number of reads from the link of a dead worker. Enough to drain a full socket.
 const READS_AFTER_DEATH_MAX: usize = 256;
 
 impl DataPlane {
@@ -36,7 +36,7 @@ impl DataPlane {
         if has_out_of_band(&self.links[index].socket) {
             self.out_of_band(Endpoint::Link(index));
         }
-        // The hello may have arrived before the report that the process started.
+        // The hello may have arrived before the keeper reported the start of the process.
         self.read_link(index);
     }
 
@@ -53,7 +53,7 @@ impl DataPlane {
         self.apply(link.compartment, event, Incoming::None);
     }
 
-    /// Handles the end of a worker's process. If the worker runs a program for each job, the death is
+    /// Handles the exit of a worker's process. If the worker runs a program for each job, the death is
     /// reported to policy when no program is left, because a program may still be working on a job.
     pub(crate) fn worker_exited(&mut self, spawn: u64, exit: Exit, usage: Usage) {
         let link = self.links.of_spawn_mut(spawn);
@@ -61,7 +61,7 @@ impl DataPlane {
         match link.filter(|link| link.program.runs_programs()) {
             Some(link) => {
                 link.defer_death(death, usage);
-                // Until then, the worker gets no more jobs, as if it had announced its end.
+                // Until then, the worker gets no more jobs, as if it had announced its exit.
                 let (compartment, worker) = (link.compartment, link.worker);
                 self.apply(compartment, Event::Stopping { worker }, Incoming::None);
             }
@@ -69,7 +69,7 @@ impl DataPlane {
         }
     }
 
-    /// Handles the report that all descendants of a dead worker have ended.
+    /// Handles the report that all descendants of a dead worker are gone.
     pub(crate) fn worker_reaped(&mut self, spawn: u64) {
         if let Some(death) = self.take_deferred_death(spawn) {
             self.worker_gone(spawn, Some(death));
@@ -77,19 +77,18 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Returns and removes the deferred death of a worker that runs programs, because the death must be
-    /// reported now.
+    /// Takes the deferred death of a worker that runs programs, because it must be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program.runs_programs());
         link?.take_deferred_death()
     }
 
-    /// Handles the end of a worker's process. `death` is `None` if the worker ended together with the keeper.
+    /// Handles the death of a worker. `death` is `None` if the worker died with the keeper.
     fn worker_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(index) = self.links.index_of_spawn(spawn) else { return };
         let read = self.links[index].read_position.end();
-        // Frames that were sent before the death still count. The end of file does not arrive as long as a
-        // descendant has the worker's end of the link open.
+        // Frames sent before the death still count. The end of file does not arrive while a descendant has
+        // the worker's end of the link open.
         let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
         let mut reads = 0;
         while reads < READS_AFTER_DEATH_MAX
@@ -105,7 +104,7 @@ impl DataPlane {
         let (compartment, worker) = (link.compartment, link.worker);
         self.update_leases(|leases, now| leases.worker_gone(now, spawn));
         self.report_unread_jobs(compartment, worker, read, begun);
-        // The user id must not be reused as long as descendants of the worker run with it.
+        // The user id must not be reused while descendants of the worker run with it.
         match death {
             Some(_) => self.links.begin_reaping(&mut link),
             None => self.links.give_back(link.take_id()),
@@ -125,8 +124,8 @@ impl DataPlane {
         self.links.keep_closed(link);
     }
 
-    /// Reports to policy which jobs a worker cannot have begun, after it has read `read` bytes. If the worker
-    /// has a journal, also reports the jobs after the last one that the worker has begun.
+    /// Reports to policy which jobs a worker cannot have begun, given that it has read `read` bytes. If the
+    /// worker has a journal, also reports the jobs after the last one that it began.
     fn report_unread_jobs(
         &mut self,
         compartment: CompartmentIndex,
@@ -150,7 +149,7 @@ impl DataPlane {
         self.apply(compartment, Event::Reaped { worker }, Incoming::None);
     }
 
-    /// Removes the link of a dead worker. Does not return the user id to the pool yet.
+    /// Removes the link of a dead worker. The user id is not returned to the pool yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let (index, link) = self.links.remove(spawn)?;
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
@@ -174,12 +173,12 @@ impl DataPlane {
         self.reporter.compartment_event(Severity::Critical, subject, what, None);
     }
 
-    /// Returns the cause of the death of a program by a signal. The worker knows only the signal, but the
-    /// keeper may have reported a violation.
+    /// Returns the cause of a program's death by a signal. The worker knows only the signal, but the keeper
+    /// may have reported a violation.
     pub(crate) fn program_death(&mut self, index: LinkIndex, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
-            // The keeper reports a violation before it kills the process. All other reports are deferred,
-            // because one of them may be the death of the worker whose reply is being handled.
+            // The keeper reports a violation before it kills the process. Other reports are deferred, because
+            // one of them may be the death of the worker whose reply is being handled.
             for _ in 0..REPORTS_AHEAD_MAX {
                 let Ok(Some(report)) = self.keeper.serving().and_then(Keeper::receive) else { break };
                 match report {
@@ -200,8 +199,8 @@ impl DataPlane {
 
     // The keeper.
 
-    /// Handles the loss of the keeper. All workers are killed, because no process supervises them any more,
-    /// and another keeper is started.
+    /// Handles the loss of the keeper. Kills all workers, because no process supervises them, and starts
+    /// another keeper.
     pub(crate) fn keeper_lost(&mut self) {
         // The background thread closes the socket.
         let Some(old) = self.keeper.descriptor() else { return };
@@ -213,9 +212,9 @@ impl DataPlane {
         }
     }
 
-    /// Handles the report that all processes of a lost keeper, including all workers, have ended.
+    /// Handles the report that all processes of a lost keeper, including all workers, are gone.
     pub(crate) fn keeper_reaped(&mut self) {
-        // Spares are handled first, so that no slot is taken over by a spare that has also died.
+        // Spares come first, so that no slot is taken over by a spare that is also dead.
         let compartments = &self.compartments;
         let is_spare = |link: &Link| compartments[link.compartment].policy.is_spare(link.worker);
         for spawn in self.links.spawns(is_spare) {
@@ -227,7 +226,7 @@ impl DataPlane {
         }
     }
 
-    /// Starts to use a new keeper. The queued workers can then be started.
+    /// Installs a new keeper. The workers in the start queue can then be started.
     pub(crate) fn keeper_replaced(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), crate::KEEPER, interest)?;
@@ -243,8 +242,7 @@ impl DataPlane {
     }
 }
 
-/// Returns true if out-of-band bytes are pending. Such bytes are ignored until the process of the worker is
-/// known.
+/// Returns true if out-of-band bytes are pending. They are ignored until the worker's process is known.
 fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];
     rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)

@@ -47,7 +47,7 @@ impl DataPlane {
 
     // Clients.
 
-    /// Handles a frame about leases from a client.
+    /// Handles a client's frame about leases.
     pub(crate) fn handle_lease_frame(
         &mut self,
         index: SessionIndex,
@@ -91,7 +91,7 @@ impl DataPlane {
     }
 
     /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs
-    /// the bytes of every payload. Also recalls leases for bulkheads that use this bulkhead as a fallback.
+    /// the bytes of each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
     pub(crate) fn recall_leases_needing_bytes(&mut self, bulkhead: BulkheadIndex) {
         for name in self.bulkheads.needing_payload_bytes(bulkhead) {
             self.leases.recall_for_bulkhead(self.now, &name);
@@ -99,7 +99,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Calls `update` and then performs the effects that it caused.
+    /// Calls `update` and performs the resulting effects.
     pub(crate) fn update_leases<T>(&mut self, update: impl FnOnce(&mut Leases, Time) -> T) -> T {
         let result = update(&mut self.leases, self.now);
         self.perform_lease_effects();
@@ -112,8 +112,8 @@ impl DataPlane {
         self.update_leases(|leases, now| leases.enforce_budget(now, budget));
     }
 
-    /// Sends pending offers to clients. Must not be called while the frames of a client are being read,
-    /// because a failed write closes the session.
+    /// Sends pending offers to clients. Must not be called while a client's frames are being handled, because
+    /// a failed write closes the session.
     pub(crate) fn offer_leases(&mut self) {
         while let Some(offer) = self.leases.next_offer() {
             let sent = self.send_offer(&offer);
@@ -122,7 +122,7 @@ impl DataPlane {
     }
 
     fn send_offer(&mut self, offer: &Offer) -> Sent {
-        // A reload may have changed the bulkhead after the client requested the lease.
+        // A reload may have changed the bulkhead since the client requested the lease.
         let bulkhead = self.bulkheads.find(&offer.bulkhead);
         let is_allowed = bulkhead.is_some_and(|bulkhead| !self.bulkheads.needs_payload_bytes(bulkhead));
         let client = self.sessions.of_mut(offer.client).filter(|_| is_allowed);
@@ -135,7 +135,7 @@ impl DataPlane {
         sent(client.end.lend(frame, offer.named, offer.files.of_client(), receiver))
     }
 
-    /// Ends all leases of a client whose connection is closed.
+    /// Ends all leases of a client that has disconnected.
     pub(crate) fn end_leases_of_client(&mut self, client: SessionId) {
         if let Some(session) = self.sessions.of_mut(client) {
             session.end.release_files(&mut self.unread_loans, &mut session.unread);
@@ -150,7 +150,7 @@ impl DataPlane {
 
     // Jobs.
 
-    /// Marks a lease as used by a job. Also returns the worker to which the files were lent.
+    /// Marks a lease as used by a job. Returns the payload, and the worker to which the files were lent.
     pub(crate) fn begin_leased_job(
         &mut self,
         named: LeaseRef,
@@ -200,8 +200,7 @@ impl DataPlane {
         sent(lent)
     }
 
-    /// Ends a worker's access to the files of a job after the worker has sent a reply for the job or has
-    /// returned the job.
+    /// Ends a worker's access to the files of a job, because the worker has replied or returned the job.
     pub(crate) fn end_file_use(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         let record = self.compartments[compartment].policy.record_mut(job);
         let payload = record.and_then(|record| record.held.file.as_deref_mut());
@@ -209,7 +208,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Ends the use of a lease by a job. If the result is in the result file, returns its location.
+    /// Ends the use of a lease by a job. Returns the location of the result if it is in the result file.
     pub(crate) fn end_leased_job(
         &mut self,
         payload: LeasedPayload,

@@ -1,4 +1,4 @@
-//! Connects links with workers: orders workers from the keeper, and sends frames to workers.
+//! Connects links with workers: orders the keeper to start workers, and sends frames to workers.
 
 mod frames;
 
@@ -28,10 +28,10 @@ use crate::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use crate::starvation::{Watch, beat_at};
 use crate::{DataPlane, Endpoint, INTEREST, Incoming};
 
-/// Maximum number of workers that are ordered per iteration.
+/// Maximum number of start orders sent per iteration.
 const SPAWNS_PER_ITERATION_MAX: usize = 4;
 
-/// Number of workers whose heartbeats in journals are read together.
+/// Number of workers whose journal heartbeats are read together.
 const BEATS_READ_TOGETHER: usize = 128;
 
 /// Method by which a worker's process is created.
@@ -39,15 +39,15 @@ enum SpawnOrigin {
     Spawn,
     /// The worker is forked from the template with this spawn number.
     Fork(u64),
-    /// The worker must wait, because its template is not ready yet.
+    /// The worker must wait for its template.
     Waits,
 }
 
 impl DataPlane {
     // Ordering workers.
 
-    /// Orders queued workers, but only a few per iteration, because ordering takes time and replies are more
-    /// urgent.
+    /// Sends start orders for queued workers, only a few per iteration, because orders take time and replies
+    /// are more urgent.
     pub(crate) fn spawn_queued_workers(&mut self) {
         for _ in 0..SPAWNS_PER_ITERATION_MAX {
             let Some(order) = self.keeper.next_worker_order() else { return };
@@ -65,7 +65,7 @@ impl DataPlane {
         }
     }
 
-    /// Chooses the method by which a worker's process is created.
+    /// Chooses how a worker's process is created.
     fn spawn_origin(&mut self, order: &WorkerOrder) -> io::Result<SpawnOrigin> {
         let compartment = &self.compartments[order.compartment];
         let program = &self.bulkheads.owner(compartment).program;
@@ -111,7 +111,7 @@ impl DataPlane {
         let token = Endpoint::Link(self.links.next()).token();
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
-        // The order is sent last, because an ordered worker owns the user id whatever fails afterwards.
+        // Sends the order last, because after that the worker owns the user id, even if something fails.
         let (spawn, id) = (ordered.spawn, ordered.id);
         let sent = self.keeper.serving().and_then(|keeper| match ordered.template {
             None => keeper.spawn(&ordered.program.order(spawn, id), theirs, stdout_write, stderr_write),
@@ -154,7 +154,7 @@ impl DataPlane {
         let compartment_of_job = &mut self.compartments[compartment];
         let bulkhead = compartment_of_job.bulkhead;
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
-            // If this were ignored, the link's count of jobs would differ from that of policy.
+            // Otherwise, the link's number of jobs would differ from that of policy.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
             let message = "the worker sent a result for a job that it had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
@@ -192,7 +192,7 @@ impl DataPlane {
         self.links.schedule_flush(index);
     }
 
-    /// Dispatches a job whose payload is in a memory file. Such a job is always too large to be prefetched.
+    /// Dispatches a job whose payload is in a memory file. Such a job is too large to be prefetched.
     fn dispatch_leased(
         &mut self,
         compartment: CompartmentIndex,
@@ -223,7 +223,7 @@ impl DataPlane {
         self.links.schedule_flush(index);
     }
 
-    /// Ends a worker's access to the memory files of a recalled job. The worker will neither read the payload
+    /// Ends a worker's access to the memory files of a recalled job, because it will neither read the payload
     /// nor write the result.
     pub(crate) fn job_recalled(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
@@ -248,7 +248,7 @@ impl DataPlane {
     pub(crate) fn flush_link(&mut self, index: LinkIndex) {
         let Some(link) = self.links.get_mut(index) else { return };
         let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut down its end, which the next read will report.
+        // An error means that the worker has shut down its end, which the next read reports.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.release_buffer(&mut self.buffers.pool);
         let (was, is) = self.links.flushed(index, before);
@@ -257,11 +257,11 @@ impl DataPlane {
 
     // Output of workers.
 
-    /// Passes the reading ends of a worker's output to the control plane, unless this was already done. If
-    /// the channel is full, the reading ends stay open and are offered again later, because a worker that
-    /// cannot write its output would die.
+    /// Passes the read ends of a worker's output to the control plane, unless this was already done. If the
+    /// channel is full, keeps the read ends open and tries again later, because a worker that cannot write
+    /// its output would die.
     pub(crate) fn forward_output(&mut self, index: LinkIndex) {
-        // The worker may be gone when its output is offered again.
+        // The worker may be gone when this is tried again.
         let Some(link) = self.links.get_mut(index) else { return };
         let Some((pid, (stdout, stderr))) = link.take_output() else { return };
         let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment]).name.clone();
@@ -274,7 +274,7 @@ impl DataPlane {
 
     // Silent workers.
 
-    /// Starts to observe the processor time of a silent worker.
+    /// Starts observing the processor time of a silent worker.
     pub(crate) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) else { return };
         self.read_journal_beats(index);
@@ -286,8 +286,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads the heartbeats in the journals of this worker and of the next ones, so that the other workers do
-    /// not need separate iterations.
+    /// Reads the journal heartbeats of this worker and of the following ones, to save the other workers
+    /// separate iterations.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;
@@ -304,8 +304,8 @@ impl DataPlane {
         }
     }
 
-    /// Starts the check of a silent worker whose processor time was observed. Policy gets the result in a
-    /// later iteration.
+    /// Starts checking a silent worker whose processor time was observed. Policy gets the result in a later
+    /// iteration.
     pub(crate) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.links.of_worker(&self.compartments, (compartment, worker));
         if let Some(index) = index {
@@ -333,8 +333,8 @@ impl DataPlane {
 
     // Checks.
 
-    /// Kills workers that have closed the link but are still running, and tries again to pass on output that
-    /// the control plane had no room for.
+    /// Kills workers that have closed their link but are still running, and retries passing on output that
+    /// did not fit into the channel to the control plane.
     pub(crate) fn check_links(&mut self) {
         for (index, is_late) in self.links.check_closed(self.now) {
             let link = &self.links[index];
@@ -353,7 +353,7 @@ impl DataPlane {
     }
 
     /// Kills a worker whose temporary folder is too large. The control plane measures the folders and sends
-    /// their sizes. If `spawn` is a template, `apart` is the size without the folders of its workers.
+    /// their sizes. For a template, `apart` is the size without the folders of its workers.
     pub(crate) fn check_temporary_folder(
         &mut self,
         spawn: u64,
@@ -363,8 +363,8 @@ impl DataPlane {
         let Some(link) = self.links.of_spawn_mut(spawn) else {
             return self.update_templates(|it, _| it.check_temporary_folder(spawn, apart));
         };
-        // The folder must belong to this worker, because any worker can create a folder with the name of
-        // another worker's folder.
+        // Checks that the folder belongs to this worker, because any worker can create a folder with the name
+        // of another worker's folder.
         let is_its_own = link.template == template;
         let is_too_large = link.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
         if is_its_own && is_too_large && link.end_as_overfull() {
@@ -373,19 +373,19 @@ impl DataPlane {
     }
 }
 
-/// Returns true if the process of a worker has ended, even if the keeper has not reported this yet.
+/// Returns true if a worker's process has exited, even if the keeper has not reported this yet.
 fn has_ended(link: &Link) -> bool {
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     let is_readable = |pidfd: &OwnedFd| {
         let mut fds = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
     };
-    // In a pid namespace, the pidfd refers to the first process of the namespace, which ends later.
+    // In a pid namespace, the pidfd refers to the namespace's first process, which exits later.
     link.pidfd().is_some_and(is_readable) || link.pid().is_some_and(is_zombie)
 }
 
 fn is_zombie(pid: u32) -> bool {
     let stat = bulkhead_linux::process_tree::read_proc_file(&format!("/proc/{pid}/stat"));
-    // In the file, the state follows the name in parentheses.
+    // In this file, the state follows the name in parentheses.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

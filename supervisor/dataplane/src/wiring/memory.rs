@@ -1,4 +1,4 @@
-//! Connects the memory of waiting data with jobs, frames, and payloads that are arriving over HTTP.
+//! Connects the memory of waiting data with jobs, frames, and payloads arriving over HTTP.
 
 use std::sync::atomic::Ordering;
 
@@ -29,14 +29,15 @@ impl DataPlane {
         }
     }
 
-    /// Publishes the size of the held memory, and the share that payloads arriving over HTTP can always hold.
+    /// Publishes the total size of held memory, and the share that is always available to payloads arriving
+    /// over HTTP.
     pub(crate) fn publish_memory(&self) {
         self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.equal_share(self.limits.buffered_bytes_max);
         self.counters.spool_share.store(share, Ordering::Relaxed);
     }
 
-    /// Enforces the memory limit. The holders that exceed a fair share the most must free memory. `wants`
+    /// Enforces the memory limit. The holders that exceed their fair share the most must free memory. `wants`
     /// contains the connection and the bulkhead that need the memory.
     pub(crate) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.memory.recount_spools();
@@ -57,7 +58,7 @@ impl DataPlane {
         }
     }
 
-    /// Rejects the newest waiting job of the lowest priority class of a holder.
+    /// Rejects a holder's newest waiting job of the lowest priority class.
     fn evict_job(&mut self, holder: Holder) {
         while let Some((index, job)) = self.memory.pop_waiting(holder) {
             let Some(compartment) = self.compartments.get_mut(index) else { continue };

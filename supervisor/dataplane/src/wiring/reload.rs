@@ -1,8 +1,8 @@
 //! Applies a new version of the configuration while jobs run.
 //!
-//! A bulkhead or compartment keeps its index as long as it has jobs, workers, or jobs that were passed on to
-//! other bulkheads. Only then is the index reused. References that can outlive a bulkhead (a fallback, an
-//! entry of `[[access]]`) use its name.
+//! A bulkhead or compartment keeps its index as long as it has workers or jobs, including jobs that were
+//! passed on to other bulkheads. References that can outlive a bulkhead (a fallback, an entry of
+//! `[[access]]`) use its name.
 
 use bulkhead_api::{EventKind, Severity};
 use bulkhead_plane::command::SteerError;
@@ -63,7 +63,7 @@ impl DataPlane {
 
     // Removing bulkheads.
 
-    /// Continues to remove bulkheads that are no longer configured, as far as possible.
+    /// Continues the removal of bulkheads that are no longer configured.
     pub(crate) fn continue_removals(&mut self) {
         for bulkhead in self.bulkheads.leaving() {
             if self.stop_idle_compartments(bulkhead) {
@@ -83,7 +83,7 @@ impl DataPlane {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
             let policy = &self.compartments[compartment].policy;
-            // A compartment whose jobs are in other bulkheads must still count the outcomes of these jobs.
+            // A compartment whose jobs are in other bulkheads must still count their outcomes.
             is_over &= policy.is_stopped() && policy.counters().elsewhere == 0;
         }
         is_over

@@ -1,4 +1,4 @@
-//! Reports the deaths of workers and programs, and the operator events of policy, to operators.
+//! Reports to operators the deaths of workers and programs, and the operator events of policy.
 
 use std::time::SystemTime;
 
@@ -16,8 +16,8 @@ use crate::slab::CompartmentIndex;
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Reports the death of a worker, unless the worker ended normally. Must be called before policy gets the
-    /// exit event.
+    /// Reports the death of a worker, unless it exited normally. Must be called before policy gets the exit
+    /// event.
     pub(crate) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
         let compartment = &mut self.compartments[link.compartment];
         if compartment.is_replay {
@@ -39,7 +39,7 @@ impl DataPlane {
     ) {
         let (now, compartment) = (self.now, &mut self.compartments[index]);
         let (policy, is_replay) = (&mut compartment.policy, compartment.is_replay);
-        // If the client already has the outcome, the supervisor itself has caused the end of the program.
+        // If the client already has the outcome, the supervisor itself ended the program.
         if !policy.holds(worker, job) || policy.record_mut(job).is_none() {
             return;
         }
@@ -53,7 +53,7 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. `link` is the link of the worker if it was already removed from the table.
+    /// Sends a crash report. `link` is the worker's link if it was already removed from the table.
     fn send_crash_report(
         &mut self,
         index: CompartmentIndex,
@@ -73,7 +73,7 @@ impl DataPlane {
         self.reporter.notify(DroppableNotice::Crash { report, permit });
     }
 
-    /// Sends the events that are due about crashes without a crash report.
+    /// Sends the due events about crashes without a crash report.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };
@@ -109,7 +109,7 @@ impl DataPlane {
         self.reporter.compartment_event(severity, subject, what, self.crashes.report_about(dead));
     }
 
-    /// Returns the operation and the tenant of a job that has just crashed or has just lost its worker.
+    /// Returns the operation and tenant of a job that has just crashed or lost its worker.
     fn job_names(&mut self, index: CompartmentIndex, job: JobId) -> Option<(String, String)> {
         match self.compartments[index].policy.record_mut(job) {
             Some(record) => Some((record.operation.to_string(), record.tenant.to_string())),
@@ -117,7 +117,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports the end of a job if the job crashed or exceeded its deadline while running.
+    /// Reports a job that crashed or exceeded its deadline while running.
     pub(crate) fn report_failed_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         if let Some(what) = failed_job_event(answer) {
             let compartment = &self.compartments[index];

@@ -24,19 +24,19 @@ use crate::shares::{Holder, Owner};
 use crate::slab::SessionIndex;
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of connections that are accepted per iteration. Clients that are already connected have
-/// precedence, because identifying a new client takes time.
+/// Maximum number of connections accepted per iteration. Connected clients have precedence, because
+/// identifying a new client takes time.
 const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
-/// Time limit for accepting connections in one iteration. After this time, no further connection is accepted.
+/// Maximum time for accepting connections per iteration. After this time, no further connection is accepted.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
-/// Maximum cost of reading from clients per iteration. The cost consists of the number of bytes, and a fixed
-/// cost for each frame. The maximum is enough for a few hundred small jobs.
+/// Maximum cost of reading from clients per iteration: the number of bytes, plus a fixed cost per frame.
+/// Enough for a few hundred small jobs.
 const READ_COST_MAX: usize = 64 * 1024;
 
-/// Time limit for reading from clients in one iteration. After this time, no further client is read. A time
-/// limit is needed because closing a client takes longer than reading from one.
+/// Maximum time for reading from clients per iteration. After this time, no further client is read. Needed
+/// because closing a client takes longer than reading from one.
 const READ_TIME: Duration = Duration::from_micros(100);
 
 impl DataPlane {
@@ -77,15 +77,15 @@ impl DataPlane {
             Ok((peer, grant)) => (Some(peer), grant, None),
             Err(refusal) => (refusal.peer, Grant::none(), Some(refusal)),
         };
-        // All clients whose identity is not known count as one user.
+        // All clients of unknown identity count as one user.
         let owner = Owner::User(peer.map_or(u32::MAX, |peer| peer.uid));
         let client = Client { peer, grant, owner, permit: None };
         let phase = Phase::AwaitingHello { since: self.now };
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Some(refusal) = rejection {
             self.reject_session(index, refusal.reason, &refusal.message);
-            // The rejection is sent and the session closed at once, so that many rejected clients cannot use
-            // up the descriptors for accepted ones.
+            // Sends the rejection and closes the session at once, so that rejected clients cannot use up the
+            // descriptors for accepted ones.
             self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
                 self.report_rejection(SocketKind::Jobs, refusal);
@@ -97,8 +97,8 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Opens a session for an in-process client. It is handled like a client of the jobs socket, except that
-    /// its identity is known.
+    /// Opens a session for an in-process client, which is handled like a client of the jobs socket whose
+    /// identity is known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
         let owner = Owner::User(rustix::process::geteuid().as_raw());
@@ -115,7 +115,7 @@ impl DataPlane {
         }
     }
 
-    /// Opens a session for a client that was accepted by the control plane.
+    /// Opens a session for a client that the control plane accepted.
     pub(crate) fn open_control_session(
         &mut self,
         socket: UnixStream,
@@ -126,7 +126,7 @@ impl DataPlane {
         self.open_session(ClientEndpoint::Socket(socket), client, Phase::Open);
     }
 
-    /// Opens a session. A socket must be non-blocking. If the client cannot be served, the session is already
+    /// Opens a session. A socket must be non-blocking. If the client is rejected, the session may already be
     /// closed when this function returns.
     pub(crate) fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
         let epoch = self.sessions.next_epoch();
@@ -146,7 +146,7 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a client that connects. Returns its permissions, or the reason for rejecting it. Fast
+    /// Identifies a client that connects. Returns its permissions, or the reason for its rejection. Fast
     /// checks come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
@@ -180,8 +180,8 @@ impl DataPlane {
     }
 
     /// Updates the permissions of all clients after a change of `[[access]]`. A client that has lost its
-    /// permissions stays connected, so that it receives the outcomes of its earlier jobs. Its further
-    /// requests are `forbidden`.
+    /// permissions stays connected to receive the outcomes of its earlier jobs, but its further requests are
+    /// `forbidden`.
     pub(crate) fn update_grants(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.phase != Phase::Closing);
@@ -225,7 +225,7 @@ impl DataPlane {
         }
     }
 
-    /// Closes clients that have exceeded a time limit, and tries again to accept connections.
+    /// Closes clients that have exceeded a time limit, and retries accepting connections.
     pub(crate) fn check_sessions(&mut self) {
         self.accept();
         for (index, message) in self.sessions.check_timeouts(self.now) {
@@ -262,8 +262,8 @@ impl DataPlane {
         self.count_frame(index);
     }
 
-    /// Rejects the job whose large frame is being received, and discards the rest of the frame. Does nothing
-    /// if no large frame is being received. The connection stays open.
+    /// Rejects the job whose large frame is being received, and discards the rest of the frame. The
+    /// connection stays open. Does nothing if no large frame is being received.
     pub(crate) fn abandon_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if let Some((header, metadata)) = session.inbox.abandon_large() {

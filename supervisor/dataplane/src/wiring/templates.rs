@@ -28,8 +28,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to the
-    /// waiting workers. If the compartment has no template, starts one.
+    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to those
+    /// that wait, and starts a template if the compartment has none.
     pub(crate) fn template_for(
         &mut self,
         index: CompartmentIndex,
@@ -45,7 +45,7 @@ impl DataPlane {
             Fork::Waits => return Ok(None),
             Fork::NoTemplate => {}
         }
-        // Workers that are waiting for a template of the previous program now wait for the new template.
+        // Workers that wait for a template of the previous program now wait for the new template.
         let mut waiting = self.update_templates(|templates, _| templates.end(index));
         waiting.push((worker, slot));
         let spawn = self.links.next_spawn();
@@ -68,7 +68,7 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// Calls `update` and then performs the effects that it caused.
+    /// Calls `update` and performs the resulting effects.
     pub(crate) fn update_templates<T>(&mut self, update: impl FnOnce(&mut Templates, Time) -> T) -> T {
         let result = update(&mut self.templates, self.now);
         self.perform_template_effects();

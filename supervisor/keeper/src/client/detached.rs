@@ -38,7 +38,7 @@ pub struct ProbeResult {
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
-/// Whether the guard probes which layers of confinement the machine supports.
+/// Whether the guard determines which layers of confinement the machine supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProbeMachine {
     Yes,
@@ -78,8 +78,8 @@ impl DetachedKeeper {
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
             Err(error) => {
-                // The program might not be a keeper, so the process is killed. If it has already started a
-                // keeper, that keeper exits when the socket is closed.
+                // The program might not be a keeper, so it is killed. If it has already started a keeper,
+                // that keeper exits when the socket is closed.
                 let _ = pidfd_send_signal(&guard, Signal::KILL);
                 let is_silent = error.kind() == io::ErrorKind::UnexpectedEof;
                 Err(if is_silent { not_a_keeper(program) } else { error })
@@ -106,8 +106,7 @@ impl DetachedKeeper {
             if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
-            // Fails if orphans are not reparented to this process. In that case, another process reaps the
-            // keeper and the guard.
+            // Fails if orphans are reparented to another process, which then reaps the keeper and the guard.
             let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
         Ok(true)
@@ -158,8 +157,8 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            // The guard has exited, but the socket is still open, because a process that another thread of the
-            // application has just forked can hold a copy.
+            // The guard has exited. The socket can still be open, because a process that another thread of
+            // the application has just forked can hold a copy.
             Ok(_) if polled[0].revents().is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) => {}
         }
@@ -170,8 +169,7 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
 #[expect(unsafe_code, reason = "execve, and the calls before execve, have no safe wrapper")]
 fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
-    // Moves both descriptors above 2, so that the first `dup2` call cannot overwrite the source of the
-    // second.
+    // Moves both descriptors above 2, so that the first `dup2` does not overwrite the source of the second.
     let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
     let (socket, application) = (above(theirs)?, above(application)?);
     let path = CString::new(program.as_os_str().as_bytes())?;
@@ -185,8 +183,8 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
     let environment = environment();
     let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));
     let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
-    // SAFETY: the child makes only three system calls. Their argument lists were prepared before and end with
-    // a null pointer.
+    // SAFETY: the child makes only three system calls. Their argument lists were prepared in advance and end
+    // with a null pointer.
     let started = unsafe {
         vfork::spawn_orphan(|| {
             for (from, to) in [(socket_number, libc::STDIN_FILENO), (application_number, libc::STDOUT_FILENO)]
@@ -202,7 +200,7 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
     Ok(started?.pidfd)
 }
 
-/// Returns the environment of this process, without the variables that other processes must not inherit.
+/// Returns the environment of this process, without variables that must not be inherited.
 fn environment() -> Vec<CString> {
     let kept = std::env::vars_os()
         .filter(|(name, _)| !SERVICE_MANAGER_VARIABLES.iter().any(|withheld| name == withheld));

@@ -1,10 +1,10 @@
 //! Control groups of version 2. Each worker has a leaf group, with limits for the worker and all its
 //! descendants.
 //!
-//! The leaves are children of the keeper's own group, which must have been delegated to the keeper. Groups
-//! above the keeper's own group are never changed, and only the supervisor's own processes are moved. The
-//! caller is responsible for emptying and removing a leaf. No function waits: if an action is not possible
-//! yet, the caller tries again later.
+//! The leaves are children of the keeper's own group, which must have been delegated to the keeper. This
+//! module never changes groups above the keeper's own group, and moves only the supervisor's own processes.
+//! The caller is responsible for emptying and removing a leaf. No function blocks. If an action is not
+//! possible yet, the caller tries again later.
 //!
 //! - `folder`: a group as a folder of files, with limits on reads and writes.
 //! - `leaf`: the group of a worker.
@@ -39,8 +39,8 @@ pub(crate) use limits::Limits;
 /// in this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Maximum number of rounds for moving processes out of a group. Processes that are forked during one round
-/// are moved in the next.
+/// Maximum number of rounds for moving processes out of a group. Processes that are forked during a round are
+/// moved in the next round.
 const MOVE_ROUNDS_MAX: usize = 16;
 
 /// Maximum number of leaf groups of previous keepers to clean up in one call.
@@ -67,9 +67,9 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action, which fits after "failed to". Names the file.
+    /// Description of the failed action and its file, which fits after "failed to".
     pub(crate) attempted: String,
-    /// Error number from the kernel, or the closest error number if the keeper itself detected the failure.
+    /// Error number from the kernel, or the closest error number if the keeper detected the failure.
     pub(crate) errno: Errno,
     /// Advice for the administrator on fixing the failure.
     pub(crate) advice: &'static str,
@@ -141,7 +141,7 @@ pub(crate) struct StaleLeaves {
 }
 
 impl DelegatedGroup {
-    /// Finds the group of this process, and checks that the group was delegated, so that this process can
+    /// Finds the group of this process, and checks that it was delegated, which means that this process can
     /// create child groups and move processes. `supervisor` is the pid of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::from_folder(open_root()?, supervisor)
@@ -157,8 +157,8 @@ impl DelegatedGroup {
         self.folder.path()
     }
 
-    /// Kills and removes the leaves of previous keepers. After a failure, continues with the other leaves and
-    /// then returns the first failure. Call this again after a pause until no leaves are left.
+    /// Kills the processes in leaves of previous keepers, and removes the leaves. Continues after a failure,
+    /// and returns the first failure. Call this again after a pause until no leaves are left.
     pub(crate) fn remove_stale_leaves(&self) -> Result<StaleLeaves, Failure> {
         let is_stale =
             |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));

@@ -2,9 +2,9 @@
 //! processes outside of the sandbox.
 //!
 //! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
-//! `self_test`). The rules deny all rights that the running kernel and the library know, and grant rights
-//! only for the paths in [`Rules`] and for paths that every program needs. `probe` reports which features an
-//! older kernel lacks.
+//! `self_test`). The rules handle all rights that both the running kernel and the library know. They grant
+//! rights only for the paths in [`Rules`] and for paths that every program needs. `probe` reports the
+//! features that an older kernel lacks.
 //!
 //! Rules refer to files, not to names. If a file is replaced with another file of the same name, a running
 //! worker cannot access the new file until the worker is restarted.
@@ -29,7 +29,7 @@ use self::self_test::ForbiddenAction;
 use super::paths::{self, PROC_FOLDER};
 
 /// Newest Landlock version that the library knows. Used only to find the rights that apply to files. The
-/// version of the running kernel determines which rights are granted.
+/// granted rights depend on the version of the running kernel.
 const NEWEST_ABI: ABI = ABI::V9;
 
 /// Paths that a worker can access in addition to the paths that every program needs.
@@ -78,7 +78,7 @@ pub(crate) struct Ruleset {
     granted: Vec<program_rules::Grant>,
 }
 
-/// Reason why the rules are not enforced.
+/// Reason why the rules are not in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RestrictError {
     /// The kernel refused the rules.
@@ -88,8 +88,7 @@ pub(crate) enum RestrictError {
 }
 
 impl Ruleset {
-    /// Creates the ruleset. Skips system paths that do not exist, but fails if a configured path does not
-    /// exist.
+    /// Creates the ruleset. Skips missing system paths, but fails if a configured path is missing.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
@@ -110,7 +109,7 @@ impl Ruleset {
     }
 
     /// Returns the rules that the worker applies to the programs it runs. Each program can access only its
-    /// own part of the worker's temporary folder.
+    /// own subfolder of the worker's temporary folder.
     pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
@@ -148,8 +147,8 @@ impl Ruleset {
         self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Grants read access to a folder that was mounted in place of a granted folder. Safe in a forked child,
-    /// because it makes only system calls.
+    /// Grants read access to a folder that was mounted over a granted folder. Safe in a forked child, because
+    /// it makes only system calls.
     pub(crate) fn add_readable(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
@@ -160,11 +159,10 @@ impl Ruleset {
     }
 
     /// Enforces the rules on the calling thread and on all processes that it starts. This cannot be undone.
-    /// Then tests the rules with an action that must fail. The thread must have no capabilities, and must not
-    /// be able to gain privileges (`PR_SET_NO_NEW_PRIVS`). Safe in a forked child, because it makes only
-    /// system calls.
+    /// Afterwards, tests the rules with an action that must fail. The thread must have no capabilities, and
+    /// must have set `PR_SET_NO_NEW_PRIVS`. Safe in a forked child, because it makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
-        // If the action fails even without the rules, because the user lacks a right, the test proves nothing.
+        // The test proves nothing if the action fails even without the rules because the user lacks a right.
         let is_conclusive = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(RestrictError::Rejected)?;
         if is_conclusive && self.forbidden.attempt() != Err(Errno::ACCESS) {

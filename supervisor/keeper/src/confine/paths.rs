@@ -26,9 +26,9 @@ pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/gnu/store",
 ];
 
-/// Entries of `/etc` that ordinary programs read. This is a list because rules can only grant rights: if all of
-/// `/etc` were granted, no entry could be denied. An entry is granted only if other users can read it. So a
-/// certificate store that an operator has locked stays locked, even if the supervisor is root.
+/// Entries of `/etc` that ordinary programs read. Rules can only grant rights, so granting all of `/etc`
+/// would leave no way to deny an entry. An entry is granted only if other users can read it. So a certificate
+/// store that an operator has made private stays private, even if the supervisor is root.
 pub(crate) const ETC_ENTRIES: [&str; 52] = [
     // Programs and libraries
     "alternatives",
@@ -93,12 +93,12 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside of `/usr` and `/etc`. Without access, programs would rebuild these caches on each run.
+/// Caches outside of `/usr` and `/etc`. Without access to them, programs would rebuild them on each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
-/// Harmless devices that workers can read and write. Ioctl requests must fail with the same error as on any
-/// other file, because many programs use an ioctl request to detect a terminal.
+/// Harmless devices that workers can read and write. The rules must not change the error of an ioctl request,
+/// because many programs use an ioctl request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
 /// Devices that workers can only read. Writes and ioctl requests would influence the random numbers of all
@@ -142,8 +142,8 @@ pub(crate) fn world_readable() -> Vec<PathBuf> {
     ETC_ENTRIES.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
 }
 
-/// Folders that all users share, or that contain all files of a user. A program or working directory in such a
-/// folder does not mean that the operator wants to grant the whole folder.
+/// Folders that all users share, or that contain all files of a user. A program or working directory in such
+/// a folder does not imply access to the whole folder.
 const SHARED_FOLDERS: [&str; 16] = [
     "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
     "/sys", "/tmp", "/var", "/var/tmp",
@@ -158,9 +158,8 @@ const LINKS_MAX: usize = 40;
 /// Returns the working directory, and the folders of the programs and of their interpreters, both as named and
 /// by their real paths. For a program in a shared folder, returns only the program.
 ///
-/// Ignores all paths that a worker can write to. Otherwise a worker could choose which paths the next worker
-/// can access, with a symbolic link or with the first line of a script. Writable paths are granted
-/// separately.
+/// Ignores all paths that a worker can write to. Otherwise, a worker could use a symbolic link or the first
+/// line of a script to choose which paths the next worker can access. Writable paths are granted separately.
 pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
     let writable = real_paths(write);
     let trusted: Vec<&Path> =
@@ -201,9 +200,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a configured path can be granted unchanged. A path that leads through a folder in `write`
-/// cannot, because the worker can change the target. `Ok(false)` means that the target is inside of the
-/// writable folder, and is granted together with that folder.
+/// Returns true if a configured path can be granted as it is. A path through a folder in `write` cannot,
+/// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside of a
+/// writable folder and thus granted anyway, and an error otherwise.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {
@@ -315,7 +314,7 @@ pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<V
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
-            // A link is skipped, because its target is granted separately or not at all.
+            // Skips links, because their targets are granted separately or not at all.
             if !entry.file_type()?.is_symlink() {
                 folders.push((entry.path(), real.join(entry.file_name())));
             }
@@ -324,8 +323,9 @@ pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<V
     Ok(given)
 }
 
-/// Returns hard links in this folder to files in `secrets`. Rules and mounts apply to files, so every name of a
-/// file gives access to it. Fails if a file has several names and the folder is too large to be searched.
+/// Returns hard links in this folder to files in `secrets`. Rules and mounts apply to files, so a file is
+/// accessible under all of its names. Fails if a file has several names and the folder is too large to be
+/// searched.
 fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let linked =
         |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));
@@ -334,7 +334,7 @@ fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let mut folders: Vec<PathBuf> = secrets.first().map(|_| folder.to_path_buf()).into_iter().collect();
     let (mut names, mut entries_seen) = (Vec::new(), 0);
     while let Some(folder) = folders.pop() {
-        // If the keeper cannot list a folder, the worker cannot either.
+        // A folder that the keeper cannot list is inaccessible to the worker as well.
         for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
             entries_seen += 1;
             if entries_seen > SEARCHED_ENTRIES_MAX {
@@ -403,7 +403,7 @@ mod tests {
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
         // Only the script is writable. The worker cannot replace the script's folder, but can change the
-        // script's first line.
+        // first line of the script.
         let given = program_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 

@@ -1,5 +1,4 @@
-//! Finds the granted paths that the worker's user cannot reach according to the permission bits of files and
-//! folders.
+//! Finds the granted paths that the permission bits of files and folders hide from the worker's user.
 //!
 //! Ignores access control lists. If a list allows more than the permission bits, a reachable path gets an
 //! unnecessary mount. If a list allows less, a later step fails and reports the path.
@@ -51,7 +50,7 @@ pub(crate) enum Purpose {
 /// A path in a folder that the user cannot traverse, or the folder itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
-    /// The path as it was granted, or its real path.
+    /// The path that is hidden. Either the granted path, or the same path without symbolic links.
     pub(crate) place: PathBuf,
     /// The real path, without symbolic links.
     pub(crate) real: PathBuf,
@@ -72,8 +71,8 @@ pub(crate) struct Unreachable {
 impl Unreachable {
     /// Returns true if the only hidden paths are the working directory, the programs, and the paths next to
     /// the programs. The child can open these paths before it changes to the worker's user. This does not
-    /// work for scripts, which the interpreter opens by name, nor for libraries that need other libraries
-    /// next to them.
+    /// work for scripts, which the interpreter opens by name, or for libraries that load other libraries next
+    /// to them.
     pub(crate) fn hides_only_programs(&self, granted: &GrantedPaths<'_>) -> bool {
         let others = granted.programs.iter();
         let others = others.filter(|path| **path != granted.program && !elf::is_self_contained(path));
@@ -95,14 +94,14 @@ impl Unreachable {
     }
 }
 
-/// A granted path that the worker's user has no permission to use, even through a mount.
+/// A granted path that the worker's user cannot use because of its permissions, even through a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the worker's user is a subordinate user id. The supervisor's user cannot make such an id the
-    /// owner of a file directly.
+    /// True if the worker's user is a subordinate user id, which the supervisor's user cannot make the owner
+    /// of a file.
     pub(crate) is_subordinate: bool,
 }
 
@@ -176,7 +175,7 @@ fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];
     all.extend(own.into_iter().map(|path| (path, Purpose::Read)));
     all.extend(granted.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
-    // The worker must not choose where a link in a writable folder leads; see `is_grantable`.
+    // The worker must not choose the target of a link in a writable folder; see `is_grantable`.
     let is_grantable = |path: &&&Path| paths::is_grantable(path, granted.write) == Ok(true);
     all.extend(granted.read.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Read)));
     all.extend(granted.write.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Write)));
@@ -185,7 +184,7 @@ fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     all
 }
 
-/// Returns the topmost folder above this path that the user cannot traverse.
+/// Returns the topmost parent folder of this path that the user cannot traverse.
 fn topmost_closed(
     path: &Path,
     identity: Identity,

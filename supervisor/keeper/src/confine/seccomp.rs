@@ -9,8 +9,8 @@
 //! - `notification`: reports a fatal call to the keeper.
 //!
 //! A filter sees the number and the arguments of a system call, but never the data that a pointer refers to.
-//! Rules compare only the lower half of an argument, because the kernel ignores the upper half of these
-//! arguments. For a pointer, rules only check whether it is null.
+//! Rules compare only the lower half of an argument, because the kernel ignores the upper half of the
+//! compared arguments. Pointers can only be compared with null.
 #![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe wrapper")]
 
 mod assembler;
@@ -63,7 +63,7 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// Only hostile programs make the call. [`FatalAction`] determines how the worker is killed.
+    /// Only hostile programs make the call. The worker is killed, as [`FatalAction`] specifies.
     Fatal,
 }
 
@@ -72,9 +72,8 @@ pub(crate) enum Verdict {
 pub(crate) enum FatalAction {
     /// The kernel kills the worker, and reports only SIGSYS.
     Kill,
-    /// The keeper receives a notification of the call and kills the worker. The call blocks until the keeper
-    /// has received the notification. The keeper must kill the worker, because the worker survives if the
-    /// call only fails.
+    /// The keeper receives a notification and kills the worker. The call blocks until then. Responding with
+    /// an error would let the worker survive.
     Notify,
 }
 
@@ -160,9 +159,8 @@ impl Verdict {
     }
 }
 
-/// Rules for all system calls. A system call that is newer than the table in `syscalls` fails as if the
-/// kernel did not have it (ENOSYS). Programs can handle this error, because older kernels return it, and the
-/// effects of the new call have not been reviewed.
+/// Rules for all system calls. A call that is newer than the table in `syscalls` fails with ENOSYS, because
+/// its effects have not been reviewed. Programs can handle this error, because older kernels return it.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     calls: BTreeMap<u32, Rule>,
@@ -212,8 +210,8 @@ impl Rules {
         Ok(self)
     }
 
-    /// Compiles the rules. The number of comparisons for each call is logarithmic in the number of rules. The
-    /// kernel caches the result for calls that are allowed with any arguments.
+    /// Compiles the rules. The number of comparisons per call is logarithmic in the number of rules. The
+    /// kernel caches the result for calls that are allowed regardless of their arguments.
     pub(crate) fn compile(&self, fatal_action: FatalAction) -> Filter {
         let kill = libc::SECCOMP_RET_KILL_PROCESS;
         let mut program = vec![assembler::load_architecture()];
@@ -226,8 +224,8 @@ impl Rules {
         Filter { program, fatal_action }
     }
 
-    /// Returns the ranges of system call numbers with the same rule, in order. Each range is represented by
-    /// its first number.
+    /// Returns the ranges of consecutive system call numbers with the same rule, in order. Each range is
+    /// represented by its first number.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
         const UNKNOWN_CALL: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
         let known = (0..=syscalls::NUMBER_MAX).map(|number| (number, self.rule(number)));
@@ -274,14 +272,13 @@ impl Filter {
     /// thread must have set `no_new_privs`.
     ///
     /// If fatal calls are reported, returns the listener as a close-on-exec descriptor. The child must send
-    /// the listener to the keeper, because otherwise no process responds to the notifications. Installing a
-    /// second listener in the same process fails with EBUSY.
+    /// it to the keeper; otherwise, no process responds to the notifications. Installing a second listener in
+    /// the same process fails with EBUSY.
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.fatal_action {
             FatalAction::Kill => &[0],
             // With `WAIT_KILLABLE_RECV`, only fatal signals interrupt a call after its notification was
-            // received. Otherwise the keeper could miss the call of a process that receives signals all the
-            // time.
+            // received. Otherwise, the keeper could miss calls of a process that constantly receives signals.
             FatalAction::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.
@@ -310,8 +307,8 @@ impl Filter {
     }
 }
 
-/// Returns a filter for testing whether filters take effect. The filter makes a call fail that otherwise
-/// never fails; see [`is_test_filter_active`].
+/// Returns a filter for testing whether filters work. The filter makes a call fail that otherwise always
+/// succeeds; see [`is_test_filter_active`].
 pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));

@@ -13,7 +13,7 @@ use super::error_text;
 use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
 use crate::protocol::LayerSupport;
 
-/// Prefix of the names of control groups that a trial creates. The thread id follows the prefix.
+/// Name prefix of the control groups created by trials. The thread id follows the prefix.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -22,7 +22,7 @@ pub(super) fn probe() -> Vec<LayerSupport> {
     let in_leaf = |task: fn(&ProbeLeaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
-    // If no leaf could be created, the trials that need a leaf could not run.
+    // If no leaf could be created, other trials failed for the same reason.
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE_ADVICE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![

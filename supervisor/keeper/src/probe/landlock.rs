@@ -1,4 +1,4 @@
-//! Tries each kind of Landlock rule. A child applies a rule to itself, and then attempts something that the
+//! Tries each kind of Landlock rule. A child applies a rule to itself, and then attempts an action that the
 //! rule forbids.
 
 use std::os::fd::AsFd;
@@ -20,8 +20,7 @@ struct Feature {
     since: u32,
     what_to_do: &'static str,
     handled: HandledAccess,
-    /// Action that the kernel must refuse with the error `refusal` under the rule. The action succeeds in a
-    /// process without rules.
+    /// Action that must fail with the error `refusal` under the rule. Without rules, the action succeeds.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
@@ -76,19 +75,35 @@ fn features() -> [Feature; 5] {
     ]
 }
 
+/// Reason and advice if a call of Landlock fails with `EPERM`. The kernel itself never returns this error, because
+/// the probe sets no_new_privs. A newer kernel would not help.
+const FILTERED: &str = "a seccomp filter above this process refuses the calls of Landlock";
+const FILTER_ADVICE: &str = "allow landlock_create_ruleset, landlock_add_rule and landlock_restrict_self in that \
+                             filter: the seccomp profile of the container (deploy/seccomp.json allows them), or \
+                             SystemCallFilter= of the unit";
+
 pub(super) fn probe() -> Vec<LayerSupport> {
     let abi = abi_version();
-    let tried = |feature: &Feature| match abi {
-        Ok(abi) if abi >= feature.since => {
-            feature.tried(abi).map(|()| Some(format!("version {abi}"))).map_err(TrialError::error_text)
+    let support = |feature: &Feature| {
+        let tried = match abi {
+            Ok(abi) if abi < feature.since => {
+                let why = format!("version {abi} is too old, version {} is required", feature.since);
+                return LayerSupport::of(feature.layer, Err(why), feature.what_to_do);
+            }
+            Ok(abi) => feature.tried(abi).map(|()| Some(format!("version {abi}"))),
+            Err(errno) => Err(errno.into()),
+        };
+        match tried {
+            Err(TrialError::Errno(errno @ Errno::PERM)) => {
+                let why = format!("{}: {FILTERED}", error_text(errno));
+                LayerSupport::of(feature.layer, Err(why), FILTER_ADVICE)
+            }
+            tried => {
+                LayerSupport::of(feature.layer, tried.map_err(TrialError::error_text), feature.what_to_do)
+            }
         }
-        Ok(abi) => Err(format!("version {abi} is too old, version {} is required", feature.since)),
-        Err(errno) => Err(error_text(errno)),
     };
-    features()
-        .iter()
-        .map(|feature| LayerSupport::of(feature.layer, tried(feature), feature.what_to_do))
-        .collect()
+    features().iter().map(support).collect()
 }
 
 impl Feature {
@@ -123,7 +138,7 @@ fn signal_parent() -> Result<(), Errno> {
     rustix::process::test_kill_process(parent)
 }
 
-/// Used in place of a forbidden action that cannot be tried without doing damage.
+/// Replaces a forbidden action that cannot be tried without doing damage.
 fn untestable() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

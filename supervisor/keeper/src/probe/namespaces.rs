@@ -1,5 +1,5 @@
-//! Tries each kind of namespace in a child process, which enters one new namespace after another and reports
-//! each result.
+//! Tries each kind of namespace in a child process. The child enters one new namespace after another and
+//! reports each result.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,8 +24,8 @@ type Step = fn() -> Result<(), Errno>;
 
 const NEEDS_USER_NAMESPACES: &str = "see `user namespace`, or run as root with CAP_SYS_ADMIN";
 
-/// Steps of the child in order, each with the name of the layer and with advice. The new `/proc` must be
-/// mounted while the old one is still visible, because the kernel requires this. `pivot_root` comes last.
+/// Steps of the child in order, each with the name of its layer and advice. The kernel allows mounting the
+/// new `/proc` only while the old one is still visible. `pivot_root` comes last.
 const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",
@@ -55,7 +55,7 @@ const STEPS: [(&str, Step, &str); 9] = [
 /// visible in any other mount namespace.
 const MOUNT_NAMESPACE: usize = 5;
 
-/// Size in bytes of the child's message about a step. The message is the error number, or zero for success.
+/// Size of the child's message about a step, in bytes. The message is the error number, or zero on success.
 const MESSAGE_BYTES: usize = 4;
 
 pub(super) fn probe() -> Vec<LayerSupport> {

@@ -1,5 +1,5 @@
-//! Control groups of the keeper's workers. The parent group is determined when the first worker needs a group.
-//! A group that is not empty yet is removed later.
+//! Control groups of the keeper's workers. Finds the parent group when the first worker needs a group, and
+//! retries the removal of groups that are not empty yet.
 
 use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;
@@ -67,8 +67,7 @@ impl WorkerGroups {
 
     fn remove_stale(&mut self) {
         if let (true, Some(root)) = (self.may_have_stale, &self.root) {
-            // After an error, the removal is not retried, because the remaining groups do not belong to this
-            // keeper.
+            // Does not retry after an error, because the remaining groups belong to previous keepers.
             self.may_have_stale = root.remove_stale_leaves().is_ok_and(|stale| stale.left > 0);
         }
     }

@@ -1,14 +1,13 @@
 //! The guard: the process between an application that embeds a supervisor and the keeper of that supervisor.
 //!
-//! A supervisor that is a separate program inherits the processes that a killed keeper leaves behind, and kills
-//! them. An application has other children, and decides itself which orphans it adopts. So the guard inherits
-//! these processes instead.
+//! When a keeper is killed, a supervisor that is a separate program inherits the processes left behind, and
+//! kills them. An application cannot do this, because it has other children and may not want to adopt
+//! orphans. So the guard inherits these processes instead.
 //!
 //! The guard also probes which layers of confinement the machine supports. The probe forks, so it must run in a
 //! process with one thread, and before the keeper starts.
 //!
-//! While the keeper lives, the guard sleeps. When the keeper is killed, the guard kills the remaining processes
-//! and exits.
+//! The guard sleeps until the keeper is killed. Then it kills the remaining processes and exits.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -28,12 +27,12 @@ use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
 use crate::{SubordinateIds, wait};
 
-/// Time that the guard gives the keeper to exit after the application has exited, in addition to the keeper's
-/// own time limit.
+/// Additional time for the keeper to exit after the application has exited, on top of the keeper's own time
+/// limit.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
-/// Turns this process into the guard and forks the keeper. Returns only in the keeper, with the guard's pid.
-/// The caller's standard input is the socket, and its standard output is the pidfd of the application.
+/// Forks the keeper and turns this process into the guard. Returns only in the keeper, with the guard's pid.
+/// Standard input must be the socket, and standard output the pidfd of the application.
 pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
         let theirs =
@@ -60,7 +59,7 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
     match fork()? {
         None => {
             // Waits until the guard has sent its message, because the keeper's reports use the same socket
-            // and must come later. The pipe also closes if the guard ends.
+            // and must follow that message. The pipe also closes if the guard exits.
             drop(writer);
             rustix::io::retry_on_intr(|| rustix::io::read(&reader, &mut [0]))?;
             Ok(own)
@@ -104,7 +103,7 @@ fn watch_keeper(
     let mut polled = [PollFd::new(&process, PollFlags::IN), PollFd::new(&application, PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, None))?;
     if polled[0].revents().is_empty() {
-        // The keeper itself detects that the application has exited, unless a signal has stopped the keeper.
+        // The keeper exits with the application by itself, unless a signal has stopped the keeper.
         let _ = pidfd_send_signal(&process, Signal::CONT);
         if !wait_until_readable(&process, KILL_ALL_TIMEOUT + KEEPER_EXIT_GRACE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);

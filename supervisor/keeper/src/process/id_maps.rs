@@ -11,8 +11,9 @@ use crate::protocol::confinement::Identity;
 /// Writes the id maps of a child's user namespace. The child waits for them.
 ///
 /// A keeper without CAP_SETGID must first deny `setgroups` to the child. Only then does the kernel accept the
-/// map of the keeper's group, because the permissions of a file can deny access to the members of a group. If
-/// the keeper has CAP_SETGID, the child itself drops its groups, and then the right to set groups.
+/// map of the keeper's group. (Dropping a group can give access to files whose permissions exclude the
+/// members of that group.) If the keeper has CAP_SETGID, the child itself drops its groups, and then the
+/// right to set groups.
 pub(super) fn write(pid: u32, identity: Option<Identity>) -> io::Result<()> {
     let own =
         || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };

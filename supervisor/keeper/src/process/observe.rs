@@ -1,5 +1,5 @@
-//! Reads the state of a process from the kernel. The keeper reads `/proc` when a worker is confined, and
-//! again when the worker's program runs, because the keeper does not trust the child's own reports.
+//! Reads the state of a process from `/proc`, because the keeper does not trust the child's own reports. The
+//! keeper does this when a worker is confined, and again when the worker's program runs.
 
 use std::fs;
 use std::io;

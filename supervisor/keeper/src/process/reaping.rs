@@ -17,25 +17,25 @@ use crate::wait::{self, Waited};
 /// reaped.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Minimum and maximum pause between two runs of the killer while descendants of dead workers are left.
+/// Minimum and maximum pause between runs of the killer while descendants of dead workers are left.
 const RUN_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Time from a worker's death to an additional scan of all processes, and minimum interval between two such
-/// audits. An audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of
+/// Delay of an additional scan of all processes after a worker's death, and minimum interval between such
+/// scans. The scan finds processes forked with CLONE_PARENT, which are siblings of the worker instead of
 /// descendants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of processes that one iteration of the loop reaps, and maximum number of processes that it
-/// scans. Reaping or scanning this many takes some hundred microseconds.
+/// Maximum number of processes reaped, and maximum number of processes scanned, per iteration of the loop.
+/// Each takes some hundred microseconds.
 const REAPS_PER_ITERATION: usize = 64;
 const SCANNED_PER_ITERATION: usize = 64;
 
-/// Number of bytes read from templates after which an iteration reaps no more processes. A template can send
+/// Number of bytes read from templates after which an iteration stops reaping, because a template can send
 /// faster than the keeper reads.
 const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 
-/// A dead worker that has been reaped, while the processes that it left behind are being killed.
+/// A dead worker that has been reaped, but whose descendants are still being killed.
 struct DeadWorker {
     worker: u64,
     /// True if the keeper must report the worker as reaped. False for a worker whose start was reported as
@@ -44,7 +44,7 @@ struct DeadWorker {
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
-    /// Number of scans that had begun before the worker's death.
+    /// Number of scans that had begun when the worker died.
     scan_number: u64,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct DescendantReaper {
     run_interval: Duration,
     /// Number of processes that the last run killed.
     last_killed: usize,
-    /// Number of processes that could not be killed. Later runs are expected to find the same processes.
+    /// Number of processes that could not be killed, and that later runs are expected to find again.
     unkillable: usize,
     next_audit: Option<Instant>,
     /// True if some exited processes may not have been reaped yet.
@@ -107,7 +107,7 @@ impl EventLoop {
     /// Handles the exit of a worker's process, or of the first process of the worker's namespace.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
-            // Messages that the worker sent before it ended must be handled first.
+            // The worker may have sent messages before it exited, which must be handled first.
             self.advance_start(pid);
             self.read_pending_messages(pid);
             while self.handle_exits(pid) {}
@@ -116,8 +116,8 @@ impl EventLoop {
         }
     }
 
-    /// Reaps exited workers and orphans. The exit of a worker also has a separate event, so that it is
-    /// handled before a thousand orphans.
+    /// Reaps exited workers and orphans. A worker's exit also has a separate event, so that it does not wait
+    /// behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.reaper.may_have_unreaped = false;
         let mut message_bytes = 0;
@@ -138,7 +138,7 @@ impl EventLoop {
         self.reaper.may_have_unreaped = true;
     }
 
-    /// Reaps one process. Returns true if there was a process to reap or a change of state.
+    /// Reaps one process. Returns true if a process was reaped or has changed its state.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,
@@ -152,12 +152,12 @@ impl EventLoop {
     }
 
     /// Handles the report of a pid namespace's first process that the worker has exited. The first process
-    /// itself can exit only after all other processes in the namespace.
+    /// itself exits later, after all other processes in the namespace.
     pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
-        // The first process sends only one message, so the pipe is not needed any more, even if the message
-        // is invalid.
+        // The first process sends only one message, so the pipe is no longer needed, even if the message is
+        // invalid.
         deregister(&self.poll, &status);
         let Some(status) = spawn::read_status(&status) else { return };
         self.advance_start(pid);
@@ -222,7 +222,7 @@ impl EventLoop {
     /// Performs one step of killing the processes that dead workers left behind. Reports the workers whose
     /// processes are all gone.
     pub(super) fn reap_descendants(&mut self, now: Instant) {
-        // Any process left behind by a worker would be a child of this thread.
+        // Processes left behind by a worker become children of this thread.
         let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;
         if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
             self.reaper.unkillable = 0;
@@ -246,8 +246,7 @@ impl EventLoop {
             if due.is_none_or(|due| now < due) {
                 return;
             }
-            // The killer could not distinguish a process that is being forked from the processes to be
-            // killed.
+            // The killer could mistake a process that is being forked for a leftover process.
             self.reaper.waits_for_forks = self.is_forking();
             if self.reaper.waits_for_forks {
                 return;
@@ -267,8 +266,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the end of a run of the killer. `found` is the number of processes found, or `None` if the run
-    /// failed.
+    /// Handles the end of a run of the killer. `found` is the number of leftover processes found, or `None`
+    /// if the run failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
@@ -280,7 +279,7 @@ impl EventLoop {
         }
         if self.reaper.dead_workers.is_empty() {
             self.reaper.next_run = None;
-            // Repeats until a scan finds nothing, because the children of killed processes are only found in
+            // Repeats until a scan finds nothing, because the children of killed processes are found only by
             // the next scan.
             let found_something = found != Some(0) || !self.groups.retry_removals();
             self.reaper.next_audit = found_something.then(|| now + AUDIT_INTERVAL);
@@ -327,7 +326,7 @@ impl EventLoop {
         // process would kill the workers.
         let is_alone = child.namespace.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
         if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
-            // The calls below kill the processes that this call misses.
+            // The calls below kill processes that this call misses.
             let _ = leaf.kill();
         }
         match child.member {

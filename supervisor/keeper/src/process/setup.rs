@@ -11,14 +11,14 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 
-/// Maximum value of `oom_score_adj`. The kernel counts each point as a thousandth of the machine's memory.
+/// Maximum value of `oom_score_adj`. One point corresponds to a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// Amount by which the keeper's score exceeds the supervisor's score. It corresponds to more memory than the
-/// supervisor usually uses.
+/// Difference between the keeper's and the supervisor's score. Corresponds to more memory than the supervisor
+/// usually uses.
 const OOM_KEEPER_STEP: i32 = 100;
 
-/// Amount by which the workers' score exceeds the keeper's score.
+/// Difference between the workers' and the keeper's score.
 const OOM_WORKER_STEP: i32 = 500;
 
 /// Processes that the keeper watches in addition to the order socket. The keeper exits when one of these
@@ -64,8 +64,8 @@ pub(super) fn set_up(
     // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // If this process is stopped when the supervisor is killed, SIGCONT lets it continue. Otherwise it would
-    // not see the end of file.
+    // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it sees the end
+    // of file.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,
@@ -76,7 +76,7 @@ pub(super) fn set_up(
 }
 
 /// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
-/// Every process can raise its own score, so processes that must be killed earlier get higher scores.
+/// A process can only raise its own score, so processes that must be killed earlier get higher scores.
 fn raise_oom_score() -> OomSettings {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
@@ -98,9 +98,9 @@ fn raise_open_files_limit() -> (u64, u64) {
     (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
 }
 
-/// Makes the keeper ignore signals, so that only the end of file on its socket makes it exit. Signals that
-/// are sent to the supervisor's process group, or by a user who saw the process in a list, must not kill the
-/// workers. SIGCHLD is blocked, and the keeper reads it from a descriptor.
+/// Makes the keeper ignore signals, so that only the end of file on its socket makes it exit. Signals to the
+/// supervisor's process group, or from a user who finds the process in a list, must not kill the workers.
+/// SIGCHLD is blocked and read from a descriptor.
 #[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -130,8 +130,8 @@ pub(super) fn set_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Closes inherited descriptors. If the supervisor's program did not mark a connection as close-on-exec, the
-/// connection would otherwise stay open as long as the keeper lives, even after the supervisor has closed it.
+/// Closes inherited descriptors. Otherwise, a connection that the supervisor's program did not mark as
+/// close-on-exec would stay open as long as the keeper lives, even after the supervisor has closed it.
 #[expect(unsafe_code, reason = "closing descriptors by number")]
 pub(super) fn close_inherited() -> io::Result<()> {
     // SAFETY: this process has just started, and has opened no descriptors yet.

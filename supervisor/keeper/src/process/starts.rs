@@ -18,7 +18,7 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: its pid, its pidfd, its connections, and the part of its confinement that is known without
+/// A forked child: its pid, pidfd and connections, and the part of its confinement that is known without
 /// reading `/proc`.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
@@ -49,8 +49,8 @@ impl EventLoop {
         let layers = order.confinement.layers;
         let folder = match layers.temporary {
             TemporaryFiles::Folder => Some(self.create_folder(order.worker, layers.identity)?),
-            // The keeper remains the owner of the folder. Only the file system that is mounted over the folder
-            // belongs to the worker.
+            // The keeper stays the owner of the folder. Only the file system mounted over it belongs to the
+            // worker.
             TemporaryFiles::MountedTmpfs(_) => Some(self.create_folder(order.worker, None)?),
             TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
@@ -66,7 +66,7 @@ impl EventLoop {
         let child = Child {
             status: connections.status.take(),
             namespace: connections.init_socket.take().map(TemplateNamespace::new),
-            // A worker without confinement does not wait for permission.
+            // A worker without confinement does not wait for permission to continue.
             is_confined: layers == Layers::default(),
             folder,
             leaf,
@@ -81,7 +81,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Forks a child. If the order has limits for a control group, the child starts in a new control group.
+    /// Forks a child, in a new control group if the order has limits for one.
     fn fork_in_group(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -142,7 +142,7 @@ impl EventLoop {
         Ok(pidfd)
     }
 
-    /// Reads messages from a starting child, performs the action that the child waits for, and reports the
+    /// Reads messages from a starting child, performs the actions that the child waits for, and reports the
     /// result of the start.
     pub(super) fn advance_start(&mut self, pid: u32) {
         while let Some(Child { stage: Stage::Starting(connections), layers, .. }) = self.children.get(&pid) {
@@ -228,8 +228,8 @@ impl EventLoop {
             return self.report_failure(worker, &failure);
         }
         if !child.is_confined {
-            // The child was killed before it could execute its program, because it never got permission to
-            // continue. Its exit is reported next.
+            // The child was killed before it got permission to execute its program. Its exit is reported
+            // next.
             self.kill(pid);
         } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;

@@ -1,10 +1,10 @@
 //! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the first
 //! process in their namespace.
 //!
-//! A template is ordered, confined and watched like any worker. A forked process counts as a worker only when
-//! the process itself has sent a message, whose sender the kernel identifies. Before that, the keeper cannot
-//! distinguish the process from a sibling that a worker has forked. So the keeper starts no fork while it
-//! kills leftover processes, and does not begin to kill during a fork.
+//! A template is started, confined and watched like any worker. A forked process counts as a worker once it
+//! has sent a message, whose sender the kernel identifies. Until then, the keeper cannot distinguish it from
+//! a sibling forked by a worker. So the keeper starts no fork while it kills leftover processes, and does not
+//! begin to kill during a fork.
 
 mod attributes;
 pub(super) mod namespaces;
@@ -40,11 +40,11 @@ const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or waits in `before_fork`";
 
-/// Step name in reports about workers that exited before they had identified themselves.
+/// Step name in reports about forked workers that exited before they had identified themselves.
 const EXITED_STEP: &str = "fork: the forked process exited at once";
 
 /// Maximum time that the killer of leftover processes waits for forks in progress. A process that is forked
-/// later, while the killer runs, counts as a leftover, and its start fails.
+/// later, while the killer runs, is treated as a leftover, and its start fails.
 const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// Maximum number of status messages that the keeper forwards from one template in each [`STATUS_INTERVAL`].
@@ -54,7 +54,7 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of messages read from a template in one iteration.
 const MESSAGES_MAX: usize = 64;
 
-/// The keeper's additional state for a template.
+/// State that the keeper has for a template in addition to that of a worker.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
@@ -64,7 +64,7 @@ pub(super) struct Template {
     is_hung: bool,
     /// Attributes that workers inherit; `None` until the template is ready.
     attributes: Option<RecordedAttributes>,
-    /// True if the template has sent its reason for failing.
+    /// True if the template has sent the reason for its failure.
     has_refused: bool,
     /// Start of the current interval for status messages, and number of messages since then.
     status_rate: Option<(Instant, u32)>,
@@ -74,7 +74,7 @@ struct Fork {
     worker: u64,
     secret: u128,
     since: Instant,
-    /// Pid of the forked process, according to the template.
+    /// Pid of the forked process, as reported by the template.
     pid: Option<u32>,
     /// True if the worker must be killed as soon as it exists.
     is_cancelled: bool,
@@ -190,8 +190,7 @@ impl EventLoop {
         let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, !is_sent);
     }
 
-    /// Cancels the fork of a worker. If the fork is already in progress, the worker is killed as soon as it
-    /// exists.
+    /// Cancels the fork of a worker. If the fork is in progress, the worker is killed as soon as it exists.
     pub(super) fn cancel_fork(&mut self, worker: u64) {
         if let Some(at) = self.deferred_forks.iter().position(|deferred| deferred.worker == worker) {
             self.deferred_forks.remove(at);
@@ -217,7 +216,8 @@ impl EventLoop {
         self.templates.iter().filter_map(of)
     }
 
-    /// Returns the pids of templates with forks in progress whose workers become children of the keeper.
+    /// Returns the pids of templates that have forks in progress and whose workers become children of the
+    /// keeper.
     fn templates_forking_own_children(&self) -> Vec<u32> {
         self.forking_templates()
             .filter(|(_, child, _)| child.namespace.is_none())
@@ -232,7 +232,7 @@ impl EventLoop {
             .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
     }
 
-    /// Executes the fork orders that were deferred because of the killer.
+    /// Executes the fork orders that were deferred while the killer was running.
     pub(super) fn run_deferred_forks(&mut self) {
         while !self.reaper.blocks_forks()
             && let Some(deferred) = self.deferred_forks.pop_front()
@@ -264,15 +264,15 @@ impl EventLoop {
         }
     }
 
-    /// Reads the messages of all templates with forks in progress, because a worker can have identified
-    /// itself before it exited. Returns the number of bytes read.
+    /// Reads the messages of all templates with forks in progress, because a worker can identify itself and
+    /// then exit. Returns the number of bytes read.
     pub(super) fn read_fork_messages(&mut self) -> u64 {
         self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
-    /// Reads the messages of a template and its workers that are already in the socket. Messages that arrive
-    /// in the meantime are left for the next iteration, because senders can be faster than the keeper.
-    /// Returns the total size in bytes of the messages that were already in the socket.
+    /// Reads the messages of a template and its workers that are already in the socket. Leaves messages that
+    /// arrive in the meantime to the next iteration, because senders can be faster than the keeper. Returns
+    /// the total size of the messages read, in bytes.
     pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -317,8 +317,8 @@ impl EventLoop {
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. All processes in the template's namespace are killed as
-    /// well, because any of them can have caused the error.
+    /// Kills a template because of a protocol error. Also kills all processes in the template's namespace,
+    /// because any of them can have caused the error.
     pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -345,8 +345,7 @@ impl EventLoop {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let failure = SpawnError::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &failure);
-                    // The keeper may have been waiting for this fork before it kills leftover processes in
-                    // the namespace.
+                    // The killing of leftover processes in the namespace may have been waiting for this fork.
                     self.clean_namespace(pid, Instant::now());
                 }
                 return true;
@@ -379,7 +378,7 @@ impl EventLoop {
         true
     }
 
-    /// Records the pid of a forked process, which can have exited already.
+    /// Records the pid of a forked process, which may have exited already.
     fn record_fork(&mut self, template: u32, worker: u64, pid: u32) {
         let Some(child) = self.children.get_mut(&template) else { return };
         // If the worker has already identified itself, the fork is no longer in the list.
@@ -396,8 +395,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped process that is not a worker. If the template had forked the process to become a
-    /// worker, the start of this worker has failed.
+    /// Handles a reaped process that is not a worker. If the template had forked it to become a worker, the
+    /// start of that worker has failed.
     pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
         let Some(found) = self.template_mut(template) else { return };
         let Some(at) = found.forks.iter().position(|fork| fork.pid == Some(pid)) else { return };
@@ -406,8 +405,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports that a forked process did not become a worker. Also removes the temporary folder, which the
-    /// process can already have created.
+    /// Reports that a forked process did not become a worker. Also removes the temporary folder that the
+    /// process may have created.
     fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
@@ -429,7 +428,7 @@ impl EventLoop {
         self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
-    /// Handles the message in which a process identifies itself as a worker forked by the template. Returns
+    /// Handles the message in which a process identifies itself as a worker that the template forked. Returns
     /// false if the message violates the protocol.
     fn register_worker(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
@@ -454,14 +453,14 @@ impl EventLoop {
         }
     }
 
-    /// Adopts the process as the worker. Returns false if this violates the protocol. If this function fails,
-    /// the process does not become a worker.
+    /// Registers the process as the worker. Returns false if this violates the protocol. After an error, the
+    /// process is not a worker.
     fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
         let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
-        // Opens the pidfd first. If the process exits later, its pid can be reused, but the pidfd still
-        // refers to this process.
+        // Opens the pidfd before checking the process. If the process exits later, its pid can be reused, but
+        // the pidfd still refers to it.
         let pidfd = open_pidfd(pid)?;
         let copy = pidfd.try_clone().map_err(|error| SpawnError::from_io("descriptors", &error))?;
         let is_inside =
@@ -480,8 +479,8 @@ impl EventLoop {
         let folder = parent.folder.as_ref().filter(|_| layers.temporary == TemporaryFiles::Folder);
         let folder = folder.map(|folder| folder.join(folder_name(worker, secret)));
         let observed = Observed { is_inherited: true, cgroup: layers.cgroup.is_some(), ..parent.observed };
-        // Registers the pidfd before there is anything else to clean up. Closing the pidfd removes the
-        // registration.
+        // Registers the pidfd first, while nothing else needs to be undone on failure. Closing the pidfd
+        // removes the registration.
         if member.is_none() {
             register(&self.poll, &pidfd, pid as usize | EXIT)
                 .map_err(|error| SpawnError::from_io("descriptors", &error))?;
@@ -508,7 +507,7 @@ impl EventLoop {
         Ok(true)
     }
 
-    /// Handles the exit of a template, whose forks in progress have failed.
+    /// Handles the exit of a template. Its forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let failure = match template.is_hung {
@@ -529,8 +528,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the namespace pids of a process that still exists. Fails if the process is reaped while the pids
-/// are read, because some pids can be missing.
+/// Returns the namespace pids of a live process. Fails if the process is reaped during the read, because pids
+/// can then be missing.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);

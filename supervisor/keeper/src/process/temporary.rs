@@ -1,10 +1,10 @@
 //! Temporary folders of workers that have no separate file system for temporary files.
 //!
-//! All folders are in one base folder. A lock distinguishes this base folder from base folders that earlier
-//! keepers could not remove.
+//! All folders are in one base folder. The keeper holds a lock on its base folder, so that base folders left
+//! behind by killed keepers can be recognised.
 //!
-//! The content of a worker's folder is not trusted. It is removed on a separate thread, because the tree can be
-//! large. The removal follows no links and does not recurse, because the tree can be deep.
+//! The content of a worker's folder is not trusted. It is removed on a separate thread, because it can be
+//! large. The removal follows no links, and is not recursive, because folders can be nested deeply.
 
 use std::collections::VecDeque;
 use std::io;
@@ -29,14 +29,15 @@ const BASE_MODE: u32 = 0o711;
 /// Maximum number of attempts to find an unused name for the base folder.
 const NAME_ATTEMPTS_MAX: u32 = 100;
 
-/// Maximum number of folders that wait for removal, and maximum number of partly removed folders.
+/// Maximum number of folders that wait for removal, and maximum number of partially removed folders.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
-/// Maximum number of base folders of killed keepers that one keeper removes. Each holds a descriptor.
+/// Maximum number of base folders of killed keepers that one keeper removes. Each one needs an open
+/// descriptor.
 const STALE_FOLDERS_MAX: usize = 64;
 
-/// Maximum number of entries removed from one folder before the remover continues with the next folder. The
-/// limit is needed because a template can fill the folder of a worker while the folder is being emptied.
+/// Maximum number of entries removed from one folder before the remover continues with the next one. Needed
+/// because a template can add entries to the folder of a worker while it is being emptied.
 const ENTRIES_PER_STEP: usize = 16 * 1024;
 
 /// The base folder, created when the first worker needs a folder.
@@ -59,7 +60,7 @@ impl TemporaryFolders {
             self.base = Some(Base::create(&std::env::temp_dir())?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
-        // Workers that run as the keeper's user can change the mode of the base folder.
+        // Restores the mode of the base folder, which workers that run as the keeper's user can change.
         rustix::fs::fchmod(&base.lock, Mode::from_raw_mode(BASE_MODE))?;
         let path = base.path.join(worker.to_string());
         std::fs::DirBuilder::new().mode(0o700).create(&path)?;
@@ -69,12 +70,11 @@ impl TemporaryFolders {
         Ok(path)
     }
 
-    /// Schedules the removal of a worker's folder. The folder is removed soon, or at the latest when the
-    /// keeper exits.
+    /// Schedules the removal of a worker's folder. The folder is removed at the latest when the keeper exits.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
-            // If the queue is full, or if the thread does not reach the folder before this process exits, the
-            // folder is removed together with the base folder.
+            // If the queue is full, or if the process exits first, the folder is removed together with the
+            // base folder.
             let _ = base.removals.try_send(folder);
         }
     }
@@ -88,7 +88,7 @@ pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
         .map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
-    // Workers that run as the keeper's user can have changed the mode.
+    // Workers that run as the keeper's user may have changed the mode.
     let open_up = |path: &PathBuf| {
         let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(BASE_MODE));
     };
@@ -122,7 +122,7 @@ fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     for number in 0..NAME_ATTEMPTS_MAX {
         let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
         match std::fs::DirBuilder::new().mode(BASE_MODE).create(&path) {
-            // Another keeper can remove the folder before it is locked.
+            // Another keeper may remove the folder before it is locked.
             Ok(()) => match lock(&path) {
                 Ok(lock) => return Ok((path, lock)),
                 Err(Errno::NOENT | Errno::WOULDBLOCK) => {}
@@ -135,8 +135,8 @@ fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster: the folder
-/// is gone or is being removed, or another folder has the name.
+/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster. In that
+/// case, the folder is gone or is being removed, or a new folder has the name.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER_FLAGS, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -144,7 +144,7 @@ fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     if (locked.st_dev, locked.st_ino) != (named.st_dev, named.st_ino) {
         return Err(Errno::NOENT);
     }
-    // The keeper's umask can have removed permissions.
+    // The keeper's umask may have removed permissions.
     rustix::fs::fchmod(&lock, Mode::from_raw_mode(BASE_MODE))?;
     Ok(lock)
 }
@@ -177,8 +177,7 @@ fn stale_folders(parent: &Path) -> VecDeque<Removal> {
     stale.take(STALE_FOLDERS_MAX).collect()
 }
 
-/// Removes the folders in `left`, and then the folders that arrive, in order. Alternates between large
-/// folders.
+/// Removes the folders in `left`, and then the received folders, in order. Alternates between large folders.
 fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     let removal = |folder| Removal { folder, _lock: None };
     loop {
@@ -198,18 +197,17 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
             && !remove(&next.folder, ENTRIES_PER_STEP)
         {
             left.push_back(next);
-            // A folder that is refilled again and again uses at most half of a processor.
+            // A folder that is constantly refilled uses at most half of a processor.
             std::thread::sleep(begun_at.elapsed());
         }
     }
 }
 
-/// Removes a folder and its content, as far as possible. Returns `false` if the folder has more than
+/// Removes as much as possible of a folder and its content. Returns `false` if the folder has more than
 /// `entries_max` entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
-        // Ignores errors. An operator can see the entries that are left, and the next keeper tries to remove
-        // them.
+        // Ignores errors. Remaining entries are visible to an operator, and the next keeper tries again.
         if folder::empty(&folder, entries_max) == Ok(false) {
             return false;
         }
@@ -278,7 +276,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
-        // The folders are nested more deeply than the maximum length of a path allows.
+        // The folders are nested more deeply than a path can express.
         let mut here = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
         for _ in 0..3000 {
             rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
@@ -295,8 +293,8 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// The removal runs as another user, because root can access every folder. A user without privileges
-    /// cannot move a folder to which the user has no access.
+    /// The removal runs as an unprivileged user, because root can access every folder. An unprivileged user
+    /// cannot move a folder without access to it.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
     fn unprivileged_keeper_removes_nested_locked_folders() {

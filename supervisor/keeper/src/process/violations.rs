@@ -1,4 +1,4 @@
-//! Forbidden system calls: identifies the process that made the call, and kills it.
+//! Handles forbidden system calls: identifies and kills the process that made the call.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -19,8 +19,8 @@ impl EventLoop {
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
-        // Other threads can also be blocked in forbidden calls. Polling reports no new event for calls that
-        // were made in the meantime.
+        // Other threads may also be blocked in forbidden calls. Polling reports no new event for calls made
+        // in the meantime.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
             self.kill_violator(pid, &notification);
@@ -38,13 +38,13 @@ impl EventLoop {
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
-        // The thread is still blocked in the call. So the pids and the pidfd found above belong to this
-        // thread's process.
+        // Since the thread is still blocked in the call, the pids and the pidfd found above belong to its
+        // process.
         if seccomp::check_pending(listener, notification.id).is_err() {
             return;
         }
-        // If the process cannot be found, the worker itself is treated as the violator, and all of its
-        // processes are killed.
+        // If the process cannot be found, the worker itself is treated as the violator, and all its processes
+        // are killed.
         let (process, inner, owner, pidfd) = match found {
             Ok((process, inner, owner, pidfd)) => (process, inner, owner, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),
@@ -80,7 +80,7 @@ impl EventLoop {
     }
 
     /// Reports a violation, unless too many reports are pending. A worker can create any number of processes
-    /// that violate its filter. If the supervisor cannot keep up, only the worker's exit is reported.
+    /// that violate its filter. If the supervisor cannot keep up, it learns only of the worker's exit.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
         if self.outbox.len() < PENDING_REPORTS_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);

@@ -1,17 +1,17 @@
-//! The confinement of a worker as ordered, and as read back from the kernel.
+//! The requested confinement of a worker, and the actual confinement as read back from the kernel.
 //!
-//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all ordered
-//! layers, or does not start the worker.
+//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all
+//! requested layers, or does not start the worker.
 
 use bincode::{BorrowDecode, Encode};
 
 /// Number of descriptors that a worker starts with: standard input, output and error, and the link.
 const WORKER_DESCRIPTORS: u32 = 4;
 
-/// The ordered confinement of a worker. The default is no confinement.
+/// The requested confinement of a worker. The default is no confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
-    /// Ordered layers, and their parameters.
+    /// Requested layers, and their parameters.
     pub layers: Layers,
     /// Programs that the worker executes, and the files that these programs execute or load. The worker can
     /// read the folders of these files.
@@ -20,7 +20,7 @@ pub struct Confinement<'a> {
     pub read: Vec<&'a str>,
     /// Paths that the worker can write to.
     pub write: Vec<&'a str>,
-    /// Paths that no worker can access, even inside a granted folder: the supervisor's own files.
+    /// Paths that no worker can access, even inside a granted folder. These are the supervisor's own files.
     pub withheld: Vec<&'a str>,
     /// System calls to allow in addition to the calls that the profile allows.
     pub allow: Vec<&'a str>,
@@ -31,7 +31,7 @@ pub struct Confinement<'a> {
 /// Layers of confinement, and their numeric parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Layers {
-    /// True if programs that the worker executes cannot gain privileges.
+    /// True if executing a program cannot give the worker privileges (`no_new_privs`).
     pub no_new_privs: bool,
     /// True if the worker has no capabilities, regardless of its user.
     pub no_capabilities: bool,
@@ -39,25 +39,25 @@ pub struct Layers {
     pub landlock: bool,
     /// Seccomp filter for the worker's system calls.
     pub seccomp: Seccomp,
-    /// True if forbidden calls are reported by name. Otherwise the kernel kills the process that makes the
-    /// call.
+    /// True if forbidden calls are reported by name. If false, the kernel kills the calling process without
+    /// reporting the call.
     pub seccomp_names: bool,
     /// Namespaces that are created for the worker.
     pub namespaces: Namespaces,
     /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
-    /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
-    /// The worker's other namespaces are created inside this user namespace.
+    /// True if `identity` is in the keeper's user namespace of subordinate ids, which the worker enters. The
+    /// worker's other namespaces are created inside this user namespace.
     pub subordinate_ids: bool,
     /// True if the worker can use the network.
     pub network: bool,
     /// Location of the worker's temporary files.
     pub temporary: TemporaryFiles,
-    /// True if the worker receives its own Landlock rules, so that it can confine each program that it runs
-    /// separately.
+    /// True if the worker receives a copy of its Landlock rules, so that it can confine each program that it
+    /// runs.
     pub program_rules: bool,
-    /// Limits for the worker and its descendants together, set on a separate control group. `None` means that
-    /// no control group is created.
+    /// Limits for the worker and its descendants together, set on a separate control group. With `None`, no
+    /// control group is created.
     pub cgroup: Option<CgroupLimits>,
 }
 
@@ -123,10 +123,10 @@ pub enum TemporaryFiles {
     None,
     /// A private folder on disk, named by `TMPDIR`.
     Folder,
-    /// A private `/tmp` in memory, with this size in bytes. Needs a mount namespace.
+    /// A private in-memory `/tmp` of this size in bytes. Needs a mount namespace.
     PrivateTmp(u64),
-    /// A file system in memory, with this size in bytes, mounted over a private folder that `TMPDIR` names.
-    /// The worker uses the system's root folder.
+    /// An in-memory file system of this size in bytes, mounted over a private folder that `TMPDIR` names. The
+    /// worker uses the system's root folder.
     MountedTmpfs(u64),
 }
 
@@ -141,22 +141,21 @@ pub struct Observed {
     pub capabilities: u64,
     /// Capability bounding set (`CapBnd`).
     pub bounding: u64,
-    /// User id. `None` if the four ids in `Uid` are not equal.
+    /// User id. `None` if the four ids in `Uid` differ.
     pub uid: Option<u32>,
-    /// Group id. `None` if the four ids in `Gid` are not equal.
+    /// Group id. `None` if the four ids in `Gid` differ.
     pub gid: Option<u32>,
     /// Number of supplementary groups (`Groups`).
     pub groups: u32,
     /// Namespaces that differ from the keeper's.
     pub namespaces: Namespaces,
-    /// Landlock version of the rules that were applied. The kernel does not report the version of enforced
-    /// rules.
+    /// Landlock version of the applied rules. The kernel does not report it.
     pub landlock: Option<u32>,
     /// True if the worker is in the control group created for it.
     pub cgroup: bool,
     /// Number of descriptors that the program was started with.
     pub descriptors: u32,
-    /// True if these values were read from the template that forked the worker.
+    /// True if these values belong to the template that forked the worker.
     pub is_inherited: bool,
 }
 

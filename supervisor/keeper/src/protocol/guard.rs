@@ -5,14 +5,14 @@ use bincode::{BorrowDecode, Encode};
 
 use super::LayerSupport;
 
-/// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
+/// Second argument of a keeper that is started with a guard. The third argument is [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 
 /// Fourth argument, which makes the guard report the layers that the machine supports.
 pub(crate) const PROBE_ARGUMENT: &str = "first";
 
 /// Version of orders and reports. The messages themselves have no version, because both ends are usually the
-/// same program. If the keeper is another program, it must have the same version.
+/// same program. A separate keeper program must have the same version.
 pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
 /// The guard's only message. The message carries the keeper's pidfd and, if `ids` is `Ok`, a descriptor of

@@ -6,17 +6,17 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// Undocumented command-line argument. If the first argument of a program is this one, the program must call
+/// Undocumented command-line argument. A program whose first argument this is must call
 /// [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
-/// Environment variables that the service manager sets for the supervisor, and that other processes must not
+/// Environment variables that the service manager sets for the supervisor and that other processes must not
 /// inherit.
 pub(crate) const SERVICE_MANAGER_VARIABLES: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
-/// Maximum size of an order in bytes. The configuration allows 96 KiB for arguments and environment. The
-/// limits and the paths of a sandbox use the rest.
+/// Maximum size of an order in bytes. The configuration allows 96 KiB for arguments and environment. The rest
+/// is for the limits and the paths of a sandbox.
 pub const ORDER_BYTES_MAX: usize = 192 * 1024;
 
 /// Number of descriptors that are sent with [`Order::Spawn`]: link, stdout, stderr.
@@ -25,11 +25,11 @@ pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 /// An order to start a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SpawnOrder<'a> {
-    /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never used twice.
+    /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never reused.
     pub worker: u64,
     /// Path of the program. `PATH` is not searched.
     pub program: &'a str,
-    /// All arguments, including the zeroth (the program's name).
+    /// All arguments, including the program's name as the first one.
     pub arguments: Vec<&'a str>,
     /// The worker's whole environment as `NAME=value`. The worker inherits no other variables.
     pub environment: Vec<&'a str>,
@@ -55,12 +55,12 @@ pub struct Rlimit {
     pub hard: u64,
 }
 
-/// An order of the supervisor. End of file is the order to exit.
+/// An order of the supervisor. The end of file tells the keeper to exit.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
     /// Starts a worker. The link, standard output and standard error are sent as descriptors.
     Spawn(Box<SpawnOrder<'a>>),
-    /// Makes a template fork a worker. The descriptors are those of `Spawn`.
+    /// Makes a template fork a worker. Sent with the same descriptors as `Spawn`.
     Fork { worker: u64, template: u64 },
     /// Provides the user namespace for workers with
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
@@ -69,8 +69,8 @@ pub(crate) enum Order<'a> {
     /// Provides a descriptor that the keeper keeps open until it exits. Its other end then reports that all
     /// workers are gone.
     Lifeline,
-    /// Kills the worker immediately. An unknown worker is not an error, because its exit has already been
-    /// reported or is about to be reported.
+    /// Kills the worker immediately. The worker can be unknown, if its exit has already been reported or is
+    /// about to be reported.
     Kill { worker: u64 },
     /// Requests a `Pong` report.
     Ping,
@@ -97,8 +97,8 @@ impl SpawnOrder<'_> {
     }
 }
 
-/// Returns the encoding of orders. The limit bounds the memory that decoding can allocate. The worst order
-/// has [`ORDER_BYTES_MAX`] bytes, each of which is decoded as a separate string.
+/// Returns the encoding of orders. Its limit bounds the memory that decoding can allocate. In the worst case,
+/// each of the [`ORDER_BYTES_MAX`] bytes of an order is decoded as a separate string.
 fn coding() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
 }

@@ -66,7 +66,8 @@ pub enum Report {
         worker: u64,
         /// Process id of the worker.
         pid: u32,
-        /// Identifies the process even when the pid is reused. Becomes readable when the process has exited.
+        /// Pidfd of the worker, which identifies the process even if the pid is reused. Becomes readable when
+        /// the process exits.
         pidfd: OwnedFd,
         /// The worker's confinement as read back from the kernel.
         observed: Observed,
@@ -89,7 +90,7 @@ pub enum Report {
         /// Error with which the step failed.
         error: io::Error,
     },
-    /// The worker is dead. The keeper is killing the processes that the worker left behind.
+    /// The worker is dead. The keeper is killing its remaining descendants.
     Exited {
         /// Spawn number of the worker.
         worker: u64,
@@ -98,7 +99,7 @@ pub enum Report {
         /// Resource usage of the worker.
         usage: Usage,
     },
-    /// All processes that a dead worker left behind are gone.
+    /// All descendants of a dead worker are gone.
     Reaped {
         /// Spawn number of the worker.
         worker: u64,
@@ -112,8 +113,8 @@ pub enum Report {
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
     Pong,
-    /// Some processes have survived SIGKILL for two seconds. The workers in the `Reaped` reports that follow
-    /// have left these processes behind.
+    /// Some processes have survived SIGKILL for two seconds. They belong to the workers in the `Reaped`
+    /// reports that follow.
     Unkillable {
         /// Number of processes that survived.
         count: u64,
@@ -133,7 +134,8 @@ pub enum TemplateReport {
     Extend(Duration),
 }
 
-/// A report of the keeper: [`Report`] as sent over the socket, without the pidfd that comes with `Spawned`.
+/// A report of the keeper as sent over the socket: a [`Report`] without the pidfd of `Spawned`, which is sent
+/// as a descriptor.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum ReportMessage<'a> {
     Started { scan_always: bool },

@@ -1,4 +1,4 @@
-//! The bare system call that forks a child.
+//! The raw system call that forks a child.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -10,8 +10,8 @@ use crate::protocol::confinement::Namespaces;
 
 /// Forks a child that starts in new namespaces and in the given control group. Returns 0 in the child.
 ///
-/// This is the bare system call, without the C library's preparations for a child that continues to run. The
-/// child is a copy of only this thread, and makes only system calls until it executes a program or exits.
+/// This is the raw system call, without the C library's handlers for `fork`. The child contains only this
+/// thread, and must make only system calls until it executes a program or exits.
 pub(super) fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
     clone_as(namespaces, cgroup, 0)
 }

@@ -22,8 +22,7 @@ use crate::protocol::confinement::{Confinement, Identity, Layers, Seccomp, Tempo
 
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
-/// Maximum number of compiled filters to cache. There is one filter for each sandbox whose system call rules
-/// differ from the others.
+/// Maximum number of compiled filters to cache. Sandboxes with the same system call rules share a filter.
 const FILTERS_MAX: usize = 1024;
 
 /// Confinement that the child applies step by step.
@@ -38,11 +37,11 @@ pub(crate) struct PreparedConfinement {
     /// Mounts for paths that the worker's user cannot reach in the system's root folder. Always `None` if the
     /// worker has a private root folder.
     pub(super) covers: Option<Arc<Covers>>,
-    /// Descriptor of the program, if the program is executed by descriptor instead of by path. In this case,
-    /// the child enters the working directory before it changes to the worker's user.
+    /// Descriptor of the program, if it is executed by descriptor instead of by path. In this case, the child
+    /// enters the working directory before it changes to the worker's user.
     pub(super) executable: Option<OwnedFd>,
-    /// Descriptor of the file that the host loads or runs, if the host cannot open the file by path. The
-    /// descriptor stays open in the host.
+    /// Descriptor of the file that the host loads or runs, if the host cannot open it by path. Stays open in
+    /// the host.
     pub(super) hosted_file: Option<OwnedFd>,
     /// Mount point and mount options of a temporary file system.
     pub(super) private_temporary: Option<(CString, CString)>,
@@ -50,12 +49,12 @@ pub(crate) struct PreparedConfinement {
     pub(super) shared_memory: Option<CString>,
     /// Existing user namespace that the worker enters first.
     pub(super) user_namespace: Option<Arc<OwnedFd>>,
-    /// True if the child can mount before it is in a new user namespace.
+    /// True if the child can mount file systems before it is in a new user namespace.
     may_mount: bool,
 }
 
-/// Cache of compiled filters. The key contains all settings that affect the filter. Compiling a filter takes
-/// longer than all other preparations.
+/// Cache of compiled filters, because compiling takes longer than all other preparations. The key contains
+/// all settings that affect a filter.
 #[derive(Default)]
 pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
 
@@ -113,7 +112,7 @@ impl PreparedConfinement {
         } else {
             None
         };
-        // A template confines the processes that it forks, just as a host confines its programs.
+        // A template confines its forked workers, just as a host confines its programs.
         let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
         let program_rules =
             gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
@@ -143,7 +142,7 @@ impl PreparedConfinement {
         self.layers != Layers::default()
     }
 
-    /// Returns true if the child makes its root folder before it enters a user namespace.
+    /// Returns true if the child creates its root folder before it enters a user namespace.
     pub(super) fn makes_root_first(&self) -> bool {
         self.root.is_some() && self.may_mount
     }
@@ -193,14 +192,14 @@ fn create_root<'p>(
         .map_err(|path| SpawnError::new(&format!("{}: show {}", ROOT_STEP, path.display()), Errno::NOENT))
 }
 
-/// Returns the folder to mount at `/dev/shm` if temporary files are on disk. If they are in memory, the step
-/// that mounts their file system also mounts it at `/dev/shm`.
+/// Returns the folder to mount at `/dev/shm`, if temporary files are on disk. For temporary files in memory,
+/// the step that mounts their file system also mounts it at `/dev/shm`.
 fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
     let folder = temporary.filter(|_| layers.namespaces.proc && layers.temporary == TemporaryFiles::Folder);
     folder.and_then(root::c_string)
 }
 
-/// Finds the granted paths that the worker's own user cannot reach.
+/// Finds the granted paths that the worker's user cannot reach, if the worker has its own user.
 fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, SpawnError> {
     let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
     reach::check(granted, identity).map_err(|mut unusable| {
@@ -272,8 +271,8 @@ impl FilterCache {
 }
 
 /// Returns true if a worker with network access can reach only the Unix sockets in its own folders. Newer
-/// versions of Landlock ensure this. With older versions, a private root folder ensures this if Landlock
-/// denies abstract sockets.
+/// versions of Landlock ensure this. With older versions, a private root folder is needed, and Landlock must
+/// deny abstract sockets.
 fn hides_unix_sockets(layers: &Layers) -> bool {
     const SCOPES_SINCE: u32 = 6;
     const PATHS_SINCE: u32 = 9;

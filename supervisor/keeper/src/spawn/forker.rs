@@ -22,16 +22,16 @@ pub(crate) enum Job {
     Grandchild,
 }
 
-/// The second thread of the keeper, which is the parent of all workers. It lives as long as the process,
-/// because the kernel sends the parent-death signal when the parent thread ends.
+/// The second thread of the keeper, which is the parent of all workers. Runs until the process exits, because
+/// the kernel sends the parent-death signal when the parent thread exits.
 pub(crate) struct Forker {
     jobs: SyncSender<Job>,
     results: Receiver<io::Result<u32>>,
 }
 
 impl Forker {
-    /// Starts the thread. `original` contains the settings that the keeper was started with. Workers get
-    /// these settings instead of the keeper's raised settings.
+    /// Starts the thread. `original` contains the settings with which the keeper was started. Workers get
+    /// these instead of the keeper's own settings.
     pub(crate) fn start(original: OriginalSettings) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
@@ -92,21 +92,21 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
     }
 }
 
-/// Returns the step name to report if the fork fails.
+/// Returns the name of the step to report if the fork fails.
 pub(crate) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
 }
 
 /// Tests whether a wait on this kernel distinguishes children of the forking thread from orphans. The keeper
-/// relies on this to distinguish workers from the processes that they leave behind. Must be called on the
-/// first thread, before any worker exists.
+/// relies on this to tell workers from the processes that they leave behind. Must be called on the first
+/// thread, before any worker exists.
 pub(crate) fn distinguishes_orphans(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();
     wait::wait(child as i32, 0);
     let child = forker.fork(Job::Grandchild)?;
     wait::wait(child as i32, 0);
-    // The grandchild is an orphan now, and has exited or is about to exit.
+    // The grandchild is now an orphan, and has exited or is about to exit.
     let sees_orphans = matches!(wait::wait(-1, libc::__WNOTHREAD), Waited::Ended { .. });
     while !matches!(wait::wait(-1, 0), Waited::NoChild) {}
     Ok(!sees_workers && sees_orphans)

@@ -11,8 +11,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// Size of an exit status report in bytes. The report contains the status of `wait(2)` and three numbers of
-/// the resource usage.
+/// Size of an exit status report in bytes: the status from `wait(2)` and three numbers of the resource usage.
 const STATUS_BYTES: usize = 4 + 3 * 8;
 
 /// Drops all capabilities except `capabilities`, or all capabilities if these cannot be kept. Closes all
@@ -27,9 +26,9 @@ fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let _ = set(capabilities).or_else(|_| set(none));
     // Sets the name shown in process lists. Cannot fail, because the name is short enough.
     let _ = rustix::thread::set_name(c"bulkhead-init");
-    // SAFETY: sets a flag of this process, so that no process in the namespace can inspect it.
+    // SAFETY: sets a flag of this process, which prevents processes in the namespace from inspecting it.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
-    // SAFETY: nothing in this process uses the other descriptors any more.
+    // SAFETY: this process uses no other descriptors from here on.
     let _ = unsafe { close_all_except(0, kept) };
 }
 

@@ -23,14 +23,14 @@ impl Plan<'_> {
         &self.prepared.confinement.layers
     }
 
-    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
+    /// Returns the namespaces that the fork creates. A user namespace may also be created later.
     pub(super) fn fork_namespaces(&self) -> Namespaces {
         let wanted = self.layers().namespaces;
         Namespaces { user: wanted.user && !self.prepared.confinement.makes_root_first(), ..wanted }
     }
 }
 
-/// Scheduling and memory settings that the keeper was started with.
+/// Scheduling and memory settings with which the keeper was started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OriginalSettings {
     /// Nice value of the keeper and of workers.

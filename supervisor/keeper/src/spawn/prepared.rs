@@ -1,4 +1,4 @@
-//! Everything that the child of a worker needs, prepared before the fork.
+//! Everything that a worker's child process needs, prepared before the fork.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -21,8 +21,7 @@ use crate::protocol::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 /// Environment variable that names the folder for temporary files.
 const TMPDIR_VARIABLE: &str = "TMPDIR=";
 
-/// Environment variable that names the user's home folder. A worker's home folder is its folder for temporary
-/// files.
+/// Environment variable that names the user's home folder. Set to the worker's temporary folder.
 const HOME_VARIABLE: &str = "HOME=";
 
 /// Folder for temporary files in a private root folder.
@@ -65,16 +64,15 @@ pub(crate) struct ChildConnections {
     pub(crate) status: Option<OwnedFd>,
     /// Socket of the first process of a pid namespace with a template.
     pub(crate) init_socket: Option<OwnedFd>,
-    /// The private root folder, for naming the path of a failed mount.
+    /// The private root folder, used to name the path of a failed mount.
     pub(super) root: Option<Arc<PrivateRoot>>,
     pub(super) covers: Option<Arc<Covers>>,
-    /// Number of descriptors that the child has in addition to the progress socket and the descriptors of
-    /// every worker.
+    /// Number of descriptors that the child has in addition to those of every worker and the progress socket.
     pub(crate) extra_descriptors: u32,
 }
 
-/// Converts the environment of an order. If the worker has a temporary folder, sets `TMPDIR` and `HOME`,
-/// unless the order contains them.
+/// Converts the environment of an order. If the worker has a temporary folder, sets `TMPDIR` and `HOME`
+/// unless the order sets them.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Vec<CString>, SpawnError> {
     let mut environment = c_strings(&order.environment)?;
     let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));

@@ -1,4 +1,4 @@
-//! The rules that the host of `exec` programs receives about its own confinement, in a sealed memory file.
+//! The Landlock rules that the host of `exec` programs receives, in a sealed memory file.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};

@@ -1,7 +1,7 @@
 //! Messages between a child and the keeper until the child's program runs.
 //!
-//! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so end of file means success. Each message
-//! of the child carries its pid as the keeper sees it, even if the child is in another pid namespace.
+//! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so the end of file means success. Each
+//! message of the child carries the child's pid in the keeper's pid namespace.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -40,8 +40,8 @@ pub(crate) struct StepFailure {
     pub(crate) errno: i32,
 }
 
-/// Cause of a failed step. `detail` is the resource's number for limits, and the number of the inner step for
-/// the root folder.
+/// Error of a step. `detail` is the resource number for a limit, and the inner step number for the root
+/// folder.
 pub(super) struct StepError {
     pub(super) errno: Errno,
     pub(super) detail: u32,
@@ -77,9 +77,9 @@ impl StepFailure {
 
 #[derive(Debug)]
 pub(crate) enum Progress {
-    /// The child is still starting, or blocked by a file system.
+    /// The child is still starting, or is blocked by a file system.
     Pending,
-    /// The child has a user namespace without maps, and waits for [`let_continue`].
+    /// The child is in a user namespace without id maps, and waits for [`let_continue`].
     WaitsForIdMaps,
     /// The child is confined, and waits for [`let_continue`] to execute its program.
     Confined {
@@ -120,14 +120,14 @@ pub(crate) fn read(socket: &OwnedFd) -> Progress {
     }
 }
 
-/// Lets a waiting child continue. Ignores a child that has exited.
+/// Lets a waiting child continue. Does nothing if the child has exited.
 pub(crate) fn let_continue(socket: &OwnedFd) {
     let _ = rustix::net::send(socket, &[CONTINUE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
 // The child's side, which makes only system calls.
 
-/// Reports a failed step. If sending the report fails, the supervisor sees a worker that exits immediately.
+/// Reports a failed step. If this fails, the supervisor sees a worker that exits immediately.
 pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
@@ -138,8 +138,8 @@ pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     wait_for_keeper(socket)
 }
 
-/// Maximum number of further attempts to send the listener. All attempts together take two seconds, well
-/// within `start.handshake`.
+/// Maximum number of retries for sending the listener. All attempts together take two seconds, well within
+/// `start.handshake`.
 const LISTENER_RETRIES_MAX: u32 = 200;
 
 /// Interval between attempts to send the listener.
@@ -148,14 +148,14 @@ const LISTENER_RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_
 /// Reports that the child is confined, passes the listener to the keeper, and waits for permission to
 /// continue.
 pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
-    // SAFETY: the kernel has just created the descriptor for this process, and nothing else uses it.
-    // Close-on-exec closes the descriptor. `close` must not be called here, because the filter can make the
-    // call fatal.
+    // SAFETY: the kernel has just created the descriptor for this process, and nothing else uses it. The
+    // descriptor is close-on-exec. `close` must not be called here, because the filter can make that call
+    // fatal.
     let listener = listener.map(|listener| unsafe { BorrowedFd::borrow_raw(listener) });
     let mut retries = 0;
     while let Err(errno) = send_listener(socket, listener) {
-        // The kernel limits how many descriptors of a user are in flight. Other processes of the user can
-        // exhaust this limit for a moment.
+        // The kernel limits how many descriptors of a user are in flight, and other processes of the user can
+        // briefly exhaust this limit.
         if errno != Errno::TOOMANYREFS || retries == LISTENER_RETRIES_MAX {
             return Err(errno);
         }
@@ -165,7 +165,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     wait_for_keeper(socket)
 }
 
-/// Sends the message that the child is confined. If there is a listener, the message carries it.
+/// Sends the message that the child is confined, together with the listener if there is one.
 fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);

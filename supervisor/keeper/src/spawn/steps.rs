@@ -37,9 +37,9 @@ pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
 
 /// Steps of the first process in new namespaces.
 ///
-/// The child of a privileged keeper makes the root folder while it is still root, and enters a user namespace
-/// afterwards. So every folder above the granted paths is accessible. The child of an unprivileged keeper needs
-/// the user namespace first, for the right to mount.
+/// The child of a privileged keeper creates the root folder while it is still root, so that it can access
+/// every folder above the granted paths. It enters a user namespace afterwards. The child of an unprivileged
+/// keeper needs the user namespace first, because only there does it have the right to mount.
 pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("session", session),
     ("out-of-memory score", oom_score),
@@ -60,11 +60,10 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
 /// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
 /// system calls.
 ///
-/// Limits are set before the user changes and the capabilities are dropped, because raising a limit requires
-/// a capability. Actions that a limit or a filter could prevent come before that limit or filter. The limit
-/// of open files also bounds the descriptors that a process can pass over sockets, and the kernel counts
-/// descriptors in flight from all processes of the user. So this limit is set last, when no more descriptors
-/// have to be passed.
+/// Limits are set before the child changes its user and drops its capabilities, because raising a limit
+/// requires a capability. Actions that a limit or filter could prevent come before that limit or filter. The
+/// limit of open files also limits the descriptors in flight of all processes of the user. So this limit is
+/// set last, when no more descriptors have to be passed.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -93,13 +92,13 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
 const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
-/// `detail` of a failed Landlock step if the kernel accepted the rules but does not enforce them.
+/// `detail` of a failed Landlock step whose rules the kernel accepted but does not enforce.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
-/// Step number of the fork between the two tables.
+/// Number of the fork step between the two tables.
 pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
-/// Step number for preparing the first process in a template's namespace.
+/// Number of the step that prepares the first process in a template's namespace.
 pub(super) const TEMPLATE_INIT_STEP: u32 = u32::MAX - 1;
 
 impl ChildConnections {
@@ -142,7 +141,7 @@ fn rlimit_name(resource: u32) -> &'static str {
     Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
-/// Waits for the user and group id maps of the user namespace that the fork has created.
+/// Waits for the id maps of the user namespace that the fork has created.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -150,7 +149,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder has been made, and waits for the user and group id maps.
+/// Creates a user namespace after the root folder was created, and waits for the id maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -168,20 +167,18 @@ fn identity_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.makes_root_first() { identity_in_namespace(plan) } else { Ok(()) }
 }
 
-/// Changes to the worker's user in the new user namespace. A process in this namespace has all capabilities,
-/// but cannot create files as a user that is not mapped. The process keeps its capabilities.
+/// Changes to the worker's user in the new user namespace, and keeps all capabilities in this namespace. Even
+/// with these capabilities, a process cannot create files as a user that is not mapped.
 fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user {
         return Ok(());
     }
-    // Fails if the keeper is unprivileged. In that case, the keeper has no supplementary groups that would
-    // give access.
+    // Fails if the keeper is unprivileged. Such a keeper has no supplementary groups that would give access.
     let _ = rustix::thread::set_thread_groups(&[]);
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Changes to the worker's user, unless the process is in a new user namespace. In a new user namespace, an
-/// earlier step has already changed the user.
+/// Changes to the worker's user, unless an earlier step has already done so in a new user namespace.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -196,9 +193,8 @@ fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Lets the keeper read this process in `/proc` again. After a change of user, the kernel requires
-/// capabilities over all processes for this. The keeper has capabilities only in the user namespace that it
-/// owns.
+/// Lets the keeper read this process in `/proc` again. After a process has changed its user, the kernel
+/// requires capabilities for this, which the keeper has only in its own user namespace.
 fn restore_dumpable() {
     // SAFETY: sets a flag of this process. If this fails, the keeper cannot read the process's state, and
     // reports that.
@@ -214,17 +210,16 @@ fn set_identity(Identity { uid, gid }: Identity) -> Result<(), StepError> {
 fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(root) = &confinement.root else { return Ok(()) };
-    // The worker can run as another user, and must be able to traverse these folders.
+    // The worker can run as another user, which must be able to traverse these folders.
     rustix::process::umask(Mode::empty());
     root.enter()?;
-    // The rules contain the files of the system, but not the new mounts.
+    // The rules contain the system's files, but not the new mounts.
     let Some(ruleset) = &confinement.ruleset else { return Ok(()) };
     root.expanded().iter().try_for_each(|folder| ruleset.add_readable(folder))?;
     Ok(ruleset.add_private_mounts(confinement.has_tmp())?)
 }
 
-/// Mounts a private `/proc` on the system's root folder. A private root folder already contains a private
-/// `/proc`.
+/// Mounts a private `/proc` in the system's root folder. A private root folder already contains one.
 fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.proc {
         return Ok(());
@@ -234,8 +229,8 @@ fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_private_mounts(false)?)
 }
 
-/// Mounts the worker's temporary folder at `/dev/shm`, where a private root folder has it as well. With this
-/// mount, named shared memory and semaphores are private to the worker, and count as temporary files.
+/// Mounts the worker's temporary folder at `/dev/shm`, as in a private root folder. Named shared memory and
+/// semaphores are then private to the worker and count as temporary files.
 fn private_shared_memory(plan: &Plan<'_>) -> Result<(), StepError> {
     plan.prepared.confinement.shared_memory.as_deref().map_or(Ok(()), bind_shared_memory)
 }
@@ -248,7 +243,7 @@ fn bind_shared_memory(folder: &CStr) -> Result<(), StepError> {
 }
 
 /// Makes the worker's control group the root of the visible hierarchy, if the worker has a private root
-/// folder. This hides the group's location on the machine.
+/// folder. This hides the group's path on the machine.
 fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.mount {
         return Ok(());
@@ -283,15 +278,15 @@ fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_temporary(folder)?)
 }
 
-/// Drops the bounding set, so that no executed program can give capabilities to the worker. Must come before
-/// the change of user, which removes the capability that this step needs.
+/// Drops the capability bounding set, so that no executed program can give capabilities to the worker. Must
+/// run before the process changes its user, because this step needs a capability that is lost then.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. The call fails without the necessary capability. This
-        // failure is harmless, because with no_new_privs an executed program gives no capabilities.
+        // SAFETY: changes a set of this process. Without the necessary capability the call fails, which is
+        // harmless, because with no_new_privs executing a program gives no capabilities.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     Ok(())
@@ -323,7 +318,7 @@ fn landlock(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Installs the seccomp filter, which is the last layer, and waits until the keeper has checked all layers.
+/// Installs the seccomp filter as the last layer, and waits until the keeper has checked all layers.
 fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let listener = confinement.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
@@ -333,11 +328,10 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD.
-/// Without this step, `execve` would preserve both settings.
+/// Restores the default handling of signals. The keeper ignores signals that would end it, and blocks
+/// SIGCHLD. Without this step, the program would inherit both settings.
 fn signals(_: &Plan<'_>) -> Result<(), StepError> {
-    // Uses the kernel's own structures, because the C library's functions refuse the two signals that the
-    // library reserves for itself.
+    // Uses the raw system call, because the C library refuses to change the two signals that it reserves.
     const DEFAULT: [u64; 4] = [0; 4];
     const NONE: u64 = 0;
     let nowhere = std::ptr::null_mut::<u64>();
@@ -355,16 +349,16 @@ fn signals(_: &Plan<'_>) -> Result<(), StepError> {
 
 fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
-        // Both tables start a session, but only a pid namespace causes a fork between them. Without this
-        // fork, the process already leads a session here.
+        // Both tables start a session. Without a pid namespace, there is no fork between them, so the process
+        // already leads a session.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
     Ok(())
 }
 
-/// Makes the kernel prefer to kill the worker when memory runs out. Must come before the change of user,
-/// because the file belongs to the current user.
+/// Makes the kernel kill the worker first when memory runs out. Must run before the process changes its user,
+/// because it could not write the file afterwards.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
     // Formats the number without an allocation. A leading zero would make the number octal.
@@ -374,14 +368,14 @@ fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
         .and_then(|file| rustix::io::write(file, &digits[first..]));
     match written {
         // If the write fails, the worker keeps the keeper's score, which is above the supervisor's. This is
-        // acceptable, unless the supervisor is protected.
+        // acceptable unless the supervisor is protected.
         Err(errno) if is_protected => Err(errno.into()),
         _ => Ok(()),
     }
 }
 
 /// Sets the out-of-memory score if there are no new namespaces. With new namespaces, the first process has
-/// set the score, and this process has inherited it.
+/// set the score, which this process has inherited.
 fn oom_score_without_namespaces(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { oom_score(plan) }
 }
@@ -391,8 +385,8 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Sets the nice value that the keeper was started with. The child has a separate session, so it is outside
-/// of the keeper's autogroup.
+/// Restores the nice value with which the keeper was started. The child is in a separate session, and thus
+/// outside of the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     // The supervisor's unit can have a real-time policy, which a worker must not inherit. An error means that
     // there is no such policy.
@@ -416,7 +410,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Duplicates a descriptor to this number, and closes the descriptor that had the number before.
+/// Duplicates a descriptor to this number, replacing the descriptor that had the number before.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
     // socket. Nothing that this process owns and continues to use has this number.
@@ -424,23 +418,23 @@ pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::R
 }
 
 fn child_subreaper(_: &Plan<'_>) -> Result<(), StepError> {
-    // The kernel treats any number except zero as true.
+    // The kernel treats any nonzero value as true.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
 fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     let limits = plan.prepared.rlimits.iter();
     limits.clone().filter(|limit| limit.resource != OPEN_FILES).try_for_each(set_limit)?;
-    // Raises the limit of open files here, because later steps have no right to raise it.
+    // Raises the limit of open files here, because later steps lack the right to raise it.
     let (_, hard) = plan.original.open_files;
     let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit of open files to the ordered limit, or by default to the keeper's limit before the keeper
-/// raised it. The default of a confined worker is at most three quarters of the keeper's hard limit.
-/// Descriptors that a worker sends to itself and does not receive count for all processes of the same user,
-/// so a worker with a higher limit could prevent the keeper from starting other workers.
+/// Sets the limit of open files. Without an ordered limit, the worker gets the limit with which the keeper
+/// was started. For a confined worker, this default is at most three quarters of the keeper's hard limit.
+/// Descriptors that a worker sends to itself and does not receive count for all processes of the user, so a
+/// worker with a higher limit could prevent the keeper from starting other workers.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -457,11 +451,11 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
     result.map_err(|errno| StepError { errno, detail: limit.resource })
 }
 
-/// Makes the kernel kill the child when the keeper dies. A change of user clears this setting.
+/// Makes the kernel kill the child when the keeper dies. Changing the user clears this setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of this pid namespace has no pid in the namespace. In this case, the keeper must have
-    // been alive to let this process continue.
+    // A parent outside of this pid namespace has no pid in it. In this case, the keeper was alive when it let
+    // this process continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())
@@ -471,7 +465,7 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Closes all descriptors except standard input, output and error, the link, the file that a host loads or
-/// runs, and descriptors that later steps need. The descriptors for later steps are close-on-exec.
+/// runs, and descriptors that later steps need. The latter are close-on-exec.
 fn descriptors(plan: &Plan<'_>) -> Result<(), StepError> {
     let prepared = plan.prepared;
     let ruleset = prepared.confinement.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
@@ -491,13 +485,14 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Enters the working directory before the change of user, if the worker's user cannot enter it and no mount
-/// makes it accessible.
+/// Enters the working directory before the process changes its user, if the worker's user cannot enter it and
+/// no mount makes it accessible.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { enter_directory_early(plan) }
 }
 
-/// Enters the working directory early in new namespaces, where the process soon becomes the worker's user.
+/// Enters the working directory early if there are new namespaces, because the process soon changes to the
+/// worker's user.
 fn enter_directory_early(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.executable.is_none() {
         return Ok(());

@@ -1,8 +1,8 @@
-//! The fork into an existing user namespace, which has the subordinate ids.
+//! Forks into the existing user namespace with the subordinate ids.
 //!
 //! Only a single-threaded process can enter a user namespace, and it cannot leave again. So an intermediate
-//! process enters the namespace and forks the child with `CLONE_PARENT`, which makes the new process a child
-//! of the forking thread. The intermediate process then reports the child's pid and exits.
+//! process enters the namespace and forks the child with `CLONE_PARENT`, which makes the child a child of the
+//! forking thread. The intermediate process then reports the child's pid and exits.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -15,7 +15,8 @@ use super::clone::{self, clone_as};
 use super::exit;
 use crate::protocol::confinement::Namespaces;
 
-/// Size in bytes of the intermediate process's report, which is the child's pid or a negative error number.
+/// Size of the intermediate process's report, in bytes. The report is the child's pid or a negative error
+/// number.
 const REPORT_BYTES: usize = 4;
 
 /// Forks a child like [`clone::clone`], but in this user namespace.
@@ -27,7 +28,7 @@ pub(super) fn clone(
     let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let intermediate = match clone::clone(Namespaces::default(), None)? {
         0 => match enter(user_namespace).and_then(|()| clone_as(namespaces, cgroup, libc::CLONE_PARENT)) {
-            // This is the child. If it kept its copy of the pipe, the parent would not see that the
+            // This is the child. It must close its copy of the pipe, so that the parent sees when the
             // intermediate process has exited.
             Ok(0) => {
                 drop(writer);
@@ -44,7 +45,7 @@ pub(super) fn clone(
     drop(writer);
     let mut word = [0; REPORT_BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(&reader, &mut word));
-    // The intermediate process has nothing left to do except to exit.
+    // The intermediate process has already sent its report and is about to exit.
     let _ = wait::wait_for_exit_code(intermediate as i32);
     match i32::from_ne_bytes(word) {
         pid @ 1.. if read == Ok(REPORT_BYTES) => Ok(pid as u32),

@@ -5,7 +5,7 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 /// Restores the default action of SIGCHLD. A program can inherit an ignored SIGCHLD from its parent. In that
 /// case, the kernel reaps the program's children itself, and waiting for a child fails.
 pub fn restore_default_sigchld() {
-    // SAFETY: no function is installed.
+    // SAFETY: installs no handler function.
     #[expect(unsafe_code, reason = "setting the disposition of a signal")]
     let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }; // Cannot fail with these arguments.
 }

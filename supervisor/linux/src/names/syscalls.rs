@@ -1,8 +1,8 @@
 //! Names of system calls, so that rules and reports of violations can use names.
 //!
-//! One table serves both architectures. A name that the current architecture lacks is still known, because
-//! the same rules are used on both. A call that is not in the table is newer than the table, or was removed
-//! from the kernel.
+//! The table covers all supported architectures. It includes calls that the current architecture does not
+//! have, so that the same rules can be used everywhere. A call that is not in the table is newer than the
+//! table, or was removed from the kernel.
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("workers can be confined on x86_64 and aarch64; another architecture needs a table here");
@@ -97,8 +97,8 @@ const TABLE: &[Row] = rows! {
         SYS_umount2 SYS_uname SYS_unlinkat SYS_unshare SYS_userfaultfd SYS_utimensat SYS_vhangup
         SYS_vmsplice SYS_wait4 SYS_waitid SYS_write SYS_writev
     }
-    // Calls that exist only on x86_64, because newer calls had replaced them before other architectures were
-    // added.
+    // Calls that exist only on x86_64. Newer calls replaced them before Linux supported the other
+    // architectures.
     x86_64 {
         SYS_access SYS_alarm SYS_arch_prctl SYS_chmod SYS_chown SYS_creat SYS_dup2 SYS_epoll_create
         SYS_epoll_wait SYS_eventfd SYS_fork SYS_futimesat SYS_get_thread_area SYS_getdents

@@ -55,7 +55,8 @@ impl LivenessDescriptor {
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
     }
 
-    /// Waits until the descriptor ends. Discards data that arrives in the meantime.
+    /// Waits until the peer closes the descriptor or the process exits. Discards data that arrives in the
+    /// meantime.
     pub fn wait(&self) {
         let mut discarded = [0; 4096];
         loop {

@@ -2,8 +2,8 @@
 //!
 //! The supervisor's keeper and the host for plain programs are both *child subreapers*. When a process below
 //! a subreaper dies, the dead process's children become children of the subreaper. So a child that the
-//! subreaper has not started itself was left behind by a dead descendant, and must be killed. A process that
-//! forks as fast as possible is first stopped with all its descendants, and then killed.
+//! subreaper did not start is an orphan of a dead descendant, and must be killed. A process that forks as
+//! fast as possible is first stopped with all its descendants, and then killed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,8 +16,8 @@ mod killer;
 
 pub use killer::{DescendantKiller, Progress};
 
-/// Maximum number of ancestors that are looked up for one process. In ordinary sessions, a process has at
-/// most about twenty ancestors.
+/// Maximum number of ancestors read for one process. In ordinary sessions, a process has at most about twenty
+/// ancestors.
 const ANCESTORS_MAX: usize = 64;
 
 /// Maximum number of attempts to read the ancestors of a process while some of them die.
@@ -118,7 +118,8 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 
 /// Returns the pids of a process and its ancestors, nearest first. The list ends with `root`, or with the
 /// outermost visible ancestor if `root` is not an ancestor. The caller must ensure that the process stays
-/// alive during the call. In that case, all parent relations in the list held at one moment.
+/// alive during the call. The list is then a consistent snapshot: at some point during the call, each process
+/// was the parent of the one before it.
 ///
 /// Takes some microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there
 /// are more than 64 ancestors, or if the ancestors keep changing.

@@ -19,8 +19,7 @@ use crate::{errno, wait};
 /// Size of the child's stack until `execve`, in bytes. The child only makes some system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Exit code of a child that did not execute a program. The code carries no information, because the error is
-/// stored in memory.
+/// Exit code of a child that did not execute a program. The error itself is stored in memory.
 const NOT_EXECUTED: c_int = 127;
 
 /// A child that has executed another program. The caller must reap the child.
@@ -93,8 +92,9 @@ unsafe fn spawn_as<F: FnMut() -> Errno>(flag: c_int, execute: F) -> Result<Child
 /// process and exits immediately, so the process becomes an orphan.
 ///
 /// A `waitpid(-1)` in this process sees neither the intermediate child nor the orphan, and neither raises
-/// SIGCHLD when it exits. A process that adopts orphans is an exception, because the orphan becomes its
-/// child. (An exit signal of 0 alone would not be enough, because `execve` changes it to SIGCHLD.)
+/// SIGCHLD when it exits. This does not hold if this process is a child subreaper, because it then becomes
+/// the orphan's parent. (An exit signal of 0 alone would not be enough, because `execve` changes it to
+/// SIGCHLD.)
 ///
 /// # Safety
 /// The requirements of [`spawn`] apply.

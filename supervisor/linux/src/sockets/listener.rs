@@ -1,12 +1,61 @@
-//! Closes a TCP listener without losing connections. When a listener is closed, the kernel resets all
-//! connections in its queue. This includes a connection that arrived between the last `accept` and the close,
-//! whose client can already have sent its request.
+//! Listeners that another program shares or continues.
+//!
+//! [`stop_new_connections`] closes a TCP listener without losing connections. When a listener is closed, the
+//! kernel resets all connections in its queue. This includes a connection that arrived between the last
+//! `accept` and the close, whose client can already have sent its request. [`inherit`] takes over a listener
+//! that a service manager has opened.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
 
 use libc::{BPF_ABS, BPF_ALU, BPF_AND, BPF_B, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET};
+use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
+use rustix::net::{AddressFamily, SocketType, sockopt};
 use socket2::{SockFilter, SockRef};
+
+/// A listener of another program, by the family of its address.
+#[derive(Debug)]
+pub enum InheritedListener {
+    /// A Unix socket.
+    Unix(UnixListener),
+    /// An IPv4 or IPv6 socket.
+    Tcp(TcpListener),
+}
+
+/// Takes over an inherited listening socket. Programs that are started later do not inherit the descriptor.
+/// Call this at most once for a number, before any other code of this process can have opened a descriptor
+/// with the number.
+///
+/// # Errors
+///
+/// Fails if the descriptor is not open, or is not a listening stream socket.
+#[expect(unsafe_code, reason = "the descriptor is a number from the service manager")]
+pub fn inherit(number: RawFd) -> io::Result<InheritedListener> {
+    let unusable = |problem: &str| io::Error::other(format!("descriptor {number} {problem}"));
+    if number < 0 {
+        return Err(unusable("is not open"));
+    }
+    // SAFETY: the descriptor is only queried. If the number is not open, the call fails.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
+    let flags = fcntl_getfd(borrowed).map_err(|_| unusable("is not open"))?;
+    let is_listening = sockopt::socket_type(borrowed) == Ok(SocketType::STREAM)
+        && sockopt::socket_acceptconn(borrowed) == Ok(true);
+    if !is_listening {
+        return Err(unusable("is not a listening stream socket"));
+    }
+    let family = sockopt::socket_domain(borrowed)?;
+    fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
+    // SAFETY: the descriptor is open, was inherited for this purpose, and no other code in this process knows of
+    // it.
+    let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
+    match family {
+        AddressFamily::UNIX => Ok(InheritedListener::Unix(descriptor.into())),
+        AddressFamily::INET | AddressFamily::INET6 => Ok(InheritedListener::Tcp(descriptor.into())),
+        _ => Err(unusable("is neither a Unix socket nor a TCP socket")),
+    }
+}
 
 /// Offset of the flags in a TCP header. A segment that opens a connection has `SYN` without `ACK`.
 const TCP_FLAGS_OFFSET: u32 = 13;
@@ -36,7 +85,9 @@ pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::io::{ErrorKind, Read, Write};
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpStream;
+    use std::os::fd::IntoRawFd;
+    use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -88,5 +139,21 @@ mod tests {
             drop(listener);
             clients.into_iter().for_each(|client| client.join().unwrap());
         }
+    }
+
+    #[test]
+    fn only_listening_sockets_are_inherited() {
+        let folder = tempfile::tempdir().unwrap();
+        let unix = UnixListener::bind(folder.path().join("s")).unwrap().into_raw_fd();
+        assert!(matches!(inherit(unix), Ok(InheritedListener::Unix(_))));
+        let tcp = TcpListener::bind("127.0.0.1:0").unwrap().into_raw_fd();
+        assert!(matches!(inherit(tcp), Ok(InheritedListener::Tcp(_))));
+        let (connected, _peer) = UnixStream::pair().unwrap();
+        let (read, _write) = rustix::pipe::pipe().unwrap();
+        for number in [connected.into_raw_fd(), read.into_raw_fd()] {
+            let error = inherit(number).unwrap_err().to_string();
+            assert_eq!(error, format!("descriptor {number} is not a listening stream socket"));
+        }
+        assert_eq!(inherit(-1).unwrap_err().to_string(), "descriptor -1 is not open");
     }
 }

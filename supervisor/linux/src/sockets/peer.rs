@@ -22,7 +22,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 /// Initial capacity for supplementary groups. Most processes have fewer groups.
 const GROUPS_INITIAL: usize = 64;
 
-/// Maximum number of supplementary groups of a Linux process.
+/// Maximum number of supplementary groups that Linux allows for a process.
 const GROUPS_MAX: usize = 65_536;
 
 /// Maximum number of processes remembered as unrelated. Older entries are removed first.
@@ -47,7 +47,7 @@ pub enum Descent {
     /// The process descends from this one, or from the other root. Contains the pids of the process and its
     /// ancestors, with this process or the root at the end.
     Descendant(Vec<u32>),
-    /// The process has ended, so its origin cannot be determined.
+    /// The process has exited, so its ancestors cannot be determined.
     Ended,
 }
 

@@ -17,15 +17,15 @@ impl<T> Bulkhead<T> {
         self.adaptive.as_deref().map(Adaptive::view)
     }
 
-    /// Returns the number of jobs that can currently run at once. Each ready worker contributes `max_in_flight`, or
-    /// less if it was started with a lower value and cannot change it. The sum is capped by the adaptive limit, and during an
-    /// upgrade excludes the permits of the other supervisor.
+    /// Returns the number of jobs that can currently run at once. Each ready worker contributes
+    /// `max_in_flight`, or less if it was started with a lower value that it cannot change. The adaptive
+    /// limit caps the sum. During an upgrade, the permits of the other supervisor are excluded.
     pub fn limit(&self) -> u64 {
         self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }
 
-    /// Returns true if there are fewer permits than configured because workers are missing. A lowered adaptive limit
-    /// does not matter.
+    /// Returns true if missing workers reduce the number of permits below the configured number. Ignores the
+    /// adaptive limit.
     pub fn is_short_of_workers(&self) -> bool {
         self.workers.totals().permits
             < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
@@ -48,8 +48,8 @@ impl<T> Bulkhead<T> {
         };
     }
 
-    /// Counts the run time of a job whose outcome is about to be sent. A run that ended in a crash is not counted,
-    /// because its length says nothing about run times.
+    /// Records the run time of a job whose outcome is about to be sent. Ignores crashes, because the duration
+    /// of a crashed run says nothing about run times.
     pub(super) fn record_run_time(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
         let taken = (self.in_use_before_event, self.reserved_before_event);
         if let Some(adaptive) = self.adaptive.as_deref_mut()
@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Closes the adaptive limit's window if it is complete, and reports changes of the limit.
+    /// Closes the window of the adaptive limit if the window is complete, and reports changes of the limit.
     pub(super) fn adapt(&mut self, now: Time) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
             for index in self.workers.iter().flat_map(|worker| &worker.jobs) {

@@ -1,6 +1,7 @@
-//! Admission decides which jobs run at once, wait, or are rejected. The checks are made in the order of the table in
-//! `docs/semantics.md`. Only the rate limit charges a job that a later check rejects. It comes before the checks that
-//! depend on load, so that a client that exceeds its rate always gets this reason.
+//! Admission: decides whether a new job runs at once, waits, or is rejected. The order of the checks is that
+//! of the table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a
+//! client that exceeds its rate always gets this reason. It is also the only check that charges a job that a
+//! later check rejects.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::tenants::TenantId;
 use crate::time::{Time, earlier};
 use crate::workers::SlotState;
 
-/// Minimum time between two reports about throttling of the same tenant, and between two reports about evictions.
+/// Minimum interval between throttling reports for the same tenant, and between eviction reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rejection of a submission.
@@ -82,8 +83,7 @@ impl<T> Bulkhead<T> {
             Some(worker) => {
                 self.try_dispatch(now, index, worker);
                 if self.limits.recycle.jobs.is_some() {
-                    // The job may have been the last one for this worker. A standby then takes over and has free
-                    // permits.
+                    // If this was the last job for the worker, a standby takes over and has free permits.
                     self.pump(now);
                 }
             }
@@ -136,7 +136,8 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
-            // The job overtakes no waiting job, because a waiting job that could use this permit would already have it.
+            // No waiting job is overtaken, because a waiting job that could use this permit would already
+            // have it.
             return Ok(Some(worker));
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
@@ -147,11 +148,11 @@ impl<T> Bulkhead<T> {
 
     /// Checks the breaker without changing its state. Probes are assigned later, when the job is dispatched.
     fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
-        // If workers are being started for this job, the job can become the probe.
+        // If workers are being started, the job can become the probe.
         let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
-            // Without a ready worker no probe can run, and it is unknown when a worker will be ready.
+            // A probe needs a ready worker, and it is unknown when a worker will be ready.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
@@ -180,7 +181,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Charges the rate limit without reporting a rejection. Returns the time to wait if the job exceeds the limit.
+    /// Charges a job to the rate limit. If the job exceeds the limit, returns the time to wait. In contrast
+    /// to [`Self::charge`], does not report the excess.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
@@ -190,7 +192,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the rate limit that applies to a tenant's jobs, and the tenant to whose bucket they are charged.
+    /// Returns the rate limit for a tenant's jobs, and the tenant whose bucket is charged.
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
         let limit = self.tenants.get(tenant).overrides.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
@@ -205,7 +207,7 @@ impl<T> Bulkhead<T> {
         self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
-    /// Returns true if a tenant's whole quota is in use. Withheld places count as used.
+    /// Returns true if a tenant's quota is used up. Withheld places count as used.
     pub(super) fn is_at_quota(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
         self.quota(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
@@ -240,7 +242,7 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Makes room in the queue for a job of this priority, by rejecting another job if necessary.
+    /// Makes room in the queue for a job of this priority, if necessary by rejecting another job.
     fn make_room(&mut self, now: Time, priority: Priority) -> Result<(), Rejection> {
         let (queued, most) = (self.queue.len() + self.prefetched, self.waiting_max());
         if queued < most {
@@ -273,9 +275,10 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Selects the job that must leave a full queue to make room for a job of this priority. This is the newest job of
-    /// the lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`, it is the oldest
-    /// job of the tenant with the most queued jobs. A job of a higher priority is never selected.
+    /// Selects the job to remove from a full queue in favour of a job of this priority. This is the newest
+    /// job of the lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`,
+    /// it is the oldest job of the tenant with the most queued jobs. A job of a higher priority is never
+    /// selected.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -288,8 +291,8 @@ impl<T> Bulkhead<T> {
         (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
     }
 
-    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected to become
-    /// ready, or to continue after they were late to begin a job.
+    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are starting
+    /// or are late to begin a job.
     pub(super) fn waiting_max(&self) -> usize {
         let totals = self.workers.totals();
         let coming =
@@ -311,8 +314,8 @@ impl<T> Bulkhead<T> {
         next
     }
 
-    /// Returns the lowest priority class that may use a free permit. The reserved permits are only for critical jobs,
-    /// all other permits are for all classes. The last permit is never reserved.
+    /// Returns the lowest priority class that may use a free permit. Reserved permits are available only to
+    /// critical jobs, and other permits to all classes. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
@@ -360,9 +363,9 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is pointless.
-    /// This is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class. Up to
-    /// a fifth is added at random, so that clients do not return all at once.
+    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is
+    /// pointless. The time is the estimate until the queue is empty, but at least the adaptive `Retry-After`
+    /// of the class. Adds random jitter of up to a fifth, so that clients do not all retry at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -433,7 +436,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         loop {
-            // The jobs of late workers arrived before the jobs in the queue, so they run first.
+            // Jobs of late workers arrived before the queued jobs, so they run first.
             let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now);
             if has_taken && !self.suspects.is_empty() {
                 self.dispatch_suspects(now);
@@ -458,7 +461,7 @@ impl<T> Bulkhead<T> {
         self.report_pressure();
     }
 
-    /// Removes a job from the queue and sends the outcome to its client.
+    /// Removes a job from the queue and sends its outcome to the client.
     pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict) {
         match self.jobs.get(index).state {
             JobState::WaitingSuspect => self.suspects.retain(|&suspect| suspect != index),
@@ -479,7 +482,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Removes a job from the table. Its index can then be reused.
+    /// Removes a job from the table, so that its index can be reused.
     pub(super) fn forget(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.jobs.remove(index);
@@ -506,7 +509,7 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure once. The next report is possible after the queue has fallen below 90 % of the threshold.
+    /// Reports queue pressure. Reports again only after the queue has fallen below 90 % of the threshold.
     fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =

@@ -15,19 +15,19 @@ use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, Revision, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum time that an idle worker may take to exit.
+/// Maximum time for an idle worker to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of consecutive silences that can be blamed on a busy machine. After the next one, the worker counts
-/// as hung.
+/// Maximum number of consecutive silences that are attributed to a busy machine. After that, a silent worker
+/// counts as hung.
 const EXCUSED_SILENCES_MAX: u32 = 20;
 
 /// Interval between attempts to replace a worker.
 pub(super) const RECYCLE_INTERVAL: Duration = Duration::from_secs(1);
 
 impl<T> Bulkhead<T> {
-    /// Starts a worker for a slot. If `successor` is set, the worker is a successor that will replace the
-    /// slot's current worker. Otherwise, it becomes the slot's current worker.
+    /// Starts a worker for a slot. If `successor` is set, the new worker is a successor that will replace the
+    /// slot's current worker. Otherwise, the new worker fills the slot.
     pub(super) fn spawn(&mut self, now: Time, slot: u32, successor: Option<RecycleReason>) {
         if self.is_stopping() {
             return;
@@ -39,7 +39,7 @@ impl<T> Bulkhead<T> {
         let worker = self.workers.insert(&self.limits, now, assignment);
         let record = self.workers.record(slot);
         let is_restart = std::mem::replace(&mut record.has_had_worker, true);
-        // If no end was recorded, the previous worker was asked to exit.
+        // If no cause was recorded, the previous worker had been asked to exit.
         let cause =
             successor.map_or_else(|| record.last_end.unwrap_or(RestartCause::Stopped), RestartCause::from);
         record.restarts += u64::from(is_restart && !cause.is_recycling());
@@ -170,7 +170,7 @@ impl<T> Bulkhead<T> {
         // The replacement was already reported if the worker reached `recycle.jobs`. A dead worker is not replaced.
         let recycled = self.reassign(old, |worker| {
             let is_reported = worker.is_dead() || worker.assignment.is_at_job_limit();
-            // A worker that was already sent SIGKILL must not delay the slot's next worker.
+            // A worker that was already sent SIGKILL must not delay its replacement.
             worker.replace(slot, worker.is_ending());
             let pid = worker.pid.unwrap_or(0);
             (!is_reported).then_some(OperatorEvent::WorkerRecycled { pid, reason })
@@ -216,8 +216,8 @@ impl<T> Bulkhead<T> {
             worker.last_heard_at = at.min(now);
             worker.excused_silences = 0;
             worker.is_stalled = false;
-            // A worker with little time left still counts as silent, and its timestamp is read again. Without this, a
-            // worker could cause such a read all the time.
+            // If the time limit has almost passed, the worker still counts as silent, and the caller reads
+            // its timestamp again. Otherwise, the worker could cause such reads continuously.
             if worker.last_heard_at + worker.silence_max(missed) > now + worker.heartbeat / 2 {
                 worker.silence = SilenceCheck::None;
             }
@@ -235,8 +235,9 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    /// Handles a worker that has missed its heartbeats. The worker is observed for one heartbeat interval before it
-    /// counts as hung. If the machine has no free processor time, killing the worker would only add to the load.
+    /// Handles a worker that has missed its heartbeats. The worker counts as hung only after it was observed
+    /// for one more heartbeat interval. If the machine has no free processor time, killing the worker would
+    /// only add to the load.
     fn check_silence(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         let (id, heartbeat) = (worker.id, worker.heartbeat);
@@ -269,7 +270,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    /// Sets a time limit for the exit of a draining worker that has sent the result of its last job.
+    /// Sets an exit time limit for a draining worker that has completed its last job.
     pub(super) fn limit_exit_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if worker.phase == Phase::Draining && worker.jobs.is_empty() {
@@ -286,9 +287,9 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces the worker of a slot with its standby, with a spare, or with a successor that is started now. Does
-    /// nothing if a successor is starting or has just failed, or if a replaced worker has not left the slot yet,
-    /// because a slot has at most two workers.
+    /// Replaces the worker of a slot with its standby, with a spare, or with a successor that is started now.
+    /// A slot has at most two workers. Does nothing if a successor is starting or has just failed, or if a
+    /// replaced worker still occupies the slot.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let Some(worker) = self.workers.of_slot(slot) else { return };
         let (entry, standby) = (self.workers.slot(slot), self.standby(slot));
@@ -350,9 +351,10 @@ impl<T> Bulkhead<T> {
 
     // New program or configuration.
 
-    /// Replaces all workers, because new workers get another program or configuration from now on. Running workers are
-    /// replaced one after the other, and each continues until its replacement is ready. Workers that are still starting
-    /// are killed. Earlier failures are forgotten, because they say nothing about the new program.
+    /// Replaces all workers, because new workers will run a different program or configuration. Running
+    /// workers are replaced one after the other, and each continues until its replacement is ready. Workers
+    /// that are still starting are killed. Earlier failures are forgotten, because they do not apply to the
+    /// new program.
     pub(super) fn replace(&mut self, now: Time) {
         for place in self.workers.places() {
             let is_starting = self.edit_timing(place, |worker| {
@@ -429,7 +431,7 @@ impl<T> Bulkhead<T> {
             worker.kill_at = None;
         });
         self.actions.push(Action::Kill { worker: id, reason: reason.clone() });
-        // If the process was never reported as running, there is nothing to report.
+        // A process that was never reported as running needs no report.
         self.actions.extend(pid.map(|pid| Action::Report(OperatorEvent::WorkerKilled { pid, reason })));
     }
 
@@ -476,8 +478,8 @@ impl<T> Bulkhead<T> {
             return;
         }
         self.recycle(now, slot, RecycleReason::Age);
-        // Waits until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is about to
-        // leave the slot. Replacements for other reasons need not wait, because nothing has failed.
+        // Waits until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is
+        // about to leave the slot. Replacements for other reasons need not wait, because nothing has failed.
         let again = match self.workers.slot(slot).successor {
             Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
             None => now + RECYCLE_INTERVAL,
@@ -485,7 +487,8 @@ impl<T> Bulkhead<T> {
         self.edit_timing(place, |worker| worker.next_age_check = again);
     }
 
-    /// Handles the loss of a worker and all its descendants because the keeper died. This is not the worker's fault.
+    /// Handles the loss of a worker and all its descendants after the keeper died. Not counted as a failure
+    /// of the worker.
     pub(super) fn lost_with_keeper(&mut self, now: Time, id: WorkerId) {
         let killed = Phase::Killing(KillReason::KeeperDied);
         if self.edit_by_id(id, |worker| worker.phase = killed).is_some() {
@@ -502,8 +505,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a worker. The worker's jobs are retried or end. The slot stays occupied until the worker is
-    /// [reaped](Self::reaped).
+    /// Handles the exit of a worker. Retries or ends the worker's jobs. The slot stays occupied until the
+    /// worker is [reaped](Self::reaped).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let ending = Ending { death, killed: worker.killed() };
@@ -513,7 +516,7 @@ impl<T> Bulkhead<T> {
         let clears_history =
             worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= HISTORY_CLEARED_AFTER;
         let sentence = ending.to_string();
-        // Unless `restart.policy` is `always`, the bulkhead can lose its last worker by a clean exit.
+        // Unless `restart.policy` is `always`, a clean exit can leave the bulkhead without workers.
         if effect.is_failure || self.limits.restart.policy != RestartPolicy::Always {
             self.last_failure = describe_failure(worker, effect, &sentence);
         }
@@ -543,7 +546,7 @@ impl<T> Bulkhead<T> {
             worker.phase = Phase::Dead(effect);
             (worker.awaited_jobs, worker.overdue_jobs, worker.kill_at) = (0, 0, None);
         });
-        // A standby need not wait until the descendants of the previous worker are gone.
+        // A standby can take over before the descendants of the previous worker are gone.
         if is_current && let Some(standby) = self.standby(slot) {
             self.hand_over_slot(now, slot, standby, RecycleReason::Jobs);
         }
@@ -556,7 +559,7 @@ impl<T> Bulkhead<T> {
         else {
             return;
         };
-        // No slot becomes empty when a replaced worker exits.
+        // The exit of a replaced worker leaves no slot empty.
         if let Assignment::Active { slot, .. } | Assignment::Spare { slot } = assignment {
             self.withhold(now, slot, &jobs, ending);
         }
@@ -597,8 +600,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the failure of a successor. The slot's current worker continues, and the next replacement is attempted
-    /// later.
+    /// Handles the failure of a successor. The slot's current worker continues, and the replacement is
+    /// attempted again later.
     fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
@@ -606,7 +609,7 @@ impl<T> Bulkhead<T> {
                 (worker.next_replacement_at, worker.next_age_check) = (now + pause, now + pause);
             });
         }
-        // The cause of the failure probably affects the other successors as well.
+        // Other successors would probably fail for the same reason.
         self.rolling.clear();
         for place in self.workers.places() {
             self.edit_timing(place, |worker| {
@@ -625,8 +628,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides what happens to a slot whose worker is gone. Depending on how the worker ended, the slot
-    /// starts another worker, waits, or stops.
+    /// Decides, depending on how a worker ended, whether its slot starts another worker now, starts one
+    /// later, or stops.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -749,7 +752,7 @@ impl<T> Bulkhead<T> {
         for place in self.workers.places() {
             self.kill(place, KillReason::ExitTimeout);
         }
-        // The time limit must not fire again. From now on, only the exits of the workers are expected.
+        // Disables the time limit, so that it does not expire again. The workers' exits end the bulkhead.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
     }
 
@@ -764,7 +767,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns a description of a worker's end, for the message that a bulkhead has no workers.
+/// Describes how a worker ended, for the message that a bulkhead has no workers.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -1,5 +1,5 @@
-//! Results that exceed the size limit. The client gets its outcome as soon as such a result begins to arrive. The
-//! permit stays in use until the whole result has arrived, because the worker can do nothing else until then.
+//! Results that exceed the size limit. The client gets its outcome as soon as such a result begins to arrive.
+//! The permit stays in use until the whole result has arrived, because the worker is busy sending it.
 
 use std::time::Duration;
 
@@ -11,16 +11,16 @@ use crate::messages::WorkerId;
 use crate::time::Time;
 use crate::worker::Phase;
 
-/// Minimum time that a worker has to send more data of an oversized result, even if `grace` is shorter.
+/// Minimum time for a worker to send more data of an oversized result, even if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum time for a worker that kills the processes of each job itself, while clients wait for its other jobs. A
-/// process with gigabytes of memory, or a large number of processes, takes long to die.
+/// Minimum grace period, while clients wait for other jobs, for a worker that kills the processes of each job
+/// itself. Processes take long to die if they use gigabytes of memory or if there are many of them.
 const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {
-    /// Handles the beginning of an oversized result. The client gets `failure` as the outcome. The job stays in its
-    /// worker, like a cancelled job, until the whole result has arrived.
+    /// Handles the beginning of an oversized result. The client gets `failure` as the outcome. Like a
+    /// cancelled job, the job stays in its worker until the whole result has arrived.
     pub(super) fn result_too_large(
         &mut self,
         now: Time,
@@ -44,8 +44,8 @@ impl<T> Bulkhead<T> {
         self.update_kill_time(now, worker.place);
     }
 
-    /// Extends the time before a worker is killed, because more data of an oversized result has arrived. The worker is
-    /// then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline or run limit.
+    /// Postpones the kill of a worker, because more data of an oversized result has arrived. The worker is
+    /// killed if no more data arrives, or if a job has passed the bulkhead's own deadline or run limit.
     pub(super) fn extend_kill_time(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
@@ -56,8 +56,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(id.place, |worker| worker.kill_at = Some(kill_at));
     }
 
-    /// Returns the time between the moment at which a worker becomes stuck (`Worker::is_stuck`) and the moment at which
-    /// it is killed.
+    /// Returns the delay between the time at which a worker becomes stuck (`Worker::is_stuck`) and its kill.
     pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
         let is_wanted = self.workers.get(place).is_some_and(|worker| worker.awaited_jobs > 0);

@@ -1,4 +1,4 @@
-//! Choice of the worker for the next job.
+//! Chooses the worker for the next job.
 
 use super::Bulkhead;
 use crate::messages::WorkerId;
@@ -10,14 +10,15 @@ impl<T> Bulkhead<T> {
         self.workers.least_loaded().filter(|_| u64::from(self.workers.totals().in_use) < self.limit())
     }
 
-    /// Returns the worker for a job, which is `preferred_worker` if that worker has a free permit.
+    /// Returns the worker for a job: `preferred_worker` if it has a free permit, otherwise the least loaded
+    /// worker. Returns `None` if no worker can take the job.
     pub(super) fn next_worker_for(&self, preferred_worker: Option<WorkerId>) -> Option<u32> {
         let next = self.next_worker()?;
         Some(preferred_worker.filter(|&id| self.workers.can_take_job(id)).map_or(next, |id| id.place))
     }
 
-    /// Returns an idle worker if there are enough permits for a job that runs alone. The permits of the worker reserved
-    /// for a suspect count as free.
+    /// Returns an idle worker for a job that must run alone. The permits of a worker reserved for a suspect
+    /// count as free.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let is_idle = |&place: &u32| {
             self.workers.get(place).is_some_and(|worker| worker.jobs.is_empty() && !worker.is_stalled)

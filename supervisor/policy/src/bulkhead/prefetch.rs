@@ -1,14 +1,14 @@
-//! Prefetching sends jobs to a worker before its current job has ended, so that the worker does not idle between two
-//! jobs. In every other respect these jobs are queued: they hold no permit, count towards the limits of the queue, and
-//! can exceed the queue timeout.
+//! Prefetching sends jobs to a worker before its current job has ended, so that the worker does not idle
+//! between jobs. Prefetched jobs otherwise count as queued: they hold no permit, count towards the limits of
+//! the queue, and are subject to the queue timeout.
 //!
-//! A worker begins jobs in the order in which they were sent, and each only after the reply to the previous job. So
-//! each reply makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched when a
-//! worker dies have not begun.
+//! A worker begins jobs in the order in which they were sent, and each only after the reply to the previous
+//! job. So when a reply arrives, the oldest prefetched job begins. When a worker dies, its prefetched jobs
+//! have not begun.
 //!
 //! A job that has not begun, whether prefetched or with a permit, is recalled without asking the worker
-//! ([`JobJournal`](crate::JobJournal)). A job that ends is recalled at once. Any other job is recalled after
-//! `lookahead` if another worker can begin the job now.
+//! ([`JobJournal`](crate::JobJournal)). If the job is cancelled or its deadline passes, it is recalled at
+//! once. Otherwise it is recalled after `lookahead`, if another worker can begin it now.
 
 use std::time::Duration;
 
@@ -26,21 +26,22 @@ use crate::worker::{Exclusivity, SilenceCheck, Worker};
 /// Maximum total size of the jobs prefetched by a worker, in bytes.
 const BYTES_MAX: u32 = 64 * 1024;
 
-/// Number of recalls of a job after which the job is no longer prefetched.
+/// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
 /// A job is prefetched only if the time left until its deadline and its queue timeout is more than this multiple of
 /// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
-/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine, it can take this long until
-/// the worker gets a processor.
+/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine, a worker can wait
+/// this long for a processor.
 const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
-/// Maximum number of times that the interval between two checks, or the time to begin a recalled job, is doubled.
+/// Maximum number of times that the interval between two checks, or the time allowed for a job to begin, is
+/// doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// Index of the job that causes a recall, and the verdict if that job ends.
+/// Job that causes a recall, and its verdict if the job ends.
 pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
@@ -86,7 +87,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends a job to a worker. `sent` is the worker and the number of the job in the order of the jobs sent to that
+    /// Sends a job to a worker. `sent` contains the worker and the job's number among all jobs sent to this
     /// worker.
     pub(super) fn sent(
         &mut self,
@@ -99,35 +100,35 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::Dispatch { worker, job: self.jobs.id(index), remaining, is_prefetched });
     }
 
-    /// Returns the time at which a worker should have begun a job that is sent now. Returns `None` if there is only one
-    /// worker, because a recalled job could not run elsewhere.
+    /// Returns the time by which a worker should begin a job that is sent now. Returns `None` if there is
+    /// only one worker, because a recalled job could not run elsewhere.
     pub(super) fn begin_check_at(&self, now: Time) -> Option<Time> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check for jobs that the worker should have begun by then.
+    /// Schedules a check for jobs that the worker should have begun by that time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
     }
 
     fn may_prefetch(&self) -> bool {
-        // Reserved permits are not available to all classes, and a breaker that is not closed must count each job.
-        // Neither allows prefetching.
+        // Prefetching requires that all permits are available to all classes, and that the breaker need not
+        // count each job.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // Eviction needs all jobs of a tenant in the queue, oldest first.
+            // To evict a tenant's oldest job, all jobs of the tenant must be in the queue.
             && self.limits.overflow == Overflow::Reject
-            // While more jobs run than the limit allows, a reply does not free a permit.
+            // While more jobs run than the limit allows, a reply frees no permit.
             && u64::from(self.workers.totals().in_use) <= self.limit()
     }
 
     // Workers that are late to begin a job.
 
-    /// If a check is due, checks whether a worker is late to begin a job.
+    /// Checks whether a worker is late to begin a job, if such a check is due.
     pub(super) fn check_begun(&mut self, now: Time, place: u32) {
         let next_check = self.workers.get(place).and_then(|worker| worker.next_begin_check);
         if next_check.is_none_or(|at| at > now) {
@@ -178,15 +179,14 @@ impl<T> Bulkhead<T> {
     /// was recalled.
     pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job must not be recalled while handling the event that sends it, because the worker has not received it
-        // yet.
+        // Must not recall a job in the same event that sends it, because the worker has not received it yet.
         let is_due = |place: &u32| {
             *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };
         let due: Vec<u32> = self.late_workers.iter().copied().filter(is_due).collect();
         for place in due {
             self.late_workers.retain(|late| *late != place);
-            // A job that must run alone needs another, idle worker.
+            // A job that must run alone needs another worker that is idle.
             let is_idle = self.idle_worker().is_some();
             let is_late = |worker: &Worker| {
                 worker.late_checks > 0 && (worker.exclusivity != Exclusivity::Exclusive || is_idle)
@@ -235,14 +235,14 @@ impl<T> Bulkhead<T> {
             }
             _ => return false,
         };
-        // The supervisor has no copy of this job's payload, so no other worker can run the job.
+        // Without a copy of the payload, no other worker can run the job.
         let is_fixed = |job: &crate::jobs::Job<T>| job.send_number > begun && !job.is_resendable;
         let end_of = ending.as_ref().map(|(index, _)| *index);
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
             return false;
         }
         let Some(begun) = self.read_begun(place, Some(sent)) else { return false };
-        // All jobs sent so far have either begun or been recalled. The next check is for later jobs.
+        // Every job sent so far has either begun or been recalled. The next check is for later jobs.
         self.edit_timing(place, |worker| {
             (worker.recalled_up_to, worker.next_begin_check) = (sent, None);
         });
@@ -274,8 +274,8 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Returns true if the worker that has not begun this job should get no new jobs until its next sign of life. A job
-    /// that is cancelled right after its dispatch says nothing about the worker.
+    /// Returns true if the worker that has not begun this job should get no new jobs until its next sign of
+    /// life. This does not apply to a job that is cancelled right after its dispatch.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
         let due_after = time_to_begin(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
@@ -331,8 +331,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers that run jobs of lower classes, because a waiting job of `class` has
-    /// priority.
+    /// Recalls prefetched jobs from workers that run jobs of lower classes, to make room for a waiting job of
+    /// `class`.
     pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority) {
         if self.prefetched == 0 || class == Priority::BestEffort {
             return;
@@ -346,14 +346,15 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends a prefetched job that, as it turned out, had begun. Sends the outcome to the client.
+    /// Handles the end of a prefetched job that had begun after all. Sends the outcome to the client.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
     }
 
-    /// Removes a prefetched job from the counts of waiting jobs, because the job begins or its client got the outcome.
+    /// Removes a prefetched job from the number of waiting jobs, because the job begins or its client got the
+    /// outcome.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.prefetched -= 1;
@@ -395,8 +396,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the return of a job that was recalled at the moment at which the worker was about to begin it. Only the
-    /// worker knows which happened first. After the return, the job can be dispatched again.
+    /// Handles the return of a job that was recalled while the worker was about to begin it. Only the worker
+    /// knows whether the recall came first. Afterwards, the job can be dispatched again.
     pub(super) fn job_returned(&mut self, now: Time, id: WorkerId, (job, send_number): (JobId, u64)) {
         self.record_sign_of_life(now, id);
         let Some(worker) = self.workers.by_id(id) else { return };
@@ -426,8 +427,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Removes a job in flight that has not begun from its worker, and applies `change` to the worker at the
-    /// same time. The dispatch does not count as an attempt.
+    /// Removes a job that has not begun from its worker, and applies `change` to the worker in the same edit.
+    /// The dispatch does not count as an attempt.
     fn withdraw_unbegun(&mut self, now: Time, index: u32, change: impl FnOnce(&mut Worker)) {
         let job = self.jobs.get(index);
         job.attempts -= 1;
@@ -440,8 +441,8 @@ impl<T> Bulkhead<T> {
         self.withdraw(index, |worker| {
             worker.awaited_jobs -= u32::from(is_wanted);
             worker.jobs_given -= 1;
-            // A worker without a dispatch thread need not send heartbeats while running jobs, so its silence is counted
-            // from now on.
+            // A worker without a dispatch thread sends no heartbeats while running jobs, so its silence
+            // counts from now on.
             if !worker.has_dispatch_thread {
                 (worker.last_heard_at, worker.silence) = (now, SilenceCheck::None);
             }
@@ -501,7 +502,8 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs with a permit back to the worker from which they were recalled along with other jobs.
+    /// Sends jobs with a permit to their previous workers again, after they were recalled together with other
+    /// jobs.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
@@ -526,8 +528,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills a worker that sent the result of a job before its turn, or after the job was recalled. The job has run and
-    /// therefore ends as `crashed`, unless another worker already has the job.
+    /// Kills a worker that sent the result of a job too early or after the job was recalled. The job has run
+    /// and therefore ends as `crashed`, unless another worker already has it.
     pub(super) fn kill_for_invalid_reply(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let message =
             format!("the worker sent a result for job {job}, which had not started or had been recalled");
@@ -553,15 +555,15 @@ impl<T> Bulkhead<T> {
         self.kill(worker.place, reason);
     }
 
-    /// Returns true if this worker is the one from which the job was recalled last.
+    /// Returns true if the job was last recalled from this worker.
     pub(super) fn was_recalled_from(&mut self, worker: WorkerId, job: JobId) -> bool {
         let found = self.jobs.find(job).filter(|_| self.workers.by_id(worker).is_some());
         found.is_some_and(|index| self.jobs.get(index).recalled_from == Some(worker))
     }
 }
 
-/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that jobs do not
-/// move between workers forever on an overloaded machine.
+/// Returns the time that a worker has to begin a job. The time doubles with each recall, so that jobs do not
+/// move between the workers of an overloaded machine forever.
 pub(super) fn time_to_begin(lookahead: Duration, recalls: u8) -> Duration {
     (lookahead + BEGIN_GRACE).saturating_mul(1 << recalls.min(DOUBLINGS_MAX))
 }

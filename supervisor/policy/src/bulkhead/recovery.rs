@@ -1,8 +1,8 @@
 //! Recovery of jobs after the death of their worker or program. Payloads that kill workers repeatedly are quarantined,
 //! idempotent jobs are retried, and all other jobs end as crashed.
 //!
-//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other jobs. An
-//! innocent job is therefore not killed twice by the same neighbour, and the culprit is found.
+//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no
+//! other job. So the culprit is found, and an innocent job is not killed twice by the same other job.
 
 use bulkhead_shared::{JobId, Verdict};
 
@@ -14,14 +14,14 @@ use crate::poison::Digest;
 use crate::time::Time;
 use crate::worker::Exclusivity;
 
-/// Suspicion that a lost job killed its worker or program.
+/// Degree of suspicion that a job killed its worker or program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Suspicion {
-    /// The worker died while this was its only job.
+    /// The job was the only one in the worker that died.
     OnlyJob,
-    /// The job's own program died. The program ran no other job.
+    /// The job's own program died. No other job ran in that program.
     Program,
-    /// The worker died while it had several jobs. Any of them may be the cause.
+    /// The job was one of several in the worker that died. Each of them may be the cause.
     OneOfSeveral,
     /// The job cannot be the cause.
     Cleared,
@@ -40,7 +40,7 @@ impl Suspicion {
 }
 
 impl<T> Bulkhead<T> {
-    /// Handles a job whose worker is dead. The job is retried or ends.
+    /// Handles a job whose worker is dead: retries or ends the job.
     pub(super) fn job_lost(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) {
         self.job_timers.clear(index);
         let is_retried = self.decide_retry(now, index, verdict, loss);
@@ -58,8 +58,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Records the crash against the payload and decides whether the job is retried. If so, records the attempt and
-    /// reports the retry.
+    /// Records the crash under the payload's digest and decides whether the job is retried. If so, records
+    /// the attempt and reports the retry.
     pub(super) fn decide_retry(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) -> bool {
         if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
             self.record_payload_crash(now, index);
@@ -87,7 +87,7 @@ impl<T> Bulkhead<T> {
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.deferred_events.push(OperatorEvent::JobQuarantined { job: self.jobs.id(index), digest });
-            // Other workers may have prefetched jobs with the same payload.
+            // Other workers may have prefetched jobs with this payload.
             self.must_recall_all = self.prefetched > 0;
         }
     }
@@ -111,16 +111,16 @@ impl<T> Bulkhead<T> {
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
-            // The exit event follows and decides about the jobs of the worker.
+            // The worker's exit event follows and handles its jobs.
             self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }
 
-    /// Marks a job as not begun according to its dead worker. The job still counts as a possible culprit, so that a
-    /// worker cannot leave a single other job as the only suspect.
+    /// Marks a job as not begun, according to a record that its dead worker wrote. The job still counts as a
+    /// possible culprit. Otherwise, a worker could make another job the only suspect.
     pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
-        // The worker's record is trusted once per job. Otherwise, a job that manipulates the record each time would be
-        // dispatched again and again.
+        // The record is trusted only once per job. Otherwise, a job that manipulates the record each time
+        // would be dispatched forever.
         if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).unread_returns > 0) {
             return;
         }
@@ -130,8 +130,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues the jobs that a dead worker had not read, in their original order. Returns the unread jobs that cannot
-    /// be requeued, and the jobs that the worker may have begun.
+    /// Requeues the jobs that a dead worker had not read, in their original order. Returns the unread jobs
+    /// that cannot be requeued, followed by the jobs that the worker may have begun.
     pub(super) fn requeue_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
             matches!(self.jobs.get(index).state, JobState::InFlight { is_unread: true, .. })
@@ -143,8 +143,8 @@ impl<T> Bulkhead<T> {
         (unread, begun)
     }
 
-    /// Requeues an unread job. Returns false if the client already got the outcome, the payload is gone, or too many
-    /// workers have died before they read the job.
+    /// Requeues an unread job. Returns false if the client already got the outcome, if the payload is gone,
+    /// or if too many workers have died before reading the job.
     fn requeue_unread_job(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.record.is_none() || !job.is_resendable || job.unread_returns >= UNREAD_ATTEMPTS_MAX {
@@ -164,7 +164,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
-    /// charged again. A suspect goes to the separate list of suspects instead.
+    /// charged again. A suspect goes to the list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -176,8 +176,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the outcome of a job over all attempts. If an earlier attempt crashed and the job does not run again,
-    /// the outcome is that crash.
+    /// Returns the outcome of a job that does not run again, considering all attempts. If an earlier attempt
+    /// crashed, the outcome is that crash.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
         match (&job.state, &job.earlier_attempts, verdict) {

@@ -1,6 +1,6 @@
-//! Workers with a maximum number of jobs (`recycle.jobs`). After a worker was given its last job, it is asked to
-//! finish, and a successor takes over the slot as soon as possible. The successor is started in advance, based on the
-//! rate of jobs so far, and then stays on standby until the worker was given its last job.
+//! Replacement of workers after a number of jobs (`recycle.jobs`). A worker that was given its last job is
+//! asked to exit, and a successor takes over the slot as soon as possible. The successor is started in
+//! advance, based on the rate of jobs, and then waits on standby.
 
 use super::Bulkhead;
 use super::life::RECYCLE_INTERVAL;
@@ -10,9 +10,9 @@ use crate::time::Time;
 use crate::worker::{Assignment, Worker};
 
 impl<T> Bulkhead<T> {
-    /// Checks a worker against `recycle.jobs`, after the worker was given a job or the key has changed. Starts a
-    /// successor if the worker will soon be given its last job. Replaces or drains a worker that was given its last
-    /// job.
+    /// Checks a worker against `recycle.jobs`, after the worker was given a job or the setting has changed.
+    /// If the worker is close to its last job, starts a successor. If it was given its last job, replaces or
+    /// drains the worker.
     pub(super) fn check_job_limit(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_ready()) else { return };
         let Assignment::Active { slot, .. } = worker.assignment else { return };
@@ -52,7 +52,7 @@ impl<T> Bulkhead<T> {
     /// Starts a successor for a slot's worker unless the slot has a successor or a successor has just failed.
     fn start_successor(&mut self, now: Time, slot: u32) {
         let entry = self.workers.slot(slot);
-        // If the bulkhead has spares, the next spare takes over.
+        // If the bulkhead has spares, the next spare becomes the successor.
         let has_room = entry.successor.is_none() && entry.replaced == 0 && !self.limits.has_spares();
         if has_room && self.workers.of_slot(slot).is_some_and(|worker| now >= worker.next_replacement_at) {
             self.spawn(now, slot, Some(RecycleReason::Jobs));
@@ -88,9 +88,10 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).successor.filter(is_ready)
     }
 
-    /// Returns true if a ready successor must wait until the slot's worker was given its last job. The first check for
-    /// an idle slot is made after four times the successor's start time. This is long enough, because the successor was
-    /// started when the last job was expected within twice the worker's start time.
+    /// Returns true if a ready successor must wait until the slot's worker is given its last job. The first
+    /// check whether the slot is idle takes place after four times the successor's start time. By then the
+    /// last job was expected, because the successor was started when the last job was expected within twice
+    /// the start time.
     pub(super) fn must_stand_by(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason) -> bool {
         let waits = self.has_jobs_left(slot, reason);
         if waits {
@@ -107,8 +108,8 @@ impl<T> Bulkhead<T> {
         is_counted && worker.is_ready() && worker.jobs_left(&self.limits) > 0
     }
 
-    /// Lets a successor on standby take over the slot if the slot's worker is idle, so that the slot does not have two
-    /// workers for long when no jobs arrive.
+    /// Lets a standby take over the slot if the slot's worker is idle. Otherwise, the slot could have two
+    /// workers for a long time when no jobs arrive.
     pub(super) fn check_standby(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_standby()) else { return };
         if now < worker.next_replacement_at {
@@ -121,7 +122,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills successors on standby for which `is_not_needed` returns true. They have run no jobs.
+    /// Kills standbys for which `is_not_needed` returns true. A standby has run no jobs.
     pub(super) fn dismiss_standbys(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
         for slot in self.workers.slot_numbers() {
             if let Some(place) = self.standby(slot)
@@ -133,8 +134,8 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns true if the worker will be given its last job within twice its own start time, assuming the rate of jobs so
-/// far.
+/// Returns true if, at the current rate of jobs, the worker will be given its last job within twice its own
+/// start time.
 fn is_near_job_limit(worker: &Worker, now: Time, left: u64) -> bool {
     let start = worker.ready_at.map_or(0, |at| at.since(worker.spawned_at).as_nanos());
     let so_far = now.since(worker.spawned_at).as_nanos();

@@ -1,5 +1,5 @@
-//! Changes of the number of workers and of permits per worker while jobs run, and scaling to zero workers. Growth takes
-//! effect at once. Surplus workers finish their jobs.
+//! Changes the number of workers and of permits per worker while jobs run, and scales to zero workers.
+//! Increases take effect at once. After a decrease, surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
 use crate::ending::{KillReason, RecycleReason};
@@ -9,15 +9,15 @@ use crate::time::Time;
 use crate::worker::{Phase, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum number of replaced workers that may still be exiting while their slots already have new workers. If the
-/// number is exceeded, the oldest one is killed.
+/// Maximum number of replaced workers that are still exiting while their slots have new workers. If there are
+/// more, the oldest one is killed.
 const EXITING_MAX: usize = 16;
 
 /// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// No workers are needed. This is the state before [`crate::Event::Start`], after
-    /// [`crate::Event::ScaleToZero`], or after `idle` without a job.
+    /// [`crate::Event::ScaleToZero`], and when there was no job for the time [`crate::Limits::idle`].
     ScaledToZero,
     /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,
@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
-            // Jobs that have not begun must be recalled before their worker gets another maximum.
+            // Jobs that have not begun must be recalled before their worker gets a new maximum.
             self.recall_all(now);
             self.limits.max_in_flight = most;
             self.send_max_in_flight();
@@ -107,7 +107,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts workers in slots that were stopped by the previous restart policy, if the new policy allows restarts.
+    /// Starts workers in slots that the previous restart policy had stopped, if the new policy allows
+    /// restarts.
     fn start_stopped(&mut self, now: Time) {
         let is_stopping = matches!(self.mode, Mode::Stopping { .. });
         if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
@@ -123,8 +124,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the number with its
-    /// welcome.
+    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the value
+    /// with its welcome.
     fn send_max_in_flight(&mut self) {
         let most = self.limits.max_in_flight;
         for place in self.workers.places() {
@@ -140,7 +141,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces workers that cannot increase their maximum number of jobs, one after the other.
+    /// Replaces workers that cannot raise their maximum number of jobs, one after the other.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -161,7 +162,7 @@ impl<T> Bulkhead<T> {
         self.continue_rolling_restart(now);
     }
 
-    /// Opens and closes slots until there are as many as configured.
+    /// Opens or closes slots until their number matches the configuration.
     fn resize_slots(&mut self, now: Time) {
         let wanted = self.limits.slot_count();
         let in_all = wanted + self.limits.spare_count();
@@ -207,8 +208,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Restores the backoff or stop that a slot had before the bulkhead was scaled to zero, so that scaling to zero
-    /// does not hide failing workers. Returns true if the slot has to wait.
+    /// Restores the backoff or stop of a slot from before the bulkhead was scaled to zero, so that failing
+    /// workers stay visible. Returns true if the slot must wait.
     fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
@@ -224,7 +225,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sets the state of a slot. The workers in the slot finish their jobs and then exit.
+    /// Changes the state of a slot. Workers in the slot finish their jobs and exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
         let entry = self.workers.slot(slot);
         let (before, successor) = (entry.state, entry.successor);
@@ -243,8 +244,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may be waiting for
-    /// this.
+    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may have been
+    /// waiting for this.
     pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32) {
         if self.workers.slot(slot).state == SlotState::Awaiting {
             self.open_slot(now, slot);
@@ -253,8 +254,8 @@ impl<T> Bulkhead<T> {
         self.start_successor_at_job_limit(now, slot);
     }
 
-    /// Removes one replaced worker without jobs from its slot. The slot then need not wait for the worker's exit, which
-    /// a destructor can delay. Returns false if there is no such worker.
+    /// Removes one replaced worker without jobs from its slot. The slot need not wait for the exit of such a
+    /// worker, which destructors can delay. Returns false if there is no such worker.
     pub(super) fn release_slots(&mut self, now: Time) -> bool {
         let Some(place) = self.workers.pop_finished() else { return false };
         if self.workers.get(place).is_some_and(Worker::is_finished) {

@@ -1,10 +1,10 @@
-//! Spares (`start.spares`) are workers in spare slots that are started and ready, but have no permits. A spare takes
-//! over a slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The slot's
-//! previous worker moves to the spare slot. When that worker is gone, the next spare is started there. So the number of
-//! workers, including dying ones, never exceeds the number of slots plus spares.
+//! Spares (`start.spares`) are workers in spare slots that are started and ready, but have no permits. A
+//! spare takes over a slot whose worker is killed, dies, was given its last job, is being replaced or is not
+//! ready yet. The previous worker moves to the spare slot, and once it is gone, the next spare starts there.
+//! So the number of workers, including dying ones, never exceeds the number of slots plus spares.
 //!
-//! The spare slots are numbered after the slots for jobs. A spare that hangs or dies is restarted with the usual
-//! backoff.
+//! The spare slots have the numbers after those of the job slots. A spare that hangs or dies is restarted
+//! with the usual backoff.
 
 use super::Bulkhead;
 use crate::ending::{KillReason, RecycleReason};
@@ -15,7 +15,8 @@ use crate::worker::{Assignment, EndEffect, Phase, SilenceCheck, Worker};
 use crate::workers::{Slot, SlotState};
 
 impl<T> Bulkhead<T> {
-    /// Lets ready spares take over slots that have no working worker. Does nothing if no worker or slot has changed.
+    /// Lets ready spares take over slots that have no working worker. Does nothing if no worker or slot has
+    /// changed.
     pub(super) fn fill_from_spares(&mut self, now: Time) {
         let is_concerned = std::mem::take(&mut self.spares_changed);
         if !is_concerned || !self.limits.has_spares() || self.is_stopping() {
@@ -41,7 +42,7 @@ impl<T> Bulkhead<T> {
         })
     }
 
-    /// Returns true if a spare is ready or will be ready, provided that its start does not fail.
+    /// Returns true if a spare is ready or is starting.
     fn has_live_spare(&self) -> bool {
         self.limits.has_spares()
             && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
@@ -54,7 +55,7 @@ impl<T> Bulkhead<T> {
         is_at_work && is_free && self.has_live_spare()
     }
 
-    /// Returns true if the slot should have a working worker, has none, and can be taken over by a spare.
+    /// Returns true if a spare should take over the slot, because the slot has no working worker.
     fn needs_spare(&self, slot: u32) -> bool {
         let entry = self.workers.slot(slot);
         if entry.is_spare_slot || entry.successor.is_some() {
@@ -78,7 +79,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns true if another worker may start after a worker that ended in this way.
+    /// Returns true if the restart policy allows another worker after one that ended in this way.
     pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
@@ -90,8 +91,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot, where it is drained if it is
-    /// healthy. Otherwise, it continues to start or to die there.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. There it is drained
+    /// if it is healthy; otherwise its start or its death continues.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();

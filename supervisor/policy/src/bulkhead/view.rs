@@ -1,4 +1,4 @@
-//! Read access to a bulkhead, for snapshots and for the invariants that tests check.
+//! Read-only views of a bulkhead, for snapshots and for the invariants that tests check.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use crate::time::Time;
 use crate::worker::{Exclusivity, SilenceCheck, Worker};
 use crate::workers::Slot;
 
-// Codes of reject reasons start at 1 and have no gaps.
+// The codes of reject reasons start at 1 and have no gaps.
 const REASONS: usize = RejectReason::ALL.len() + 1;
 
 /// Numbers of jobs by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each field is the outcome of the same name")]
 pub struct Counters {
-    /// Number of submissions, whatever their outcome.
+    /// Number of submissions, regardless of their outcome.
     pub submitted: u64,
     pub ok: u64,
     pub failed: u64,
@@ -33,10 +33,10 @@ pub struct Counters {
     pub rejected: [u64; REASONS],
     /// Number of retries after the death of a worker or program.
     pub retries: u64,
-    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. Their outcomes will be counted
-    /// here.
+    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. This bulkhead counts
+    /// their outcomes.
     pub elsewhere: u64,
-    /// Number of replies to jobs whose clients already had the outcome, and of replies to jobs that the worker never
+    /// Number of replies for jobs whose clients already had the outcome, and for jobs that the worker never
     /// had.
     pub late_replies: u64,
     /// Number of times that the adaptive limit rose.
@@ -151,7 +151,7 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited, created before the bulkhead handles the exit.
+/// Description of a worker whose process has exited, created before the exit is handled.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// Slot of the worker.
@@ -183,10 +183,45 @@ pub struct HeldJob {
     pub ran: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
-    /// True if the worker has exited without reading the job.
+    /// True if the worker exited without reading the job.
     pub is_unread: bool,
     /// Digest of operation and payload, or `None` if the bulkhead does not detect poison payloads.
     pub digest: Option<Digest>,
+}
+
+vocabulary! {
+    /// Progress of a job whose client waits for the outcome.
+    JobProgress {
+        /// The job waits for a permit.
+        Queued = "queued",
+        /// The job was sent to a worker, which has not begun it.
+        Prefetched = "prefetched",
+        /// A worker runs the job.
+        Running = "running",
+    }
+}
+
+/// Job whose client waits for the outcome, for lists of jobs.
+#[derive(Debug)]
+pub struct JobView<'a, T> {
+    /// Job id.
+    pub id: JobId,
+    /// The caller's record.
+    pub record: &'a T,
+    /// Progress of the job.
+    pub progress: JobProgress,
+    /// Time at which the bulkhead received the job.
+    pub received: Time,
+    /// True if another bulkhead passed the job on.
+    pub is_fallback: bool,
+    /// Time since the last dispatch, or `None` if no worker runs the job.
+    pub ran: Option<Duration>,
+    /// Time until the client gets an outcome at the latest.
+    pub left: Duration,
+    /// Number of attempts, including the current one.
+    pub attempts: u32,
+    /// Process id of the worker that has the job.
+    pub worker_pid: Option<u32>,
 }
 
 /// State of one tenant, for snapshots.
@@ -196,7 +231,7 @@ pub struct TenantView {
     pub name: Arc<str>,
     pub in_flight: u32,
     pub queued: usize,
-    /// Number of submissions since the tenant was added to the table of tenants.
+    /// Number of submissions since the tenant was added to the tenant table.
     pub submitted: u64,
     /// Number of jobs rejected at submission.
     pub rejected: u64,
@@ -242,9 +277,9 @@ impl<T> Bulkhead<T> {
         self.poison.len(now)
     }
 
-    /// Charges the rate limit for a job that was rejected before it was charged and is about to be passed on to a
-    /// fallback. Otherwise, jobs could avoid the rate limit by using the fallback. If the job exceeds the limit,
-    /// changes the counted reason to `rate_limited` and returns the time to wait.
+    /// Charges the rate limit for a rejected job that is about to be passed on to a fallback and has not been
+    /// charged yet. Otherwise, jobs could avoid the rate limit through the fallback. If the job exceeds the
+    /// limit, changes the counted reason to `rate_limited` and returns the time to wait.
     pub fn charge_fallback(
         &mut self,
         now: Time,
@@ -260,7 +295,7 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Counts a job that was passed on to another bulkhead, and takes back the count of its rejection.
+    /// Counts a job that was passed on to another bulkhead, and undoes the count of its rejection.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
@@ -278,12 +313,12 @@ impl<T> Bulkhead<T> {
         self.workers.iter().map(|worker| u64::from(worker.awaited_jobs)).sum()
     }
 
-    /// Returns the number of permits in use, including those of workers that get no more jobs.
+    /// Returns the number of permits in use, including permits of workers that get no more jobs.
     pub fn permits_held(&self) -> u32 {
         self.workers.totals().held
     }
 
-    /// Returns true if a job of ordinary priority that arrived now would not find a free permit.
+    /// Returns true if no permit is free for a job of normal priority.
     pub fn is_full(&self) -> bool {
         u64::from(self.workers.totals().in_use) >= self.limit()
             || self.lowest_admitted() == Priority::Critical
@@ -304,7 +339,7 @@ impl<T> Bulkhead<T> {
         self.workers.slots().iter().map(|slot| slot.record.restarts).sum()
     }
 
-    /// Returns true if the first start of every slot has succeeded or failed.
+    /// Returns true if every slot's first start has succeeded or failed.
     pub fn has_settled(&self) -> bool {
         self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.record.has_settled)
     }
@@ -337,7 +372,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` of the worker's
+    /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` of its
     /// jobs.
     pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
         let worker = self.workers.by_id(id)?;
@@ -350,8 +385,8 @@ impl<T> Bulkhead<T> {
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> =
             indexes.into_iter().map(|index| self.describe_held_job(now, index)).collect();
-        // By its own record, a worker could make one other job look like the only suspect. Jobs that only this record
-        // reports as not begun therefore count as begun.
+        // Jobs that only the worker's own record reports as not begun count as begun. Otherwise, a worker
+        // could make another job look like the only suspect.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);
@@ -374,7 +409,40 @@ impl<T> Bulkhead<T> {
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns a job in flight, for a report about its program.
+    /// Returns the number of positions that [`Self::job_at`] knows. The number can exceed the number of jobs.
+    pub fn job_positions(&self) -> usize {
+        self.jobs.positions()
+    }
+
+    /// Returns the job at a position. Returns `None` if the position is free, or if the client already has the
+    /// outcome. A job keeps its position.
+    pub fn job_at(&self, now: Time, position: usize) -> Option<JobView<'_, T>> {
+        let job = self.jobs.at(position)?;
+        let (progress, place, since) = match job.state {
+            JobState::Unplaced => return None,
+            JobState::Queued | JobState::WaitingSuspect => (JobProgress::Queued, None, None),
+            JobState::Prefetched { worker } => (JobProgress::Prefetched, Some(worker), None),
+            JobState::InFlight { worker, since, .. } => (JobProgress::Running, Some(worker), Some(since)),
+        };
+        Some(JobView {
+            id: self.jobs.id(position as u32),
+            record: job.record.as_ref()?,
+            progress,
+            received: job.received,
+            is_fallback: job.is_fallback,
+            ran: since.map(|since| now.since(since)),
+            left: since.map_or(job.deadline_at, |since| job.answer_by(since)).since(now),
+            attempts: job.attempts,
+            worker_pid: place.and_then(|place| self.workers.get(place)).and_then(|worker| worker.pid),
+        })
+    }
+
+    /// Returns the job with this id. Returns `None` if the client already has the outcome.
+    pub fn job(&self, now: Time, id: JobId) -> Option<JobView<'_, T>> {
+        self.job_at(now, self.jobs.find(id)? as usize)
+    }
+
+    /// Returns a job in flight, for a report about its program's death.
     pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.describe_held_job(now, index))

@@ -1,6 +1,6 @@
-//! Places that are withheld from a tenant's quota after a job of the tenant has ended a worker. Without this, a tenant
-//! could end one worker after another by short deadlines, cancellations or crashes. While new workers start, the tenant
-//! would then use far more of the bulkhead than its quota.
+//! Withholds places of a tenant's quota after a job of the tenant has ended a worker. Otherwise, a tenant
+//! could end one worker after another with short deadlines, cancellations or crashes, and use far more of the
+//! bulkhead than its quota while new workers start.
 
 use super::Bulkhead;
 use crate::ending::{Ending, KillReason};
@@ -9,8 +9,8 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::worker::Worker;
 
-/// Place of a tenant's quota that is withheld until the slot has a ready worker. For each worker that ended, at most
-/// one place per tenant is withheld.
+/// A withheld place of a tenant's quota, which is released when the slot has a ready worker. Each worker that
+/// ended costs a tenant at most one place.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
@@ -19,8 +19,8 @@ pub(super) struct Withheld {
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` contains all jobs of
-    /// the worker.
+    /// Withholds one place from each tenant whose job may have ended a worker. `slot` is the worker's slot,
+    /// and `jobs` contains all jobs of the worker.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], ending: &Ending) {
         let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));
@@ -45,7 +45,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Releases each place whose slot has a ready worker or will not get one, and each place whose time has expired.
+    /// Releases the places whose slot has a ready worker or will not get one, and the places whose time has
+    /// expired.
     pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
@@ -65,7 +66,7 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).is_live() && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the next time at which a withheld place is released because its time has expired.
+    /// Returns the next time at which a withheld place expires.
     pub(super) fn next_withheld_release(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }

@@ -1,6 +1,6 @@
-//! Compares the queue with a simple model and with the loop in the paper. Also checks fairness, strict
-//! priority of classes, and that neither the work per operation nor the memory per job grows with the number
-//! of waiting jobs.
+//! Compares the queue with a simple model and with the algorithm in the paper. Also checks fairness and
+//! strict priority of classes, and that the work per operation and the memory per job do not grow with the
+//! number of waiting jobs.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -115,8 +115,8 @@ fn blocked_tenant_keeps_its_credit() {
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
     (10..13).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
-    // Blocked two rounds before the tenant's turn. The jobs served while the tenant is blocked do not count
-    // as its rounds.
+    // The tenant is blocked two rounds before its turn. Jobs served while the tenant is blocked do not count
+    // as rounds.
     queue.block(0);
     (13..20).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
     assert_eq!((queue.len(), queue.len_of_tenant(0), queue.oldest(0)), (11, 1, Some(0)));
@@ -193,7 +193,8 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 fn long_and_short_flows_get_equal_service() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
-    // A flow of small jobs ends after as many rounds as it has jobs, whatever the length of the large flow.
+    // A flow of small jobs ends after as many rounds as it has jobs, regardless of how long the large flow
+    // is.
     let after = shares(&[(1000, 1), (10, 1), (1, 1)], 21);
     assert_eq!(after[2], [1, 1, 1]);
     assert_eq!(after[20], [10, 10, 1]);
@@ -247,15 +248,14 @@ fn unequal_numbers_of_clients_get_equal_shares() {
     // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get equal shares within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // The numbers of clients differ much more here.
+    // The numbers of clients differ much more in this case.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
 
 #[test]
 fn unused_share_goes_to_the_other_tenant() {
-    // A tenant that demands less than its share gets everything that it demands. The other tenant gets the
-    // rest.
+    // A tenant that demands less than its share gets everything. The other tenant gets the rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 
@@ -292,7 +292,7 @@ fn evictions_are_nearly_even_at_equal_rates() {
 
 // Comparison with the paper and with a model.
 
-/// Returns the jobs served in each round by the loop in the paper, with a quantum of 1.
+/// Returns the jobs served in each round by the algorithm in the paper, with a quantum of 1.
 fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
     let mut active: VecDeque<(usize, u32, VecDeque<u32>)> = flows
         .iter()
@@ -522,8 +522,8 @@ fn assert_agree(queue: &Queue, model: &Model, tenants: u32) {
     assert_eq!(queue.fullest(), model.fullest());
 }
 
-/// Applies a random history to the queue and to the model. Phases in which the queue is filled and emptied
-/// alternate.
+/// Applies a random sequence of operations to the queue and to the model. Phases that fill the queue and
+/// phases that empty it alternate.
 fn history(seed: u64, steps: usize) -> usize {
     let mut random = Random(seed);
     let (mut queue, mut model) = (Queue::default(), Model::default());
@@ -637,7 +637,7 @@ fn operations_take_a_constant_number_of_steps() {
     }
 }
 
-/// Each operation takes at most twelve steps, so that no other tenant is delayed.
+/// Each operation takes at most twelve steps, so a huge job does not delay other tenants.
 #[test]
 fn job_of_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());

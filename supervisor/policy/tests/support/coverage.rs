@@ -1,5 +1,4 @@
-//! Counts how often a simulation reaches each situation. A simulation that no longer reaches all required
-//! situations fails.
+//! Counts how often a simulation reaches each situation. A simulation that misses a required situation fails.
 
 use std::collections::BTreeMap;
 

@@ -14,13 +14,13 @@ pub(crate) struct Registry(Arc<Mutex<HashMap<WorkerId, Record>>>);
 pub(crate) struct Record {
     /// Number of the last job begun, as written by the worker.
     pub(crate) begun: u64,
-    /// Number up to which jobs were recalled.
+    /// Number of the last recalled job.
     pub(crate) recalled_up_to: u64,
     /// Number of the last job that had begun when jobs were first recalled in this step.
     pub(crate) begun_at_recall: Option<u64>,
-    /// True if the worker begins its next job at the moment at which the job is recalled.
+    /// True if the worker begins its next job just as it is recalled.
     pub(crate) begins_during_recall: bool,
-    /// Number of the job that was begun and recalled at the same moment.
+    /// Number of the job that was begun and recalled at the same time.
     pub(crate) begun_during_recall: Option<u64>,
 }
 

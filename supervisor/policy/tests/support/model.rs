@@ -1,6 +1,6 @@
-//! Independent and simple implementation of the rules, without timers, indexes or redundant tables. From the
-//! events that policy handles, the model computes which outcomes, dispatches, kills and starts are allowed or
-//! required, and compares them with the actions of policy. The model prefers simplicity to speed.
+//! Simple, independent implementation of the rules, without timers, indexes or redundant tables. From the
+//! events, the model computes which outcomes, dispatches, kills and starts are allowed or required, and
+//! compares them with policy's actions. The model prefers simplicity to speed.
 
 mod actions;
 mod adaptive;
@@ -16,7 +16,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Action, Activity, BreakerState, Bulkhead, Counters, Digest, KillReason, Limits, TenantId, Time, WorkerId,
+    Action, Activity, BreakerState, Bulkhead, Counters, Digest, JobProgress, KillReason, Limits, TenantId,
+    Time, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, Verdict};
 
@@ -25,9 +26,9 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time that a worker has to send more data of a result that is too large.
+/// Minimum time for a worker to send more data of an oversized result.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time that a worker has to end a job itself while clients wait for its other jobs.
+/// Minimum time for a worker to end a job itself while clients wait for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
@@ -37,20 +38,20 @@ pub(crate) struct Model {
     /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
-    /// Highest `max_queue` and highest number of permits that were ever configured. Waiting jobs stay in the
-    /// queue when the limits are lowered.
+    /// Highest `max_queue` and highest number of permits configured so far. Waiting jobs stay in the queue
+    /// when limits are lowered.
     max_queue_ever: u32,
     permits_ever: u32,
     mode: Mode,
     activity: Activity,
     idle_since: Option<Time>,
     now: Time,
-    /// All jobs that have no outcome yet, and jobs with an outcome that are still in a worker.
+    /// All jobs without an outcome, and jobs with an outcome that are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
     /// Suspects that are waiting for an idle worker.
     suspects: VecDeque<JobId>,
-    /// Withheld places. Each has a tenant, a slot, and the latest time of its release.
+    /// Withheld places, each with its tenant, slot, and latest release time.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
     /// Workers, indexed by their places in policy's table.
@@ -58,7 +59,7 @@ pub(crate) struct Model {
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the last start that was or could have been delayed because of early deaths.
+    /// Time of the last start that was, or could have been, delayed because of early deaths.
     last_spaced_start: Option<Time>,
     /// Slots that a rolling restart can still reach.
     rolling: BTreeSet<u32>,
@@ -101,21 +102,21 @@ struct Job {
     is_suspect: bool,
     /// True if the worker is about to exit and cannot have begun the job.
     is_unread: bool,
-    /// True if only the worker's own record says that the job has not begun.
+    /// True if the job has not begun only according to the worker's own record.
     is_by_journal: bool,
     attempts: u32,
     /// Number of workers that died before reading this job. Not included in `attempts`.
     unread_returns: u32,
     is_answered: bool,
     is_overdue: bool,
-    /// True if the job's result is too large and the worker is still sending it.
+    /// True if the worker is still sending an oversized result of the job.
     is_oversized: bool,
     /// End of the queue timeout.
     queue_timeout_at: Option<Time>,
     worker: Option<u32>,
     /// Worker that has prefetched the job, or `None` if the job is not prefetched.
     prefetched: Option<u32>,
-    /// Position of the job in the order in which jobs were sent to its worker.
+    /// Number of the job among all jobs sent to its worker.
     send_number: u64,
     recalled_from: Option<WorkerId>,
 }
@@ -138,44 +139,42 @@ struct Worker {
     prefetched: Vec<JobId>,
     /// True if the worker gets no jobs because it was late to begin one. Taken from policy.
     is_stalled: bool,
-    /// Value that `is_stalled` gets at the end of this step.
+    /// Value of `is_stalled` at the end of this step.
     stalls: bool,
     /// Heartbeat interval that was sent to the worker.
     heartbeat: Duration,
     /// Time by which the worker must send its hello.
     hello_by: Time,
-    /// True if the worker runs an outdated program. If a replacement has failed, `retry_replacement_at` is
-    /// the time of the next attempt.
+    /// True if the worker runs an outdated program. After a failed replacement, `retry_replacement_at` is the
+    /// time of the next attempt.
     is_outdated: bool,
     retry_replacement_at: Option<Time>,
-    /// Maximum number of concurrent jobs that was last sent to the worker.
+    /// Maximum number of concurrent jobs last sent to the worker.
     sent_max_in_flight: u32,
-    /// Value taken from policy. Its consequences are checked.
+    /// Taken from policy. The model checks its consequences.
     is_exclusive: bool,
-    /// True if the worker had already been killed when another worker took over its slot.
+    /// True if the worker was already killed when its slot was taken over.
     killed_before_replacement: bool,
-    /// Time since which the processor time of a silent worker is being observed, and true if the caller was
-    /// asked for the result.
+    /// Start of the observation of a silent worker's processor time, and true if the caller was asked for the
+    /// result.
     observed_since: Option<Time>,
     was_checked: bool,
     excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Number of jobs that the worker was given, and true if `recycle.jobs` allows no more jobs.
+    /// Number of jobs given to the worker, and true if `recycle.jobs` allows no more.
     begun: u64,
     is_at_job_limit: bool,
     pid: Option<u32>,
-    /// True if the worker is a successor that was started because the slot's worker will reach
+    /// True if the worker is a successor that was started because the slot's worker is about to reach
     /// `recycle.jobs`.
     stands_by: bool,
     killed: Option<KillReason>,
-    /// Consequences of the worker's exit. Stored until its descendants are gone.
+    /// Consequences of the worker's exit, stored until its descendants are gone.
     dead: Option<Dead>,
-    /// Value of `release_count` when the worker left its slot, or `None` if the slot still waits for its
-    /// exit.
+    /// Value of `release_count` when the worker left its slot, or `None` while the slot waits for its exit.
     left: Option<u64>,
-    /// Earliest time at which the worker can be killed because of its jobs, if it was already stuck before
-    /// this step.
+    /// Earliest time at which the worker can be killed because of its jobs, if it was stuck before this step.
     killed_at: Option<Time>,
     next_replacement_at: Time,
 }
@@ -202,17 +201,16 @@ enum Phase {
     Draining { idle_since: Option<Time> },
 }
 
-/// Meaning of the current event, and the actions that it requires.
+/// Interpretation of the current event, and the actions that it requires.
 #[derive(Default)]
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// Accepted job, and the worker that it prefers.
+    /// Accepted job, and its preferred worker.
     preferred: Option<(JobId, WorkerId)>,
     /// Outcomes that policy must send in this step.
     required: BTreeMap<JobId, Verdict>,
-    /// True if all workers must be replaced because of a new program. Workers that are still starting must be
-    /// killed.
+    /// True if all workers must be replaced because of a new program. Starting workers must be killed.
     is_replaced: bool,
     /// True if all workers must be replaced.
     is_restarted: bool,
@@ -220,7 +218,7 @@ struct Step {
     is_recounted: bool,
     /// True if `max_in_flight` may have changed.
     is_resized: bool,
-    /// True if a silence was blamed on the machine.
+    /// True if a silence was attributed to the machine.
     is_excused: bool,
     /// Jobs in `required` that can be retried instead. The value is true if the job becomes a suspect.
     retryable: BTreeMap<JobId, bool>,
@@ -239,8 +237,8 @@ struct Step {
     dispatched: Vec<(WorkerId, JobId)>,
     /// Jobs of which one must be evicted to make room for the submitted job. Empty if no eviction is needed.
     evictable: BTreeSet<JobId>,
-    /// True if the submitted job can be rejected instead. This is the case if several tenants have the most
-    /// jobs, and the oldest job of one of them has a higher priority.
+    /// True if the submitted job can be rejected instead: several tenants have the most jobs, and the oldest
+    /// job of one of them has a higher priority.
     may_be_full: bool,
     /// Job in `required` that is rejected to make room for the submitted job.
     shed: Option<JobId>,
@@ -315,7 +313,7 @@ impl Model {
         }
     }
 
-    /// Checks the actions of policy for the event that was passed to [`Model::handle_event`].
+    /// Checks policy's actions for the event that was passed to [`Model::handle_event`].
     pub(crate) fn check_actions(
         &mut self,
         taken: Option<JobId>,
@@ -400,7 +398,7 @@ impl Model {
     }
 
     /// Jobs that were in flight and returned to the queue can exceed the queue's limit, because they were
-    /// accepted earlier.
+    /// accepted before.
     fn check_queue_bound(&self) {
         let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
@@ -413,6 +411,10 @@ impl Model {
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
         assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or has two outcomes");
         assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.prefetched_waiting());
+        let listed = (0..bulkhead.job_positions()).filter_map(|position| bulkhead.job_at(self.now, position));
+        let (running, waiting): (Vec<_>, Vec<_>) =
+            listed.map(|view| view.progress).partition(|progress| *progress == JobProgress::Running);
+        assert_eq!((running.len() as u64, waiting.len()), (bulkhead.in_flight(), bulkhead.queued()));
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
         let limit: usize = available.iter().map(|w| self.capacity(w)).sum();
@@ -465,8 +467,7 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// Returns the maximum number of jobs that the worker can have now. This is never more than the number
-    /// last sent to the worker.
+    /// Returns the maximum number of jobs for the worker. This is never more than the number last sent to it.
     fn capacity(&self, worker: &Worker) -> usize {
         let most = self.limits.max_in_flight.min(worker.sent_max_in_flight) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
@@ -484,7 +485,7 @@ impl Model {
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
     }
 
-    /// Returns true if the worker is sending a result that is too large and none of its jobs is overdue.
+    /// Returns true if the worker is sending an oversized result and none of its jobs is overdue.
     fn is_sending(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         jobs().any(|job| job.is_oversized) && !jobs().any(|job| job.is_overdue)
@@ -499,9 +500,8 @@ impl Model {
         }
     }
 
-    /// Returns the time between the moment at which a worker becomes stuck and the moment at which it is
-    /// killed. While the worker sends a result that is too large, the time starts again whenever data
-    /// arrives.
+    /// Returns the delay between the time at which a worker becomes stuck and its kill. While the worker
+    /// sends an oversized result, the delay restarts whenever data arrives.
     fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
@@ -534,8 +534,8 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the jobs of which one must be dispatched next. These are the oldest jobs of all tenants that
-    /// have not reached their quota, in the highest waiting class that can use a permit.
+    /// Returns the jobs of which one must be dispatched next: the oldest jobs of all tenants below their
+    /// quota, in the highest waiting class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
@@ -562,8 +562,8 @@ impl Model {
         ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
     }
 
-    /// Returns the number of permits in use that count towards the limit, for one slot. Jobs in replaced
-    /// workers use the slot's own unused permits first, and then the permits of the slot's worker. A job that
+    /// Returns the number of permits that are in use and count towards the limit, for one slot. Jobs in
+    /// replaced workers first use the slot's own unused permits, then those of the slot's worker. A job that
     /// runs alone uses all permits of its worker.
     fn taken(&self, slot: usize) -> usize {
         let of_slot = || {
@@ -617,7 +617,7 @@ impl Model {
     }
 }
 
-/// Returns true if the two verdicts are equal, except for their messages.
+/// Returns true if two verdicts are equal, ignoring their messages.
 fn is_same(one: &Verdict, other: &Verdict) -> bool {
     let plain = |verdict: &Verdict| {
         let mut verdict = verdict.clone();

@@ -1,5 +1,5 @@
-//! Random number generator SplitMix64 (Steele et al. 2014). All random numbers of a simulation come from one
-//! seed.
+//! Random number generator SplitMix64 (Steele et al. 2014). A single seed determines all random numbers of a
+//! simulation.
 
 use std::time::Duration;
 

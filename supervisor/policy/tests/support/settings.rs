@@ -1,5 +1,5 @@
-//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average
-//! values, because average histories find no bugs.
+//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average ones,
+//! because average histories find no bugs.
 
 use std::time::Duration;
 
@@ -167,7 +167,7 @@ pub(crate) struct Behaviour {
 
 impl Behaviour {
     pub(crate) fn draw(random: &mut Random) -> Self {
-        // Something fails in most histories, but only in a few does everything fail. Without any worker,
+        // In most histories something fails, but only in a few does everything fail. Without any worker,
         // there is little to test.
         let (starts_well, works_well) = (random.percent(70), random.percent(30));
         let start = |random: &mut Random, chances: &[u64]| if starts_well { 0 } else { random.pick(chances) };

@@ -1,7 +1,7 @@
 //! Everything outside of policy: a caller that performs actions, workers that start, run jobs, misbehave and
 //! die, clients that submit and cancel jobs, and an operator. The world is realistic where policy depends on
 //! it: a killed process exits some time later, and messages from living workers arrive in order. Only
-//! messages from workers that have already exited (ghosts) arrive at random times.
+//! messages from exited workers (ghosts) arrive at random times.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// Future event. Dropped if the process of its worker has exited by then.
+/// Future event. Dropped if its worker has exited by then.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -45,7 +45,7 @@ enum WorkerMessage {
     Begins(u64),
     /// The worker returns the job with this number, because the job was recalled.
     ReturnsJob(u64),
-    /// A part of a result that is too large arrives. The second value is the number of parts that remain.
+    /// Part of an oversized result. The second value is the number of remaining parts.
     Part(JobId, u64),
     Stopping,
     ProtocolViolated,
@@ -61,9 +61,9 @@ struct Process {
     can_resize: bool,
     /// True if the worker has a journal.
     has_journal: bool,
-    /// All jobs that were ever sent to the worker, in order.
+    /// All jobs ever sent to the worker, in order.
     sent: Vec<JobId>,
-    /// Jobs that were recently recalled from the worker.
+    /// Jobs recently recalled from the worker.
     taken: Vec<JobId>,
     /// Prefetched jobs.
     prefetched: VecDeque<JobId>,
@@ -78,13 +78,13 @@ struct Process {
     jobs: Vec<JobId>,
     /// Jobs in flight that the worker has not read.
     unread: Vec<JobId>,
-    /// Jobs in flight for which a result that is too large has begun.
+    /// Jobs in flight for which an oversized result has begun.
     oversized: Vec<JobId>,
 }
 
 impl Process {
-    /// Returns the number of the job in the order in which jobs were sent. If the job was sent several times,
-    /// returns the last number.
+    /// Returns the number of the job among all jobs sent. For a job sent several times, returns the last
+    /// number.
     fn send_number(&self, job: JobId) -> u64 {
         self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
     }
@@ -98,9 +98,9 @@ pub(crate) struct World {
     agenda: BTreeMap<(Time, u64), WorldEvent>,
     sequence: u64,
     processes: HashMap<WorkerId, Process>,
-    /// Workers that exited most recently. Used for messages from exited workers.
+    /// Recently exited workers, from which stale messages can arrive.
     exited: Vec<WorkerId>,
-    /// Jobs that were dispatched most recently, whatever their state.
+    /// Recently dispatched jobs, in any state.
     dispatched_jobs: Vec<JobId>,
     next_tag: u64,
     next_pid: u32,
@@ -143,7 +143,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random delay of the supervisor, or `None` in most cases.
+    /// Returns a random delay of the supervisor, or usually `None`.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -156,8 +156,8 @@ impl World {
         self.random.millis(low, high)
     }
 
-    /// Returns the next event that is due, as the caller would report it. Returns `None` if the process of
-    /// the event's worker has exited.
+    /// Returns the next due event, as the caller would report it. Returns `None` if the event's worker has
+    /// exited.
     pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
@@ -219,7 +219,7 @@ impl World {
         })
     }
 
-    /// Handles the acceptance of a job. Its client may cancel the job later.
+    /// Handles the acceptance of a job, which its client may cancel later.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -261,7 +261,7 @@ impl World {
         }
     }
 
-    /// Returns limits with a few or all keys changed, as an operator may change them in the configuration file.
+    /// Returns limits with a few or all keys changed, like an edited configuration file.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -284,8 +284,8 @@ impl World {
         }
     }
 
-    /// Returns a message from a worker that has exited or never existed, or a message about a job that the
-    /// worker does not have.
+    /// Returns a message from a worker that has exited or never existed, or about a job that the worker does
+    /// not have.
     fn stale_message(&mut self, now: Time) -> Option<Event<Tag>> {
         let pause = self.random.millis(1, 100 * self.behaviour.arrival_ms);
         self.schedule(now + pause, WorldEvent::StaleMessage);
@@ -405,15 +405,14 @@ impl World {
         Some(event)
     }
 
-    /// Schedules the end of a worker's descendants. Usually there are none. Sometimes they take long to end.
+    /// Schedules the end of a worker's descendants. Usually there are none. Sometimes they take long to exit.
     fn schedule_reaping(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns a job that was begun at the moment at which it was recalled, without running the job. Policy
-    /// decides which worker runs the job.
+    /// Returns to policy a job that was begun just as it was recalled. Policy decides which worker runs it.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -518,8 +517,7 @@ impl World {
         Some(Event::Replied { worker, job, reply })
     }
 
-    /// Schedules the next part of a result that is too large. In a few cases, the worker stops sending the
-    /// result.
+    /// Schedules the next part of an oversized result. In a few cases, the worker stops sending it.
     fn schedule_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
         let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
         if !self.random.percent(5) {
@@ -553,7 +551,7 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a worker after a job. Some workers announce their exit, others just exit.
+    /// Schedules the exit of a worker after a job. Some workers announce their exit, others do not.
     fn exit_after_job(&mut self, now: Time, worker: WorkerId) {
         if self.random.percent(50) {
             self.schedule_message(now, worker, WorkerMessage::Stopping);
@@ -771,8 +769,7 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a killed process at a later time. The process may die of another cause before
-    /// that time.
+    /// Schedules the exit of a killed process. Before that, the process may die of another cause.
     fn kill(&mut self, now: Time, worker: WorkerId) {
         let after =
             if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };

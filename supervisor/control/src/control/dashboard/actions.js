@@ -118,6 +118,18 @@ function describeChanges({ bulkheads, supervisor, access, ignored }) {
   return lines;
 }
 
+/** Asks before a crash report is replayed. `replay` is called without waiting for its result. */
+export function confirmReplay(crash, replay) {
+  confirm({
+    title: 'Replay',
+    button: 'Replay',
+    content: [h('p', {}, `Runs the payload of the report again, in a fresh worker of ${crash.bulkhead} that serves no other job. The handler runs once more, with all effects that it has.`)],
+    run: async () => {
+      replay();
+    },
+  });
+}
+
 /** Shows a confirmation dialog. Without `button`, the dialog can only be closed. */
 function confirm({ title, content, button, run }) {
   const dialog = byId('dialog');

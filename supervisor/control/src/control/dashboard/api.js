@@ -13,12 +13,15 @@ export class Problem extends Error {
   }
 }
 
-export async function request(method, path, body) {
+/** Time limit for a replay, which can take as long as the deadline of the job. */
+const REPLAY_WITHIN_MS = 600_000;
+
+export async function request(method, path, body, within = ANSWER_WITHIN_MS) {
   const headers = method === 'GET' ? {} : { 'Content-Type': 'application/json' };
   let response;
   let text;
   try {
-    const signal = AbortSignal.timeout(ANSWER_WITHIN_MS);
+    const signal = AbortSignal.timeout(within);
     const sent = body === undefined ? undefined : JSON.stringify(body);
     response = await fetch(url(path), { method, headers, body: sent, cache: 'no-store', signal });
     text = await response.text();
@@ -45,7 +48,9 @@ export const logLines = async (name, limit) => {
   return text.split('\n').filter(Boolean).map(parsed);
 };
 export const crashList = async (limit) => (await get(`/v1/crashes?limit=${limit}`)).crashes;
-export const crashReport = (id) => get(`/v1/crashes/${encodeURIComponent(id)}`);
+export const crashPath = (id) => `/v1/crashes/${encodeURIComponent(id)}`;
+export const crashReport = (id) => get(crashPath(id));
+export const replayCrash = async (id) => JSON.parse(await request('POST', `${crashPath(id)}/replay`, undefined, REPLAY_WITHIN_MS));
 
 /** Returns the names of the bulkheads with a configured breaker. */
 export async function withBreaker() {

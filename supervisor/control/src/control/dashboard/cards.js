@@ -3,16 +3,25 @@
 import { h, setData, setText } from './dom.js';
 import { count, millis, rate, word } from './format.js';
 import { COUNTED } from './history.js';
-import { causes, worstFirst } from './worst.js';
+import { causes, isHealthy, worstFirst } from './worst.js';
 
 /** Number of seconds in a sparkline. */
 const SPARK_SAMPLES = 90;
 const SPARK = { width: 180, height: 34 };
 
+/** Minimum height of a rate above zero in a sparkline, in pixels. */
+const RATE_HEIGHT_MIN = 2;
+
+/** Number of bulkheads from which the healthy ones are folded. */
+const FOLDED_FROM = 12;
+
 export class Cards {
-  constructor(place, open) {
+  constructor(place, fold, open) {
     this.place = place;
+    this.fold = fold;
+    this.folded = fold.lastElementChild;
     this.open = open;
+    this.isSearching = false;
     this.cards = new Map();
     this.text = '';
   }
@@ -25,14 +34,23 @@ export class Cards {
       this.cards.delete(name);
     }
     const focused = document.activeElement;
-    worstFirst(bulkheads).forEach((bulkhead, at) => {
-      const card = this.card(bulkhead.name);
-      if (this.place.children[at] !== card.element) this.place.insertBefore(card.element, this.place.children[at] ?? null);
-      card.update(bulkhead, history, hasBreaker(bulkhead));
-    });
+    const sorted = worstFirst(bulkheads);
+    const isFolded = (bulkhead) => bulkheads.length >= FOLDED_FROM && isHealthy(bulkhead);
+    this.arrange(this.place, sorted.filter((bulkhead) => !isFolded(bulkhead)));
+    this.arrange(this.folded, sorted.filter(isFolded));
+    for (const bulkhead of bulkheads) this.card(bulkhead.name).update(bulkhead, history, hasBreaker(bulkhead));
     // Moving an element removes its focus.
-    if (this.place.contains(focused) && document.activeElement !== focused) focused.focus({ preventScroll: true });
+    const isInCard = this.place.contains(focused) || this.folded.contains(focused);
+    if (isInCard && document.activeElement !== focused) focused.focus({ preventScroll: true });
     this.filter(this.text);
+  }
+
+  /** Puts the cards of these bulkheads into a place, in this order. */
+  arrange(place, bulkheads) {
+    bulkheads.forEach(({ name }, at) => {
+      const { element } = this.card(name);
+      if (place.children[at] !== element) place.insertBefore(element, place.children[at] ?? null);
+    });
   }
 
   card(name) {
@@ -52,12 +70,25 @@ export class Cards {
       card.element.hidden = !isShown;
       if (isShown) shown += 1;
     }
+    this.showFold();
     return shown;
+  }
+
+  /** Shows the number of folded cards. A search opens the fold. */
+  showFold() {
+    const folded = [...this.folded.children].filter((card) => !card.hidden).length;
+    this.fold.hidden = folded === 0;
+    const noun = folded === 1 ? 'healthy bulkhead' : 'healthy bulkheads';
+    setText(this.fold.firstElementChild, `${count(folded)} ${this.place.children.length ? 'other ' : ''}${noun}`);
+    const isSearching = this.text !== '';
+    if (isSearching !== this.isSearching) this.fold.open = isSearching;
+    this.isSearching = isSearching;
   }
 
   /** Returns the buttons of the visible cards, in order. */
   buttons() {
-    return [...this.place.querySelectorAll('.card:not([hidden]) h3 button')];
+    const places = this.fold.open ? [this.place, this.folded] : [this.place];
+    return places.flatMap((place) => [...place.querySelectorAll('.card:not([hidden]) h3 button')]);
   }
 
   focus(name) {
@@ -139,42 +170,54 @@ class Gauge {
   }
 }
 
-/** Successful jobs as an area, other outcomes as a line above it. */
+/** Layers of a sparkline from bottom to top, and the outcomes that each of them counts. */
+const LAYERS = [
+  ['good', ['ok']],
+  ['refused', ['rejected']],
+  ['bad', ['failed', 'late', 'crashed']],
+];
+
+/** Jobs per second by outcome: a stack for each second. */
 class Sparkline {
   constructor() {
-    this.area = path('area');
-    this.good = path('good');
-    this.bad = path('bad');
+    this.layers = LAYERS.map(([name]) => svg('path', { class: name }));
     this.element = svg('svg', { class: 'spark', viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, preserveAspectRatio: 'none' });
     this.element.setAttribute('role', 'img');
-    this.element.append(this.area, this.good, this.bad);
+    this.element.append(...this.layers);
   }
 
   update(samples) {
     const known = samples.map((sample) => sample.gained).filter(Boolean);
-    const good = known.map((gain) => gain.ok / gain.seconds);
-    const bad = known.map((gain) => (gain.rejected + gain.failed + gain.late + gain.crashed) / gain.seconds);
-    const top = Math.max(1, ...good, ...bad);
-    this.good.setAttribute('d', curve(good, top));
-    this.area.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
-    this.bad.setAttribute('d', curve(bad, top, (at) => bad[at] > 0 || bad[at - 1] > 0 || bad[at + 1] > 0));
-    const label = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other jobs per second`;
+    const stacks = known.map((gain) => LAYERS.map(([, outcomes]) => outcomes.reduce((total, what) => total + gain[what], 0) / gain.seconds));
+    const sums = stacks.map((stack) => stack.reduce((total, one) => total + one, 0));
+    const heights = stacks.map((stack) => stackHeights(stack, Math.max(1, ...sums)));
+    this.layers.forEach((layer, at) => layer.setAttribute('d', bars(heights, at) || `M0 ${SPARK.height}`));
+    const most = LAYERS.map((_, at) => rate(Math.max(0, ...stacks.map((stack) => stack[at]))));
+    const label = `the last ${samples.length} seconds: at most ${most[0]} ok, ${most[1]} rejected and ${most[2]} other jobs per second`;
     this.element.setAttribute('aria-label', label);
   }
 }
 
-const x = (at, length) => SPARK.width - ((length - 1 - at) * SPARK.width) / (SPARK_SAMPLES - 1);
+/** Returns the heights of the layers. Small rates stay visible, at the expense of the highest layer. */
+function stackHeights(stack, top) {
+  const heights = stack.map((value) => (value > 0 ? Math.max(RATE_HEIGHT_MIN, (value / top) * SPARK.height) : 0));
+  const surplus = heights.reduce((total, one) => total + one, 0) - SPARK.height;
+  if (surplus > 0) heights[heights.indexOf(Math.max(...heights))] -= surplus;
+  return heights;
+}
 
-/** Returns a line through the values, with gaps where values are of no interest. */
-function curve(values, top, isOfInterest = () => true) {
-  let isDown = false;
-  const steps = values.map((value, at) => {
-    const step = isDown ? 'L' : 'M';
-    isDown = isOfInterest(at);
-    const y = SPARK.height - 1 - (value / top) * (SPARK.height - 3);
-    return isDown ? `${step}${x(at, values.length).toFixed(1)} ${y.toFixed(1)}` : '';
-  });
-  return steps.join('') || `M0 ${SPARK.height}`;
+/** Returns the path of one layer, with a bar for each second. The newest is at the right. */
+function bars(heights, layer) {
+  const width = SPARK.width / SPARK_SAMPLES;
+  return heights
+    .map((stack, at) => {
+      if (!stack[layer]) return '';
+      const left = SPARK.width - (heights.length - at) * width;
+      const below = stack.slice(0, layer).reduce((total, one) => total + one, 0);
+      const height = stack[layer].toFixed(1);
+      return `M${left.toFixed(1)} ${(SPARK.height - below).toFixed(1)}v-${height}h${width.toFixed(2)}v${height}z`;
+    })
+    .join('');
 }
 
 function svg(tag, attributes) {
@@ -182,5 +225,3 @@ function svg(tag, attributes) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   return element;
 }
-
-const path = (kind) => svg('path', { class: kind, 'vector-effect': 'non-scaling-stroke' });

@@ -1,6 +1,7 @@
 // Crash reports: a list that follows the events, and each report when a user opens it.
 
-import { crashList, crashReport } from './api.js';
+import { confirmReplay } from './actions.js';
+import { crashList, crashReport, replayCrash } from './api.js';
 import { byId, h, setText } from './dom.js';
 import { bytes, clock, duration, millis, plural } from './format.js';
 
@@ -96,7 +97,34 @@ function report(crash) {
     ['report', crash.id],
   ];
   const stderr = crash.stderr_tail ? [h('h4', {}, 'Standard error'), h('pre', { tabindex: 0 }, crash.stderr_tail)] : [];
-  return [list(facts), ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
+  const replay = crash.jobs.some((one) => one.payload != null && !one.is_answered) ? [replayButton(crash)] : [];
+  return [list(facts), ...replay, ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
+}
+
+const VERDICTS = {
+  same: 'The job crashes in the same way.',
+  different: 'The job crashes, but in a different way.',
+  no_crash: 'The job does not crash in a fresh worker.',
+  not_run: 'The job did not run, because no worker was available.',
+};
+
+function replayButton(crash) {
+  const result = h('p.verdict', { role: 'status' });
+  const button = h('button', { type: 'button' }, 'Replay…');
+  const run = async () => {
+    button.disabled = true;
+    setText(result, 'The job runs…');
+    try {
+      const replay = await replayCrash(crash.id);
+      const outcomes = replay.replays.map((one) => one.message ?? one.outcome).filter(Boolean);
+      setText(result, [VERDICTS[replay.verdict] ?? replay.verdict, ...outcomes].join(' '));
+    } catch (problem) {
+      setText(result, problem.message);
+    }
+    button.disabled = false;
+  };
+  button.addEventListener('click', () => confirmReplay(crash, run));
+  return h('div', {}, h('div.actions', {}, button), result);
 }
 
 function job(one, isCulprit) {
@@ -108,7 +136,7 @@ function job(one, isCulprit) {
     ['digest', one.digest],
     ['trace', one.trace_id],
   ];
-  const payload = one.payload ? h('pre', { tabindex: 0 }, hex(one.payload)) : null;
+  const payload = one.payload ? h('pre', { tabindex: 0 }, preview(one.payload)) : null;
   return h('div', {}, h('h4', {}, isCulprit ? `Job ${one.job}, the suspected cause` : `Job ${one.job}`), list(facts), payload);
 }
 
@@ -117,15 +145,22 @@ function list(facts) {
   return h('dl.facts', {}, ...known.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]));
 }
 
-/** Returns the beginning of a payload as a hex dump. */
-function hex(base64) {
-  const text = atob(base64);
+/** Returns the beginning of a payload, as text if it is printable, otherwise as a hex dump. */
+function preview(base64) {
+  const all = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+  const shown = all.slice(0, PAYLOAD_BYTES_MAX);
+  const more = all.length > shown.length ? `\n[${plural(all.length - shown.length, 'byte', 'bytes')} more]` : '';
+  // A character that the limit has cut is replaced by U+FFFD at the end.
+  const text = new TextDecoder().decode(shown).replace(more ? /\ufffd$/ : /$^/, '');
+  return (/[\u0000-\u0008\u000e-\u001f\u007f\ufffd]/.test(text) ? hex(shown) : text) + more;
+}
+
+function hex(bytesShown) {
   const lines = [];
-  for (let at = 0; at < Math.min(text.length, PAYLOAD_BYTES_MAX); at += 16) {
-    const part = text.slice(at, at + 16);
-    const digits = [...part].map((c) => c.charCodeAt(0).toString(16).padStart(2, '0')).join(' ');
-    lines.push(`${digits.padEnd(48)} ${part.replace(/[^ -~]/g, '.')}`);
+  for (let at = 0; at < bytesShown.length; at += 16) {
+    const part = [...bytesShown.slice(at, at + 16)];
+    const digits = part.map((byte) => byte.toString(16).padStart(2, '0')).join(' ');
+    lines.push(`${digits.padEnd(48)} ${part.map((byte) => (byte >= 32 && byte < 127 ? String.fromCharCode(byte) : '.')).join('')}`);
   }
-  if (text.length > PAYLOAD_BYTES_MAX) lines.push('[...]');
   return lines.join('\n');
 }

@@ -2,7 +2,7 @@
 
 import { bulkheadPath, get, logLines } from './api.js';
 import { fillRows, h, setData, setText, table } from './dom.js';
-import { bytes, count, duration, millis, plural, word } from './format.js';
+import { bytes, clock, count, duration, millis, plural, word } from './format.js';
 import { causes } from './worst.js';
 
 /** Number of output lines shown, and the interval between requests for output and advice. */
@@ -145,7 +145,7 @@ export class Details {
   async loadOutput(name) {
     const lines = await logLines(name, LINES);
     if (this.name !== name) return;
-    const texts = lines.map((line) => `${line.pid ?? ''} ${line.stream ?? ''}  ${line.line ?? JSON.stringify(line)}`);
+    const texts = lines.map((line) => `${clock(line.at)} ${line.pid ?? ''} ${line.stream ?? ''}  ${line.line ?? JSON.stringify(line)}`);
     setText(this.output, texts.join('\n') || 'The workers have written no output.');
   }
 

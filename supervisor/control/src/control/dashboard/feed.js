@@ -1,11 +1,18 @@
 // Events, newest first. Any number of new events causes at most one page update per frame. The memory is bounded.
 
-import { batched, byId, h, setText } from './dom.js';
+import { batched, byId, fillRows, h, setText } from './dom.js';
 import { clock, count, word } from './format.js';
 
 /** Maximum number of events in memory, and of lines on the page. */
-const KEPT_MAX = 2000;
+const KEPT_MAX = 4096;
 const LINES_MAX = 500;
+
+/** Time that the groups of events cover, and the maximum number of groups. */
+const GROUPED_MS = 600_000;
+const GROUPS_MAX = 50;
+
+/** Maximum number of characters of a cause in the groups. */
+const CAUSE_CHARS_MAX = 160;
 
 /** Maximum number of characters for the fields in an event's line. The expanded view shows all of them. */
 const LINE_CHARS_MAX = 240;
@@ -14,6 +21,9 @@ const RANK = { info: 0, warning: 1, critical: 2 };
 /** The most important fields come first; the others follow by name. */
 const FIRST = ['message', 'detail', 'reason', 'signal', 'exit_code', 'operation', 'tenant'];
 const COMMON = new Set(['at', 'seq', 'severity', 'kind', 'bulkhead']);
+
+/** Time of an event in milliseconds. */
+const AT = Symbol('time');
 
 export class Feed {
   constructor() {
@@ -30,6 +40,9 @@ export class Feed {
 
   add(event) {
     this.total += 1;
+    event = { ...event };
+    // Not shown as a field, because a symbol is no key of `Object.entries`.
+    event[AT] = Date.parse(event.at);
     keep(this.kept, event, KEPT_MAX);
     keep(this.coming, event, LINES_MAX);
     this.flushSoon();
@@ -69,7 +82,42 @@ export class Feed {
     return (RANK[event.severity] ?? 0) >= RANK[severity] && (!bulkhead || event.bulkhead === bulkhead);
   }
 
+  /** Shows the events of the last ten minutes by kind, bulkhead and cause. The most severe and most frequent come first. */
+  showGroups(now) {
+    const groups = new Map();
+    for (const event of this.kept) {
+      if (!(event[AT] > now - GROUPED_MS) || event.kind === 'dashboard' || !this.isWanted(event)) continue;
+      const why = causeOf(event);
+      // Numbers such as process ids do not make another cause.
+      const name = JSON.stringify([event.kind, event.bulkhead, event.severity, why.replace(/\d+/g, '#')]);
+      const group = groups.get(name) ?? { event, why, count: 0 };
+      groups.set(name, { ...group, count: group.count + 1 + (event.suppressed ?? 0), last: event.at });
+    }
+    const sorted = [...groups.values()].sort((a, b) => (RANK[b.event.severity] ?? 0) - (RANK[a.event.severity] ?? 0) || b.count - a.count);
+    fillRows(
+      byId('groups'),
+      sorted.slice(0, GROUPS_MAX).map(({ event, why, count: times, last }) => [
+        `${count(times)} ×`,
+        { text: word(event.kind), state: event.severity },
+        event.bulkhead ?? '',
+        { text: why.slice(0, CAUSE_CHARS_MAX), title: why },
+        clock(last),
+      ]),
+    );
+  }
+
+  /** Returns the number of crashes in the last ten minutes: workers, and programs whose worker continues. */
+  crashes(now) {
+    const lately = this.kept.filter((event) => event[AT] > now - GROUPED_MS);
+    const deaths = lately.filter((event) => event.kind === 'worker_exited' && event.severity !== 'info');
+    const dead = new Set(deaths.map((event) => event.pid));
+    const programs = lately.filter((event) => event.kind === 'job_crashed' && !dead.has(event.pid));
+    const suppressed = deaths.reduce((total, event) => total + (event.suppressed ?? 0), 0);
+    return deaths.length + programs.length + suppressed;
+  }
+
   renew() {
+    this.showGroups(Date.now());
     this.coming = this.kept.slice(-LINES_MAX * 4);
     this.place.replaceChildren();
     this.flush();
@@ -90,10 +138,15 @@ function keep(list, event, most) {
   if (list.length > most) list.splice(0, list.length - most);
 }
 
-function line(event) {
+function fieldsOf(event) {
   const fields = Object.entries(event).filter(([name, value]) => !COMMON.has(name) && value !== null && value !== '');
-  fields.sort(([a], [b]) => place(a) - place(b));
-  const summary = fields.map(([name, value]) => `${name}=${asText(value)}`).join('  ');
+  return fields.sort(([a], [b]) => place(a) - place(b));
+}
+
+const summaryOf = (fields) => fields.map(([name, value]) => `${name}=${asText(value)}`).join('  ');
+
+function line(event) {
+  const fields = fieldsOf(event);
   const details = h(
     'details',
     {},
@@ -104,7 +157,7 @@ function line(event) {
       h('span.severity', {}, event.severity),
       h('span.kind', {}, word(event.kind)),
       h('span.who', {}, event.bulkhead ?? ''),
-      h('span.fields', {}, summary.slice(0, LINE_CHARS_MAX)),
+      h('span.fields', {}, summaryOf(fields).slice(0, LINE_CHARS_MAX)),
     ),
   );
   details.addEventListener('toggle', () => details.append(all(fields)), { once: true });
@@ -112,6 +165,15 @@ function line(event) {
 }
 
 const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+
+/** Returns why an event occurred, as far as its fields say. */
+function causeOf(event) {
+  const exit = event.exit_code == null ? null : `exit ${event.exit_code}`;
+  const killed = event.killed ? `killed: ${event.killed}` : null;
+  const why = killed ?? event.signal ?? exit ?? event.message ?? event.reason ?? event.system_call ?? event.detail ?? event.operation;
+  if (why != null && why !== '') return asText(why);
+  return event.severity === 'info' ? '' : summaryOf(fieldsOf(event));
+}
 
 const asText = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
 

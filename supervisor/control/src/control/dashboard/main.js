@@ -5,22 +5,23 @@ import { hasAdvice, withBreaker } from './api.js';
 import { Cards } from './cards.js';
 import { Crashes } from './crashes.js';
 import { Details } from './details.js';
-import { batched, byId, h, setData, setText } from './dom.js';
+import { batched, byId, h, setData, setText, visible } from './dom.js';
 import { Feed } from './feed.js';
-import { clock, count, duration, rate } from './format.js';
+import { clock, count, duration, plural, rate } from './format.js';
 import { HeatMap } from './heatmap.js';
 import { COUNTED, History } from './history.js';
 import { listen, restoreTheme, switchTheme } from './keys.js';
 import { Stream } from './stream.js';
+import { isTroubled } from './worst.js';
 
 const history = new History();
-const known = { bulkheads: [], at: Date.now(), breakers: new Set(), hasAdvice: false, version: null };
+const known = { bulkheads: [], at: Date.now(), breakers: new Set(), hasAdvice: false, version: null, host: '' };
 
 restoreTheme();
 const feed = new Feed();
 const crashes = new Crashes();
 const heat = new HeatMap();
-const cards = new Cards(byId('cards'), open);
+const cards = new Cards(byId('cards'), byId('fold'), open);
 const details = new Details(byId('details'), {
   act: (what, name) => confirmAction(what, bulkheadOf(name)),
   closed: (name) => cards.focus(name),
@@ -40,9 +41,31 @@ const render = batched(() => {
   heat.update(known.at, known.bulkheads, history);
   details.update(known.bulkheads);
   feed.setBulkheads(known.bulkheads.map((bulkhead) => bulkhead.name));
+  feed.showGroups(known.at);
   showTotals();
+  showSummary();
   showFilter();
 });
+
+/** Shows the host and what is wrong with it, also in the title of the page. */
+function showSummary() {
+  const troubled = known.bulkheads.filter(isTroubled);
+  const isFailing = (bulkhead) => bulkhead.state === 'failed' || bulkhead.service === 'failing';
+  const failing = troubled.filter(isFailing).length;
+  const degraded = troubled.length - failing;
+  const rejected = known.bulkheads.reduce((total, bulkhead) => total + (history.rates(bulkhead.name).rejected ?? 0), 0);
+  const crashed = feed.crashes(known.at);
+  const parts = [
+    failing ? `${count(failing)} failing` : null,
+    degraded ? `${count(degraded)} degraded` : null,
+    rejected > 0 ? `${rate(rejected)} rejected/s` : null,
+    crashed ? `${plural(crashed, 'crash', 'crashes')} in 10 min` : null,
+  ].filter(Boolean);
+  setText(byId('summary'), parts.join(', ') || 'all well');
+  setData(byId('summary'), 'state', troubled.length ? 'bad' : 'ok');
+  const number = stream.state === 'lost' || stream.state === 'stuck' ? '(!) ' : troubled.length ? `(${troubled.length}) ` : '';
+  document.title = `${number}${known.host ? `${known.host} – ` : ''}Bulkhead`;
+}
 
 function showTotals() {
   const all = (what) => known.bulkheads.reduce((total, bulkhead) => total + what(bulkhead), 0);
@@ -84,6 +107,8 @@ const stream = new Stream({
     if (isAnother) feed.remark('the supervisor was restarted: events and counters start again');
     const isUpdated = known.version !== null && known.version !== hello.version;
     known.version = hello.version;
+    known.host = visible(hello.host ?? '');
+    setText(byId('host'), known.host);
     setText(byId('run'), `${hello.version} · pid ${hello.pid}${isUpdated ? ' · another version: reload this page' : ''}`);
     crashes.refresh();
     loadFeatures();
@@ -118,6 +143,7 @@ function showLink() {
     stuck: `The data plane does not respond.${shown}`,
     lost: `The supervisor is not reachable.${shown} This page reconnects automatically.`,
   };
+  showSummary();
   byId('trouble').hidden = !troubles[state];
   setText(byId('trouble'), troubles[state] ?? '');
 }

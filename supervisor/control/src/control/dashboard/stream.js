@@ -2,8 +2,8 @@
 
 import { openStream } from './api.js';
 
-/** Number of past events to request. */
-const PAST_MAX = 500;
+/** Number of past events to request: all that the supervisor keeps. */
+const PAST_MAX = 4096;
 
 /** Delays before reconnecting, for consecutive attempts. */
 const RETRY_MS = [250, 500, 1000, 2000, 4000];

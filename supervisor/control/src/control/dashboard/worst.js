@@ -10,6 +10,12 @@ function rank(bulkhead) {
   return Math.max(state, service) * 10 + state + service;
 }
 
+/** Returns true if workers are missing or jobs fail, so that an operator should look at the bulkhead. */
+export const isTroubled = (bulkhead) => rank(bulkhead) >= 20;
+
+/** Returns true if all workers are ready and the jobs succeed. */
+export const isHealthy = (bulkhead) => rank(bulkhead) === 0;
+
 /** Sorts the most urgent bulkheads first. The order of equal ones stays. */
 export function worstFirst(bulkheads) {
   return [...bulkheads].sort((a, b) => rank(b) - rank(a));

@@ -1,8 +1,8 @@
 //! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames
 //! are checked, and a worker that violates the protocol is killed.
 //!
-//! A link is removed when the keeper reports the end of its worker. This never happens during a read, because
-//! such reports are deferred, so the index of a link is valid throughout a read.
+//! A link is removed when the keeper reports its worker's death. Such reports are deferred during a read, so
+//! the index of a link stays valid.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -41,7 +41,7 @@ const SIGNAL_MAX: i32 = 64;
 
 impl DataPlane {
     pub(crate) fn read_link(&mut self, index: LinkIndex) {
-        // The link is not read before the process is known, so that every event can refer to a process.
+        // A link is not read before its process is known, so that every event can refer to a process.
         let can_read =
             |plane: &Self| plane.links.get(index).is_some_and(|link| !link.unsolicited.is_paused());
         if !self.links.get(index).is_some_and(Link::is_running) || !can_read(self) {
@@ -78,7 +78,7 @@ impl DataPlane {
             Ok(received)
         });
         if is_mid_frame && result.is_ok() {
-            // A large reply that is being received is a sign of life, however long the transfer takes.
+            // The arrival of a large reply is a sign of life, regardless of how long it takes.
             self.apply(compartment, Event::FrameReceived { worker }, Incoming::None);
         }
         match result {
@@ -136,7 +136,7 @@ impl DataPlane {
         }
         let mut is_oversized = link.is_oversized();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
-            // The next frame can only begin after the oversized frame has ended.
+            // The next frame begins only after the oversized frame has ended.
             if std::mem::take(&mut is_oversized) {
                 self.end_oversized(index);
             }
@@ -165,8 +165,8 @@ impl DataPlane {
 
     // Journals of workers.
 
-    /// Lends a journal to a worker that has sent its hello. A worker without a journal gets no prefetched
-    /// jobs, and its jobs are never recalled.
+    /// Lends a journal to a worker that has sent its hello. Without a journal, a worker's jobs are neither
+    /// prefetched nor recalled.
     fn lend_journal(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let is_replay = self.compartments[link.compartment].is_replay;
@@ -181,9 +181,8 @@ impl DataPlane {
         link.journal = Some(journal);
     }
 
-    /// Applies the replies in the journal of a dead worker. Must be called after everything in the worker's
-    /// link was read. If the bulkhead prefetches jobs, returns the number of jobs that the worker has begun
-    /// according to its journal.
+    /// Applies the replies in a dead worker's journal. Must be called after all bytes in the worker's link
+    /// were read. If the bulkhead prefetches jobs, returns the number of jobs begun according to the journal.
     pub(crate) fn apply_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment;
@@ -192,11 +191,11 @@ impl DataPlane {
             self.apply_journal_frames(index, &frames);
         }
         let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
-        // Zero means that the worker has never written the count.
+        // Zero means that the worker never wrote the count.
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames of a journal in the same way as frames from the link.
+    /// Handles the frames of a journal like frames from the link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
@@ -207,8 +206,8 @@ impl DataPlane {
         if let Ok((_, mut batch)) = read {
             while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
                 let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
-                // The journal can also contain replies that were already received over the link, if the
-                // worker died before it removed them.
+                // The journal can contain replies that were also received over the link, if the worker died
+                // before removing them.
                 let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
                 if self.links[index].is_welcomed() && is_answer && is_owed {
                     let _ = self.handle_worker_frame(index, header, metadata, Incoming::Borrowed(payload));
@@ -245,7 +244,7 @@ impl DataPlane {
         Ok(false)
     }
 
-    /// Handles the end of a result that was too large. The job's permit is released.
+    /// Handles the end of an oversized result. Releases the job's permit.
     fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
@@ -363,7 +362,7 @@ impl DataPlane {
                 check_empty(metadata)?;
                 match header.kind {
                     kind::READY => {
-                        // Frees the buffers, because the worker may not get a job for a long time.
+                        // Frees the buffers, because the next job may not arrive for a long time.
                         self.links[index].outbox.free_buffers();
                         Event::Ready { worker }
                     }
@@ -419,7 +418,7 @@ impl DataPlane {
             self.flush_link(index);
             return Err(message);
         }
-        // The journal is sent before the welcome, so that the worker has it from the start.
+        // The journal is sent before the welcome, so that the worker has it from the beginning.
         let wants = capability::RESIZE | capability::PREFETCH;
         if hello.capabilities & wants == wants {
             self.lend_journal(index);
@@ -429,8 +428,8 @@ impl DataPlane {
         let compartment_of_link = &self.compartments[compartment];
         let (entry, limits) =
             (self.bulkheads.owner(compartment_of_link), compartment_of_link.policy.limits());
-        // Each heartbeat wakes the worker. If heartbeats are read from the journal, three within the
-        // permitted silence are enough.
+        // Each heartbeat wakes the worker. If heartbeats are read from the journal, three within the maximum
+        // silence are enough.
         let can_be_rarer = link.beats_in_journal() && limits.health.missed >= 5;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {
@@ -555,7 +554,7 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     decode_all(metadata, &[]).map(|(message, _)| message)
 }
 
-/// Decodes metadata and its extensions. Returns an error if a critical extension has a tag that is not in
+/// Decodes metadata and its extensions. Returns an error for a critical extension whose tag is not in
 /// `known`.
 fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     metadata: &'m [u8],
@@ -564,13 +563,13 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
-/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like the header of a
-/// very long frame, whose end would never arrive.
+/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame,
+/// whose end would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("the worker did not say hello: the first frame is of kind {}", header.kind));
     }
-    // A result that is too large is discarded while it arrives, whatever its size.
+    // An oversized result is discarded as it arrives, regardless of its size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
         return Err(format!(
@@ -581,14 +580,14 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks metadata that consists only of extensions. Returns an error if one of them is critical, because
+/// Checks metadata that consists only of extensions. Returns an error if any of them is critical, because
 /// none is known.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// Decodes the metadata of a result. Returns the location of the result if it is in a memory file, and the
-/// exit status of the program if there is one.
+/// Decodes the metadata of a result. Returns the location of a result in a memory file, and the exit status
+/// of the program, if present.
 fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));

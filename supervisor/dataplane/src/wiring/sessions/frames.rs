@@ -1,5 +1,5 @@
-//! Frames from clients: reads and decodes them, and calls their handlers. A session is removed after a read
-//! or during a flush, but never while one of its frames is being handled.
+//! Reads and decodes frames from clients, and calls their handlers. A session can be removed after a read or
+//! during a flush, but never while one of its frames is being handled.
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, role};
@@ -37,7 +37,7 @@ fn no_hello() -> Violation {
 
 impl DataPlane {
     /// Reads once from a client: either frames of up to `most` bytes in total, or the rest of an incomplete
-    /// frame. Returns the number of bytes that were read.
+    /// frame. Returns the number of bytes read.
     pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.pause_if_behind() {
@@ -58,7 +58,7 @@ impl DataPlane {
         }
         let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
-        // Moved out of the session, so that the handlers of frames can access the whole data plane.
+        // Moved out of the session, so that frame handlers can access the whole data plane.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let mut bytes = 0;
@@ -224,7 +224,7 @@ impl DataPlane {
     }
 
     /// Handles the beginning of a large frame. Returns true if its payload must be received. Otherwise, the
-    /// client has already got the outcome.
+    /// outcome has already been sent to the client.
     fn handle_client_announcement(
         &mut self,
         index: SessionIndex,

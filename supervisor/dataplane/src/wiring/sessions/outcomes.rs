@@ -9,7 +9,7 @@ use crate::sessions::OutcomeExtensions;
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, Incoming, JobData};
 
-/// Returns the payload of an outcome, which is the result, or the data that the handler sent with a failure.
+/// Returns the payload of an outcome: the result, or the data that the handler sent with a failure.
 fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     match verdict {
         Verdict::Ok | Verdict::Failed(_) => incoming.take(),
@@ -17,8 +17,8 @@ fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload
     }
 }
 
-/// Returns the exit status of the program that ran a job. Returns `None` if the program's own result did not
-/// decide the outcome, because a worker can send a status with a result that is then rejected.
+/// Returns the exit status of the program that ran a job. Returns `None` if the program's result did not
+/// decide the outcome. A worker can, for example, send a status with a result that is then rejected.
 fn exit_status(answer: &JobOutcome<Box<JobData>>) -> Option<i32> {
     answer.record.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
 }
@@ -96,7 +96,7 @@ impl DataPlane {
         self.buffers.keep_record(answer.record);
     }
 
-    /// Returns the outcome of a job that was in this compartment.
+    /// Returns the outcome of a job in this compartment.
     pub(crate) fn outcome_of(&self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) -> Outcome {
         Outcome {
             verdict: answer.verdict.clone(),

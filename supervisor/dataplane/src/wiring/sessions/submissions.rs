@@ -1,4 +1,4 @@
-//! Jobs from clients: checks before policy gets a job, and rejections.
+//! Checks clients' submissions before they reach policy, and sends rejections.
 
 use std::time::{Duration, SystemTime};
 
@@ -101,7 +101,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Returns a violation if a request number is already in use, because a number must not get two outcomes.
+    /// Returns a violation if a job with this request number is still unfinished, because outcomes could not
+    /// be told apart.
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
@@ -149,7 +150,7 @@ impl DataPlane {
                 format!("the payload of {size} bytes is larger than max_payload ({most} bytes)"),
             ));
         }
-        // A part of the frame may already be held.
+        // Part of the frame may already be held.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes());
         let budget = self.limits.buffered_bytes_max;
         if !self.memory.can_hold(session.holder, Some(bulkhead), more, budget) {
@@ -158,7 +159,7 @@ impl DataPlane {
         Ok((bulkhead, submit, extensions))
     }
 
-    /// Rejects a submission that did not reach policy.
+    /// Rejects a submission before it reaches policy.
     pub(super) fn reject_submission(
         &mut self,
         index: SessionIndex,
@@ -173,7 +174,7 @@ impl DataPlane {
             && let Some(bulkhead) = self.bulkheads.find(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
-            // A client without permission for a tenant must not affect the counts of this tenant.
+            // A client without permission for a tenant must not affect the tenant's counters.
             let is_forbidden = reason == RejectReason::Forbidden;
             let label = self.bulkheads.label_of(if is_forbidden { "" } else { submit.tenant });
             let compartments = &mut self.compartments;

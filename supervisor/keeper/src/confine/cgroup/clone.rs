@@ -1,5 +1,5 @@
-//! Starts a process in a control group, because moving a process afterwards takes the kernel a hundred times as
-//! long.
+//! Forks a process directly into a control group. Moving a process afterwards would take the kernel a hundred
+//! times as long.
 #![expect(unsafe_code, reason = "clone3 has no safe wrapper")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -22,8 +22,8 @@ const FILE_BYTES_MAX: usize = 64 * 1024;
 /// lines on busy machines.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// Maximum depth of nested groups, and maximum number of steps down and up in one call. The limits are
-/// necessary because a process that can create groups can create any number of them.
+/// Maximum depth of nested groups, and maximum number of levels traversed in one call. Without a limit, a
+/// process that creates groups could make a call run forever.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
@@ -153,8 +153,8 @@ impl Folder {
     }
 
     /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
-    /// running in one of the groups, or if there are more groups than one call can remove. In the latter
-    /// case, the next call continues.
+    /// running in one of the groups, or if there are more groups than one call can remove. In the second
+    /// case, call this again to continue.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),
@@ -182,7 +182,7 @@ impl Folder {
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
-            // Another keeper can be removing the same groups at the same time.
+            // Another keeper may be removing the same groups.
             Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
             Err(errno) => Err(failed(errno)),
         }
@@ -231,8 +231,8 @@ fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, 
 }
 
 /// Removes all groups below `top`. Descends to a group without children, goes up one level and removes that
-/// group. This keeps each path short enough for the kernel, and stores only the names on the way down.
-/// Returns `false` if groups are left.
+/// group, so that paths stay short enough for the kernel. Stores only the names of the groups on the way
+/// down. Returns `false` if groups are left.
 fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
     let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
     let mut path_down: Vec<CString> = Vec::new();

@@ -21,7 +21,7 @@ pub(crate) struct Limits {
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// True if some kernels lack the file, and the limit works without it.
+    /// True if the limit also works on kernels that lack the file.
     is_optional: bool,
 }
 
@@ -50,13 +50,13 @@ impl Limits {
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
-        // A worker must not create child groups, because all processes of a worker are killed and counted
-        // together.
+        // All processes of a worker are killed and counted together, so a worker must not create child
+        // groups.
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
             // Makes the kernel kill all processes of the group when memory runs out. By default, the kernel
-            // would kill only one process, and the others would not work without it.
+            // kills only one process, without which the others would not work.
             settings.push(required("memory.oom.group", "1".to_owned()));
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }

@@ -1,5 +1,5 @@
-//! The keeper process that owns a leaf. The name of the leaf contains the owner's identity, so that a later
-//! keeper recognises the leaves of a dead keeper.
+//! The keeper process that created a leaf. The name of the leaf contains the identity of this keeper, so that
+//! a later keeper recognises the leaves of a dead one.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -45,8 +45,8 @@ impl Owner {
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// Returns true if the other process has certainly exited. Returns false for a process in another pid
-    /// namespace, because this process cannot see it.
+    /// Returns true if the other process is known to have exited. Returns false for a process in another pid
+    /// namespace, whose state is not visible to this process.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }

@@ -1,5 +1,5 @@
-//! Strict parsers of the kernel's files about control groups. `None` means that the text has an unexpected
-//! format.
+//! Strict parsers for the kernel's control group files. Each parser returns `None` if the text has an
+//! unexpected format.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -14,8 +14,8 @@ pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
 
-/// Returns the number for `key` in a text with one key and one number per line. Returns `None` if the format is
-/// wrong, or if the key is missing or occurs twice.
+/// Returns the number for `key` in a text with one key and one number per line. Returns `None` if the format
+/// is wrong, or if the key does not occur exactly once.
 fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
     for line in text.lines() {

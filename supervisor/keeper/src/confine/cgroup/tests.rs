@@ -18,7 +18,7 @@ use super::{
     fork_into, root_path,
 };
 
-/// Maximum time to wait for a condition. No condition is expected to take nearly as long.
+/// Maximum time to wait for a condition. Much longer than any condition should take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -252,7 +252,7 @@ fn only_empty_cgroup_leaf_can_be_removed() {
     remove(&leaf);
     assert_eq!(leaf.remove(), Ok(true));
     assert!(leaf.kill().is_err() && leaf.is_empty().is_err());
-    // SAFETY: the child, if there were one, would only exit.
+    // SAFETY: the fork is expected to fail. If it succeeds, the child only exits.
     let cloned = unsafe { fork_into(leaf.fd(), 0) };
     if cloned == Ok(0) {
         // SAFETY: ends the process without running anything that the parent registered.
@@ -274,7 +274,7 @@ fn worker_cannot_create_child_cgroups() {
 fn nested_cgroups_are_removed_with_their_leaf() {
     let Some(group) = TestGroup::new("nested") else { return };
     let leaf = group.leaf(1);
-    // A process that has the permission to create groups can also remove this limit.
+    // A process that may create groups can also remove this limit.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();
@@ -352,8 +352,8 @@ fn only_leaves_of_dead_keepers_are_removed() {
 #[test]
 fn only_processes_of_supervisor_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
-    // The shell takes the place of the supervisor. Its child descends from this process, like the keeper's
-    // children do.
+    // The shell takes the place of the supervisor. Like the keeper's children, its child descends from this
+    // process.
     let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
     wait_until("both processes run", || processes(group.path()).len() >= 2);
     let root = group.root(supervisor.pid());
@@ -363,8 +363,8 @@ fn only_processes_of_supervisor_leave_delegated_cgroup() {
     assert!(processes(&main).contains(&supervisor.pid()));
     root.move_processes_out().unwrap();
 
-    // An orphan whose origin is unknown, because the process that created it is gone and the orphan has been
-    // reparented.
+    // An orphan whose origin is unknown: the process that created it is gone, and the orphan has another
+    // parent.
     assert_eq!(Shell::start(&group.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
     wait_until("the process is an orphan", || {
         let inside = processes(group.path());

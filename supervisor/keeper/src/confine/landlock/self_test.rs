@@ -1,6 +1,6 @@
 //! Tests whether Landlock rules are enforced. `/proc` does not report Landlock rules, and a seccomp filter of
 //! an outer sandbox can make `landlock_restrict_self` succeed without any effect. So the child attempts an
-//! action that no rule allows.
+//! action that the rules must deny.
 //!
 //! [`ForbiddenAction::attempt`] is safe in a forked child, because it makes only system calls.
 
@@ -19,12 +19,12 @@ pub(crate) enum ForbiddenAction {
     /// Creates a device node with this path. Used if the root folder is granted, because no rule allows
     /// creating device nodes.
     CreateDevice(CString),
-    /// No test is possible, because all files can be read and no private folder exists.
+    /// No test is possible, because the rules allow reading all files and there is no private folder.
     None,
 }
 
-/// Name and device number of the test's device node. No file has this name, and every process can access the
-/// device.
+/// Name and device number of the device node for the test. No file has this name, and the device is
+/// accessible to every process.
 const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 

@@ -18,8 +18,8 @@ use tempfile::TempDir;
 use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC_ENTRIES;
 
-/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message, because
-/// a test that did not run must not look like a success.
+/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message, so that
+/// a skipped test is visible.
 fn has_abi(min: u32) -> bool {
     match abi_version() {
         Ok(abi) if abi >= min => true,

@@ -56,7 +56,8 @@ pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 1, 0), return_action(action)]
 }
 
-/// Executes `yes` or `no`. `yes` must end with a verdict, because otherwise it would continue with `no`.
+/// Executes `yes` or `no`. `yes` must end with a verdict, because execution would otherwise continue with
+/// `no`.
 pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     let mut block = match u8::try_from(yes.len()) {
         Ok(past) => vec![jump_if(condition, 0, past)],
@@ -68,7 +69,7 @@ pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     block
 }
 
-/// Executes `null` if an argument is zero in both halves, and `otherwise` if not. `null` must end with a
+/// Executes `null` if both halves of an argument are zero, and `otherwise` if not. `null` must end with a
 /// verdict.
 pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Block {
     const IS_ZERO: Condition = Condition::Is(0);

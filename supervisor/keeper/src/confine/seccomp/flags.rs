@@ -1,13 +1,13 @@
-//! Rejects individual bits of arguments that no worker is allowed to pass, even if the worker's profile
-//! allows the call.
+//! Rules for individual bits of arguments. They apply to all workers, even if the worker's profile allows the
+//! call.
 
 use rustix::io::Errno;
 
 use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
-/// Mode bits that make a program run as the user or group of its file. A user who runs such a program outside
-/// of the sandbox would get the rights of the worker's user, which can be root.
+/// Mode bits that make a program run as the user or group of its file. If a worker created such a program,
+/// another user could run it outside of the sandbox with the rights of the worker's user, which can be root.
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
 /// System calls that take a file mode, grouped by the index of the mode argument.
@@ -46,8 +46,8 @@ pub(super) fn restrict(rules: &mut Rules) {
     }
 }
 
-/// Denies truncating a file that the worker can only read. Needed on kernels whose version of Landlock does
-/// not control truncation.
+/// Denies truncating files that the worker can only read. Needed on kernels whose Landlock version does not
+/// control truncation.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// Access mode that allows neither reading nor writing, but requires the rights for both.

@@ -1,5 +1,5 @@
-//! The keeper's side of a seccomp listener: receives notifications of forbidden system calls and responds to
-//! them. Never blocks, because the caller polls the listener first. The caller chooses the response.
+//! The keeper's side of a seccomp listener: receives notifications of forbidden system calls, and sends the
+//! responses that the caller chooses. Does not block if the caller polls the listener first.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe wrapper")]
 
 use std::ffi::c_void;
@@ -33,7 +33,7 @@ pub(crate) enum ListenerState {
     Pending,
     /// No notification is waiting now.
     Idle,
-    /// No further notification can arrive, because no process uses the filter any more.
+    /// No further notification can arrive, because no process uses the filter.
     Closed,
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn poll_listener(listener: &OwnedFd) -> rustix::io::Result<ListenerSt
 
 /// Receives a notification. Call this only if [`poll_listener`] has returned [`ListenerState::Pending`].
 /// Otherwise kernels before 6.11 block forever, even when no process is left to make a call. Returns `None`
-/// if the call has been interrupted, or the calling process killed, in the meantime.
+/// if the call was interrupted or its process was killed in the meantime.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
@@ -80,7 +80,7 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still blocked. As long as the call is blocked, the thread id in the notification is
+/// Checks that a call is still blocked. While the call is blocked, the thread id in its notification is
 /// valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])

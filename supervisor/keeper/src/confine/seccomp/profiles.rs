@@ -1,11 +1,10 @@
 //! Predefined seccomp rules.
 //!
-//! Some denied calls are tried by ordinary programs. These calls fail with an error that makes the programs
-//! fall back to other calls. Calls that only hostile programs make are fatal. Under `strict`, all calls that
-//! are not listed are fatal.
+//! Ordinary programs try some of the denied calls. These calls fail with an error that makes programs fall
+//! back to other calls. Calls that only hostile programs make are fatal. Under `strict`, all unlisted calls
+//! are fatal.
 //!
-//! The rules do not restrict access to files or processes of other users, which Landlock and the worker's
-//! user id restrict.
+//! Access to files and to processes of other users is restricted by Landlock and by the worker's user id.
 
 use rustix::io::Errno;
 
@@ -15,8 +14,8 @@ use super::{Check, Pointer, Rule, Rules, Verdict, flags};
 /// System calls that change the running kernel.
 const FATAL_CALLS: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
 
-/// System calls that fail as if the kernel did not have them (ENOSYS). C libraries and Node fall back to
-/// older calls, whose arguments a filter can inspect.
+/// System calls that fail with ENOSYS. C libraries and Node fall back to older calls, whose arguments a
+/// filter can inspect.
 const UNAVAILABLE_CALLS: &str = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
 
 /// Groups of system calls that fail with EPERM.
@@ -24,8 +23,7 @@ const REFUSED_CALLS: &[&str] = &[
     // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // A call that enters another namespace. Flags of other calls that create namespaces are refused
-    // separately.
+    // Enters another namespace. Flags of other calls that create namespaces are refused separately.
     "setns",
     // Calls that access files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
@@ -40,9 +38,9 @@ const REFUSED_CALLS: &[&str] = &[
     "lookup_dcookie nfsservctl uselib",
 ];
 
-/// System calls for System V and POSIX IPC. The objects are shared by all processes of a user, count towards
-/// no process's memory, and remain after all processes that used them have exited. Kernels can be built
-/// without these calls, so programs check whether they exist.
+/// System calls for System V and POSIX IPC. Their objects are shared by all processes of a user, are not
+/// charged to any process, and outlive the processes that used them. Kernels can be built without these
+/// calls, so programs check whether they exist.
 const IPC_CALLS: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
@@ -85,12 +83,12 @@ pub(crate) fn strict(network: bool) -> Rules {
 }
 
 /// Returns the rules that are added to `strict` when the program is ready for its first job. These rules deny
-/// executing programs, and deny new sockets unless the worker has network access. `allow` names the calls
+/// executing programs, and deny new sockets unless the worker has network access. `allow` contains the calls
 /// that the configuration allows in addition to `strict`.
 ///
-/// These rules make no call fatal, because a second filter of a process cannot have a second listener. The
-/// first filter continues to report fatal calls. If no architecture has a call with one of the names in
-/// `allow`, returns that name as the error.
+/// These rules make no call fatal, because a second filter of a process cannot have its own listener. The
+/// first filter continues to report fatal calls. If a name in `allow` does not exist on any architecture,
+/// returns that name as the error.
 pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n str> {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("execve execveat", REFUSE);
@@ -104,7 +102,7 @@ pub(crate) fn allow_all() -> Rules {
     Rules::new(Verdict::Allow)
 }
 
-/// Allows a template to fork a worker as its sibling, if the flags are exactly `CLONE_PARENT` and `SIGCHLD`.
+/// Allows a template to fork a worker as its sibling. The flags must be exactly `CLONE_PARENT` and `SIGCHLD`.
 pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
     rules.narrow("clone", |otherwise| {
@@ -122,8 +120,7 @@ pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
 
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
-/// Error for a denied address family. Programs conclude that the kernel was built without the family, and
-/// continue without it.
+/// Error for a denied address family. Programs treat it like a kernel without this family.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
 /// Adds the rules that the `default` and the `strict` profile share.
@@ -134,7 +131,7 @@ fn deny(rules: &mut Rules) {
         rules.set(names, REFUSE);
     }
     rules.set("clone", refuse_flags(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
-    // `CLONE_NEWTIME` is denied only here, because in the flags of `clone` this bit is part of the signal
+    // Denies `CLONE_NEWTIME` only here, because in the flags of `clone` this bit is part of the signal
     // number.
     rules.set("unshare", refuse_flags(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
@@ -176,25 +173,25 @@ fn ptrace() -> Rule {
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Allows only the calling process or thread as the target. Otherwise a process could kill another process of
-/// the supervisor's user with a limit, or starve it with a priority. Neither Landlock nor missing
-/// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one
-/// process set the affinity of each other.)
+/// Allows only the calling process or thread as the target. Otherwise, a process could kill another process
+/// of the supervisor's user by setting a limit, or starve it by changing its priority. Neither Landlock nor
+/// missing capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads
+/// of one process set the affinity of each other.)
 fn only_self(argument: u8) -> Rule {
     const SELF_TARGET: u32 = 0;
     only_values(argument, &[SELF_TARGET], REFUSE)
 }
 
-/// Allows a process to set its own limits with `prlimit64` and `setrlimit`, except the limit for core dumps,
-/// which is 1 byte. With a limit of 1 byte, the kernel writes no dump and does not start the program in
-/// `kernel.core_pattern`. With a limit of 0, the kernel starts that program. Programs that set the limit to 0
-/// want no dump, and there is none anyway, so their call is ignored.
+/// Allows a process to set its own limits with `prlimit64` and `setrlimit`, except the core dump limit, which
+/// stays at 1 byte. With 1 byte, the kernel writes no dump and does not start the program in
+/// `kernel.core_pattern`. With 0, the kernel would start that program. Setting the limit to 0 is ignored,
+/// because there is no dump anyway.
 fn limits() -> (Rule, Rule) {
     #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
     const CORE: u32 = libc::RLIMIT_CORE as u32;
     let is_core = |argument, set: Rule| -> Rule { check(argument, vec![(Is(CORE), set)], Verdict::Allow) };
-    // If the caller also requests the old limit, an ignored call would let the caller read a value that the
-    // kernel did not write. So the call is refused.
+    // An ignored call would not store the old limit, and the caller would read an undefined value. So the
+    // call is refused if it requests the old limit.
     let old_limit = Pointer { argument: 3, null: Verdict::Ignore.into(), otherwise: REFUSE.into() };
     let new_limit = Pointer { argument: 2, null: Verdict::Allow.into(), otherwise: old_limit.into() };
     let only_self = check(0, vec![(Is(0), is_core(1, new_limit.into()))], REFUSE);
@@ -213,8 +210,8 @@ const IOPRIO_WHO_PROCESS: u32 = 1;
 /// routes.
 ///
 /// Without network access, all families are denied. Unix sockets are included, because a worker could use
-/// them to reach any program of its user that listens on a path. Programs that list network interfaces get an
-/// error. (Node throws an exception for any error.)
+/// them to reach any program of its user that listens on a path. As a result, programs cannot list network
+/// interfaces. (Node throws an exception when this fails.)
 fn socket(network: bool) -> Rule {
     if !network {
         return NO_FAMILY.into();
@@ -232,8 +229,8 @@ fn internet_families() -> Vec<(super::Condition, Rule)> {
     ]
 }
 
-/// Denies Unix sockets, but not the internet families. Used when no other layer denies access to the sockets
-/// of other programs of the worker's user, such as a message bus that starts programs.
+/// Denies Unix sockets, but not the internet families. Used if no other layer protects the sockets of other
+/// programs of the same user, such as a message bus that can start programs.
 pub(crate) fn deny_unix_sockets(mut rules: Rules) -> Rules {
     rules.set("socket", check(0, internet_families(), NO_FAMILY));
     rules
@@ -253,13 +250,13 @@ fn routes_only() -> Rule {
     only_values(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
-/// Allows `bind` only with the address sizes of the internet families and of netlink, or with a size larger
-/// than any Unix address. Some programs pass the larger size for all families. Most Unix addresses have
-/// another size, so `bind` refuses them.
+/// Allows `bind` only with the address sizes of the internet families and netlink, or with a size larger than
+/// any Unix address, which some programs pass for all families. Most Unix addresses have another size, so
+/// binding them is refused.
 ///
-/// An abstract Unix name belongs to the first process on the machine that binds it. Neither file permissions
-/// nor Landlock prevent a worker from taking the name of another program. Each end of a socket pair can have
-/// a name as well.
+/// An abstract Unix name belongs to the first process on the machine that binds it. Without this rule, a
+/// worker could take the name of another program, because neither file permissions nor Landlock apply to
+/// binding such names. The ends of a socket pair can be bound as well.
 fn bind_address_sizes() -> Rule {
     const INTERNET: [u32; 2] =
         [size_of::<libc::sockaddr_in>() as u32, size_of::<libc::sockaddr_in6>() as u32];
@@ -269,8 +266,8 @@ fn bind_address_sizes() -> Rule {
     check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 
-/// Allows pairs of connected Unix sockets, which are pipes in both directions. Datagram pairs are denied,
-/// because they can send to any path like the sockets that `socket` creates.
+/// Allows pairs of connected Unix sockets, which are bidirectional pipes. Denies datagram pairs,
+/// because they can send to any path, like sockets that `socket` creates.
 fn socketpair() -> Rule {
     let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
     let cases = kinds.into_iter().map(|kind| (Is(kind as u32), Verdict::Allow.into())).collect();
@@ -279,8 +276,8 @@ fn socketpair() -> Rule {
     check(0, vec![(Is(libc::AF_UNIX as u32), connected.into())], NO_FAMILY)
 }
 
-/// Denies inserting input into a terminal, pasting into a console, and loading a line discipline. Programs have
-/// escaped from sandboxes with each of these.
+/// Denies terminal requests that insert input, paste into a console, or load a line discipline. Each of these
+/// has been used to escape from a sandbox.
 fn deny_terminal_requests() -> Rule {
     let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
     check(
@@ -305,7 +302,7 @@ fn only_requests((argument, requests): Requests, errno: Errno) -> Rule {
     only_values(argument, requests, Verdict::Errno(errno))
 }
 
-/// `prctl` options that a process needs for itself: names, memory, and giving up rights.
+/// `prctl` options that a process needs for itself: names, memory, and giving up privileges.
 const PROCESS_OPTIONS: Requests = (
     0,
     &[
@@ -329,8 +326,8 @@ const PROCESS_OPTIONS: Requests = (
     ],
 );
 
-/// `ioctl` requests that programs make on descriptors of unknown type. Some requests succeed only on
-/// terminals, so programs use them to detect a terminal.
+/// `ioctl` requests that programs make on descriptors of unknown type. Programs use some of them to detect a
+/// terminal.
 const DESCRIPTOR_REQUESTS: Requests = (
     1,
     &[
@@ -345,7 +342,7 @@ const DESCRIPTOR_REQUESTS: Requests = (
     ],
 );
 
-/// Request that newer C libraries make in place of [`libc::TCGETS`].
+/// Request that newer C libraries use in place of [`libc::TCGETS`].
 const TCGETS2: u32 = 0x802c_542a;
 
 /// Calls needed for computing: memory, files, threads, time, and existing sockets.
@@ -390,11 +387,11 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
      setsockopt shutdown",
 ];
 
-/// System calls that are useful only for network sockets. They are denied without network access, because
-/// `bind` could give a name to an end of a socket pair.
+/// System calls that are useful only for network sockets. Denied without network access, because `bind` could
+/// give a name to the end of a socket pair.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
-/// System calls that ordinary programs try but do not need. `strict` refuses them in addition to the calls
+/// System calls that ordinary programs try but do not need. `strict` refuses these calls in addition to those
 /// that both profiles refuse.
 const STRICT_REFUSED_CALLS: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \

@@ -1,4 +1,4 @@
-//! The seal: a stricter filter that a worker installs itself.
+//! The seal: a stricter filter that a worker installs when it is ready for its first job.
 
 use bulkhead_linux::syscalls;
 

@@ -1,5 +1,5 @@
-//! Tests the compiled program against its rules, for every call number. Tests the profiles with real processes:
-//! the denied calls, the programs that must still work, and the notifications to the keeper.
+//! Tests the compiled program against its rules, for every call number. Tests the profiles with real
+//! processes: denied calls, programs that must still work, and notifications to the keeper.
 
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -334,7 +334,7 @@ fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Arguments that make every call fail if the kernel executes it.
+/// Invalid arguments, with which every call fails even if the kernel executes it.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -366,8 +366,7 @@ const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
-/// Error with which the tests respond to seccomp notifications. No tested call returns this error for another
-/// reason.
+/// Error with which the tests respond to seccomp notifications. No tested call returns this error by itself.
 const NOTIFIED: i32 = libc::EXDEV;
 
 /// Calls that both profiles deny, with and without the network.
@@ -572,14 +571,14 @@ fn fatal_system_call_is_reported_with_arguments() {
     };
     assert_eq!(syscalls::name(notification.number), Some("bpf"));
     assert_eq!(notification.arguments[..3], [77, 0, 1]);
-    // The call was made by another thread, because the test harness creates one per test.
+    // Another thread made the call, because the test harness starts one thread per test.
     assert!(
         std::path::Path::new(&format!("/proc/{}/task/{}", confined.child.id(), notification.thread)).exists()
     );
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
-    // No process is waiting for a response any more, which is not an error.
+    // Responding to a call that no longer waits is not an error.
     respond_with_error(confined.listener.as_ref().unwrap(), notification.id, Errno::PERM).unwrap();
 }
 

@@ -1,6 +1,6 @@
-//! Attributes of a template that workers inherit, and that any process of the same user can change from
-//! outside. The keeper records the attributes when the template is ready and restores them before each fork,
-//! so that no job can change an attribute of later workers.
+//! Process attributes of a template that workers inherit and that other processes of the same user can
+//! change. The keeper records the attributes when the template is ready and restores them before each fork,
+//! so that no job can change the attributes of later workers.
 #![expect(unsafe_code, reason = "attributes of another process are read and set by raw system calls")]
 
 use std::fs;
@@ -84,9 +84,9 @@ impl RecordedAttributes {
         Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
-    /// Restores each attribute that has changed. Calls `is_template` before it sets an attribute, because the
-    /// pid of an exited process can already belong to another process. The error is the name of an attribute
-    /// that could not be restored.
+    /// Restores each attribute that has changed. Calls `is_template` before setting an attribute, because the
+    /// pid of an exited process can be reused. Returns the name of an attribute that could not be restored as
+    /// the error.
     pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
             let Some(recorded) = recorded else { continue };
@@ -135,7 +135,7 @@ mod tests {
             let recorded = recorded.as_ref().unwrap();
             let mut other = recorded.clone();
             match name {
-                // Changes the soft limit of open files, which any process can lower and raise again.
+                // Changes the soft limit of open files, which any process can change.
                 "limits" => other[7 * 16..7 * 16 + 8].copy_from_slice(&17_u64.to_ne_bytes()),
                 "out-of-memory score" => other[..4].copy_from_slice(b"900\0"),
                 "timer slack" => other[..6].copy_from_slice(b"77000\0"),

@@ -1,11 +1,11 @@
 //! Pid namespaces of templates, each with one template and the workers that the template forks.
 //!
-//! The first process of a namespace (`spawn/init/template.rs`) is the parent of all others, and reports each
-//! exit and the remaining children to the keeper. A child was left behind by a worker unless it is the
-//! template, a worker, or a process being forked to become a worker. The keeper orders the first process to
-//! kill leftover children. Children that survive this are killed while the whole namespace is stopped. If
-//! some survive this as well, the keeper retries at longer intervals, and the worker counts as reaped. So the
-//! keeper never searches `/proc`, and namespaces do not affect each other.
+//! The first process of a namespace (`spawn/init/template.rs`) is the parent of the template and the workers,
+//! and adopts all orphans. It reports each exit and the remaining children to the keeper. A child that is not
+//! the template, a worker, or a process being forked to become a worker is a leftover of a dead worker. The
+//! keeper orders the first process to kill leftovers. Those that survive are killed while the whole namespace
+//! is stopped. If some still survive, the keeper retries at longer intervals, and the worker counts as
+//! reaped. So the keeper never searches `/proc`, and namespaces do not affect each other.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -22,42 +22,42 @@ use crate::wait;
 /// Maximum number of exit reports that are read from a namespace at once.
 const EXITS_MAX: usize = 64;
 
-/// Maximum number of remembered exits of unidentified processes in a namespace. The template can later report
+/// Maximum number of remembered exits of unidentified processes in a namespace. The template may later report
 /// some of these processes as forked workers.
 const REMEMBERED_EXITS_MAX: usize = 64;
 
-/// Minimum and maximum pause between two orders to kill leftover processes.
+/// Minimum and maximum pause between orders to kill leftover processes.
 const KILL_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const KILL_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Time after which leftover processes that could not be killed one by one are killed while the whole
-/// namespace is stopped.
+/// Time after which leftover processes that survive individual kills are killed while the whole namespace is
+/// stopped.
 const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
 
-/// Time after which a worker is reported as reaped even if leftover processes are still running, and interval
-/// between later attempts to kill these processes.
+/// Time after which a worker is reported as reaped even if leftover processes still run, and interval between
+/// later attempts to kill them.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of a template's pid namespace.
 pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
-    /// Orders that the first process has not read: at most one kill of each worker and of the template, and one
+    /// Orders that the first process has not read: at most one kill per worker, one of the template, and one
     /// order to kill leftover processes.
     outbox: Outbox,
     /// The template's pid in the namespace, once it is known.
     pub(crate) template: Option<u32>,
-    /// Workers in the namespace. Maps the pid in the namespace to the pid outside.
+    /// Workers in the namespace: maps the pid inside the namespace to the pid outside.
     workers: HashMap<u32, u32>,
-    /// Other children of the first process, each with the time of its discovery.
+    /// Other children of the first process, with the time at which each was discovered.
     unidentified: Vec<(u32, Instant)>,
     /// True if there may be more unidentified children than listed.
     has_more: bool,
     /// Pids of unidentified processes that exited recently.
     recent_exits: VecDeque<u32>,
-    /// Workers that have exited. All are reported as reaped when no unidentified process is left.
+    /// Workers that have exited. They are reported as reaped when no unidentified process is left.
     exited: Vec<ExitedWorker>,
-    /// Set while there are leftover processes to kill: the start time, the time of the next order, and the
+    /// Set while leftover processes are being killed: the start time, the time of the next order, and the
     /// pause after that order.
     kills: Option<(Instant, Instant, Duration)>,
 }
@@ -115,8 +115,8 @@ impl TemplateNamespace {
         self.unidentified.retain(|(pid, _)| *pid != inner);
     }
 
-    /// Queues an order to kill leftover processes, unless an earlier order is still pending. The keeper
-    /// repeats such orders, and they would accumulate while the first process is stopped.
+    /// Queues an order to kill leftover processes, unless one is already pending. Since the keeper repeats
+    /// such orders, they would otherwise accumulate while the first process is stopped.
     fn order_unless_pending(&mut self, order: InitOrder<'_>) {
         if self.outbox.len() == 0 {
             self.outbox.push(order.encode(), Vec::new());
@@ -162,7 +162,7 @@ impl EventLoop {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
         if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
-            // A process can have identified itself before it exited.
+            // A process may have identified itself before it exited.
             self.read_pending_messages(pid);
         }
         exits.into_iter().for_each(|exit_report| self.handle_exit(pid, exit_report));
@@ -207,7 +207,7 @@ impl EventLoop {
                 namespace.update_children(&children, exit_report.has_more, now);
                 self.clean_namespace(pid, now);
             }
-            // A later exit report of the same iteration lists the children.
+            // A later exit report of this iteration contains the children.
             None => namespace.has_more = true,
         }
     }
@@ -247,8 +247,7 @@ impl EventLoop {
     pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(namespace) = &mut child.namespace else { return };
-        // A child that was discovered before the oldest fork in progress began cannot be the result of a
-        // fork.
+        // Forks began after this time. A child that was discovered earlier is not the result of a fork.
         let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
         let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
         if namespace.unidentified.is_empty() && !namespace.has_more {
@@ -259,8 +258,7 @@ impl EventLoop {
             namespace.unidentified.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
         if left.is_empty() {
             if let Some((since, due, pause)) = namespace.kills {
-                // Waits for the forks in progress. Postpones the next order, so that the loop does not spin
-                // in the meantime.
+                // Waits for the forks in progress. Postpones the next order, so that the loop does not spin.
                 namespace.kills = Some((since, due.max(now + KILL_INTERVAL_MIN), pause));
             }
             return;
@@ -314,7 +312,7 @@ impl EventLoop {
         }
     }
 
-    /// Orders the first process to kill a worker in the namespace, with the worker's process group.
+    /// Orders the first process to kill a worker in the namespace and the worker's process group.
     pub(crate) fn kill_in_namespace(&mut self, NamespaceMember { namespace, inner, .. }: NamespaceMember) {
         if let Some(found) = self.namespace_mut(namespace) {
             found.outbox.push(InitOrder::Kill(&[inner]).encode(), Vec::new());
@@ -336,8 +334,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the exit of a namespace's first process. All processes in the namespace have been killed with
-    /// it.
+    /// Handles the exit of a namespace's first process. The kernel has killed all other processes in the
+    /// namespace.
     pub(crate) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
         const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
         let TemplateNamespace { workers, mut exited, .. } = namespace;

@@ -2,11 +2,11 @@
 //!
 //! The template and the workers are children of this process, because a template forks siblings of itself.
 //! Processes that a worker leaves behind become children as well. This process reports each exit to the
-//! keeper. The last report of an iteration also lists the remaining children. The keeper chooses the children
-//! to kill. This process decides nothing, and can identify only the template among its children. When this
-//! process exits, the kernel kills all other processes in the namespace.
+//! keeper, and the last report of an iteration also lists the remaining children. The keeper decides which
+//! children to kill, because this process knows only which child is the template. When this process exits,
+//! the kernel kills all other processes in the namespace.
 //!
-//! This process is a fork of the keeper that keeps only the capability to signal the other processes. The
+//! This process is a fork of the keeper, and keeps only the capability to signal the other processes. Its
 //! code makes only system calls.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -27,7 +27,7 @@ use crate::wait;
 /// File in which the kernel lists the children of a thread. Some kernels are built without this file.
 const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 
-/// Maximum number of children listed in an exit report. The report says if there are more.
+/// Maximum number of children listed in an exit report. The report contains a flag for further children.
 const CHILDREN_MAX: usize = 4096;
 
 /// Size of the fixed part of an exit report, in bytes. This part contains the pid, the status and resource
@@ -37,22 +37,22 @@ const FIXED_BYTES: usize = 4 + STATUS_BYTES + 1;
 /// Maximum size of an exit report with the list of children, in bytes.
 pub(crate) const EXIT_BYTES_MAX: usize = FIXED_BYTES + 4 * CHILDREN_MAX;
 
-/// Maximum number of children named in one order. The next order can name more.
+/// Maximum number of children in one order. Further children follow in the next order.
 pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
-/// Maximum number of orders, and maximum number of exits, handled in one iteration. A job can cause exits
-/// faster than this process reports them, so each iteration handles orders first.
+/// Maximum number of orders, and maximum number of exits, handled per iteration. A job can cause exits faster
+/// than this process reports them, so each iteration handles orders first.
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 
 /// Maximum time for which one order stops the other processes in the namespace.
 const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum time of one wait for killed processes while the namespace is stopped, and number of unsuccessful
-/// waits after which the remaining processes continue. A killed process that waits for a disk does not exit
-/// immediately.
+/// Maximum duration of one wait for killed processes while the namespace is stopped, and number of
+/// unsuccessful waits after which the remaining processes continue. A killed process that waits for a disk
+/// does not exit immediately.
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
@@ -64,8 +64,8 @@ pub(crate) enum Order<'a> {
     /// Kills the template.
     KillTemplate,
     /// Stops all processes, and kills each child except the template and the listed children. Also kills
-    /// descendants that become children of the first process in the meantime. Then lets the remaining
-    /// processes continue.
+    /// descendants that become children of the first process in the meantime. Then resumes the remaining
+    /// processes.
     KillAllExcept(&'a [u32]),
 }
 
@@ -89,8 +89,8 @@ pub(crate) struct ChildExit {
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// Pids of the remaining children inside the namespace. `None` if another exit report of the same
-    /// iteration follows.
+    /// Pids of the remaining children inside the namespace. `None` if another exit report of this iteration
+    /// follows.
     pub(crate) children: Option<Vec<u32>>,
     /// True if there may be more children than listed.
     pub(crate) has_more: bool,
@@ -129,8 +129,8 @@ pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
 /// Runs the first process of the namespace. `template` is the pid of its child that becomes the template.
 pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
-    // The processes in the namespace can run as another user, so killing them requires CAP_KILL. This process
-    // cannot kill any other process, because it sees only the namespace.
+    // Killing requires CAP_KILL, because the processes in the namespace can run as another user. This process
+    // cannot kill processes outside, because it sees only the namespace.
     let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), sigchld.as_raw_fd()];
     become_init(CapabilitySet::KILL, &mut kept);
     let init = TemplateInit { template, socket, children, sigchld };
@@ -175,8 +175,8 @@ impl TemplateInit<'_> {
         let _ = rustix::io::read(&self.sigchld, &mut info);
     }
 
-    /// Reaps and reports at most `EXITS_PER_ITERATION` exited children. Returns the number of reaped
-    /// children. Exits this process when no child is left.
+    /// Reaps at most `EXITS_PER_ITERATION` exited children and reports their exits. Returns the number of
+    /// reaped children. Exits this process when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
         let has_no_child = loop {
@@ -233,7 +233,7 @@ impl TemplateInit<'_> {
     }
 
     /// Fills `numbers` with the pids of remaining children. Returns the number of pids, and true if there may
-    /// be more children.
+    /// be further children.
     fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];
@@ -284,14 +284,14 @@ impl TemplateInit<'_> {
         true
     }
 
-    /// Kills all children except the template and the children in `named`. No process can fork while all
-    /// processes are stopped, so each round removes one level of a process tree.
+    /// Kills all children except the template and the children in `named`. All processes are stopped
+    /// meanwhile and cannot fork, so each round removes one level of a process tree.
     fn kill_all_except(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STOP_TIME_MAX;
         let mut failed_waits = 0;
         while failed_waits < FAILED_WAITS_MAX && Instant::now() < end {
-            // Stops all processes again in each round, because a process that was not stopped yet can have
-            // continued another. SAFETY: signals all processes in the namespace except this one.
+            // Stops all processes again in each round, because a process that was not stopped yet could have
+            // resumed another. SAFETY: signals all processes in the namespace except this one.
             unsafe { libc::kill(-1, libc::SIGSTOP) };
             let mut numbers = [0; CHILDREN_MAX];
             let (count, _) = self.list_children(&mut numbers);
@@ -311,8 +311,8 @@ impl TemplateInit<'_> {
     }
 }
 
-/// Kills a child and, if the child leads a process group, the whole group. Does nothing if the child has been
-/// reaped, because the pid is then no longer valid.
+/// Kills a child and, if it leads a process group, the whole group. Does nothing if the child has been
+/// reaped, because its pid can be reused.
 fn kill_child(pid: u32) {
     if pid > 1 && bulkhead_linux::wait::is_child(pid) {
         kill(-(pid as i32));

@@ -1,11 +1,11 @@
 //! The first process of a worker's pid namespace.
 //!
-//! The first process reaps its children, which include all orphans in the namespace. When the worker has
-//! exited, the first process reports the worker's exit status to the keeper and exits. The kernel then kills
-//! all other processes in the namespace.
+//! The first process reaps its children, which include all orphans in the namespace. When the worker exits,
+//! the first process reports the exit status to the keeper and exits as well. The kernel then kills all other
+//! processes in the namespace.
 //!
-//! The first process is a fork of the keeper without capabilities. Signals from the namespace do not reach
-//! the first process. The code makes only system calls.
+//! The first process is a fork of the keeper without capabilities. It cannot be signalled from inside the
+//! namespace. Its code makes only system calls.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 

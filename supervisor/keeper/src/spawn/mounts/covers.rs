@@ -1,8 +1,8 @@
 //! Makes granted paths visible that the worker's user cannot reach in the system's root folder.
 //!
-//! Each folder that denies access to the user is covered with a new folder, in a private mount namespace. The
-//! new folder contains only the granted paths. The keeper decides the layout before the fork. The child makes
-//! the mounts while it is still root, with system calls only.
+//! In a private mount namespace, each folder that denies access to the user is covered with a new folder that
+//! contains only the granted paths. The keeper decides the layout before the fork. The child makes the mounts
+//! while it is still root, with system calls only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
@@ -25,11 +25,11 @@ const COVERS_MAX: usize = 32;
 /// Maximum number of entries that are shown individually in place of a folder.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of the file system that covers a folder. It contains only folders and mount points, and
-/// becomes read-only at the end.
+/// Mount options of the file system that covers a folder. It contains only folders and mount points, and is
+/// finally made read-only.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
-/// Layout of the mounts, decided in advance.
+/// Layout of the mounts, decided before the fork.
 pub(crate) struct Covers {
     /// Folders that are covered.
     covers: Vec<CString>,
@@ -49,8 +49,7 @@ struct Bind {
     access: Access,
 }
 
-/// Number of the first step that is the same for all layouts. Steps that depend on the layout have lower
-/// numbers.
+/// Step numbers from here on are the same for all layouts. Lower numbers are steps that depend on the layout.
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
@@ -187,7 +186,7 @@ impl Covers {
         if !has_mount_namespace {
             common(0, create_mount_namespace())?;
         }
-        // When a folder is covered, its content can be reached only through the descriptor opened here.
+        // Once a folder is covered, its content can be reached only through the descriptor opened here.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
         for (number, (cover, slot)) in self.covers.iter().zip(&mut descriptors).enumerate() {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -238,7 +237,7 @@ fn create_mount_namespace() -> Result<(), Errno> {
     // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
     // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate
-    // to the system.
+    // back.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)
 }
 

@@ -1,7 +1,7 @@
 //! Hides the entries of a private `/proc` that describe the machine, except entries that language runtimes
 //! read.
 //!
-//! (The kernel's mount option `subset=pid` would also hide the entries that language runtimes read.)
+//! The mount option `subset=pid` is not used, because it would hide those entries as well.
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
@@ -12,9 +12,9 @@ use rustix::io::Errno;
 
 use super::{Access, mount, restrict};
 
-/// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read these
-/// entries. The entries show processors, memory, times, and the kernel's version, settings, file systems and
-/// control groups.
+/// Entries that stay visible, because C libraries, allocators, Node, Java, Go, Python and shell tools read
+/// them. They show processors, memory, times, and the kernel's version, settings, file systems and control
+/// groups.
 const VISIBLE_ENTRIES: [&str; 11] = [
     "cgroups",
     "cpuinfo",
@@ -29,8 +29,8 @@ const VISIBLE_ENTRIES: [&str; 11] = [
     "version",
 ];
 
-/// File and folder that are mounted over hidden entries. No process has permission to open them. Both are
-/// removed from the root folder when all entries are hidden.
+/// File and folder that are mounted over hidden entries. No process has permission to open them. They are
+/// removed from the root folder after all entries are hidden.
 const EMPTY_FILE: &CStr = c"/no-file";
 const EMPTY_FOLDER: &CStr = c"/no-folder";
 

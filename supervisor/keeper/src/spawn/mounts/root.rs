@@ -1,4 +1,4 @@
-//! A private root folder for a worker, made of parts of the system's root folder. Nearly all parts are
+//! A private root folder for a worker, assembled from parts of the system's root folder. Nearly all parts are
 //! read-only.
 //!
 //! The keeper decides the layout before the fork. The child makes the mounts in a private mount namespace,
@@ -20,23 +20,22 @@ use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
-/// Path of the system's root folder while the private root folder is being made.
+/// Path of the system's root folder while the private root folder is being assembled.
 const OLD_ROOT: &CStr = c"/old";
 
-/// Folder at which the new root folder is first mounted. Every system has this folder, and nothing in it is
+/// Folder at which the new root folder is first mounted. Exists on every system, and its content is not
 /// needed before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root. This file system becomes
-/// read-only at the end.
+/// Mount options of the file system with the folders and links of the new root. This file system is finally
+/// made read-only.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Size of a private `/tmp` for each file that it can contain, in bytes, and minimum number of files.
+/// Bytes of a private `/tmp` per file that it can contain, and minimum number of files.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
-/// Targets and names of links that programs expect in `/dev`. Named shared memory is stored in the private
-/// `/tmp`.
+/// Targets and names of links that programs expect in `/dev`. Named shared memory is in the private `/tmp`.
 const LINKS: [(&CStr, &CStr); 5] = [
     (c"/proc/self/fd", c"/dev/fd"),
     (c"/proc/self/fd/0", c"/dev/stdin"),
@@ -45,7 +44,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
     (c"/tmp", c"/dev/shm"),
 ];
 
-/// A step in making a root folder, or in making the content of a covered folder.
+/// A step in creating a root folder, or the content of a covered folder.
 pub(crate) enum LayoutStep {
     Folder(CString),
     File(CString),
@@ -65,7 +64,7 @@ pub(crate) enum LayoutStep {
     },
 }
 
-/// All steps that make a root folder, decided in advance.
+/// All steps that create a root folder, decided before the fork.
 pub(crate) struct PrivateRoot {
     steps: Vec<LayoutStep>,
     /// Folders whose entries are shown individually.
@@ -74,12 +73,12 @@ pub(crate) struct PrivateRoot {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of entries that are shown individually in place of a folder. A larger folder is shown as a
-/// whole, and withheld paths inside are hidden.
+/// Maximum number of entries shown individually in place of a folder. A larger folder is shown as a whole,
+/// and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
-/// Number of the first step that is the same for every root folder. The steps in [`PrivateRoot::steps`] have
-/// lower numbers.
+/// Step numbers from here on are the same for every root folder. Lower numbers are the steps in
+/// [`PrivateRoot::steps`].
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
@@ -108,7 +107,7 @@ impl PrivateRoot {
         for folder in &layout.expanded {
             steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
         }
-        // The working directory must exist, even if the worker has no access to the content.
+        // The working directory must exist, even if the worker cannot access its content.
         if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
             steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
         }
@@ -149,15 +148,15 @@ impl PrivateRoot {
     }
 
     /// Makes this folder the root folder of the calling process, which must be the only process in its mount
-    /// namespace. If the process is in a new pid namespace, it must be the first process there.
+    /// namespace. In a new pid namespace, the calling process must be the first process.
     pub(crate) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
         };
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
-        // `/proc` and `/tmp` are mounted before the system's paths are shown, because some of the paths can
-        // be inside of these folders.
+        // `/proc` and `/tmp` are mounted before the system's paths are shown, because some of these paths can
+        // be inside of them.
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -195,8 +194,8 @@ impl LayoutStep {
             }
             Self::Link { to, at } => ignore_existing(rustix::fs::symlink(to, at)),
             Self::Bind { from, at, access } => bind(from, at, *access),
-            // If a folder above denies access to the worker, nothing needs to be hidden. The worker cannot
-            // get access later either, because the Landlock rules apply as well.
+            // Nothing needs to be hidden if a parent folder denies access. The worker cannot get access later
+            // either, because the Landlock rules also apply.
             Self::Hide { at, .. }
                 if rustix::fs::access(at, rustix::fs::Access::EXISTS) == Err(Errno::ACCESS) =>
             {
@@ -213,7 +212,7 @@ impl LayoutStep {
     }
 }
 
-/// Content of the root folder, ordered by path, so that a folder comes before its content.
+/// Content of the root folder, ordered by path, so that each folder precedes its content.
 #[derive(Default)]
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
@@ -272,8 +271,8 @@ impl Layout {
     }
 
     /// Adds a folder. If paths inside of the folder are withheld, adds the other entries individually. A
-    /// mount over a withheld path would not be enough, because the path becomes visible again when it is
-    /// replaced with another file. The entries are also added individually if the folder denies access to the
+    /// mount over a withheld path would not be enough, because replacing the path with another file would
+    /// make it visible again. The entries are also added individually if the folder denies access to the
     /// worker's user. Returns the links in the folder, each with its target.
     fn add_program_folder(
         &mut self,
@@ -356,8 +355,7 @@ impl Layout {
         steps
     }
 
-    /// Returns the access with which the nearest folder above this path is shown. Returns `None` if no folder
-    /// above is shown.
+    /// Returns the access of the nearest visible folder above this path, or `None` if there is none.
     fn access_above(&self, path: &Path) -> Option<Access> {
         path.ancestors().skip(1).find_map(|above| {
             let (_, access) = self.binds.get(above)?;
@@ -397,13 +395,13 @@ pub(crate) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
 
-/// Returns the folders above a path from the top, without the root folder.
+/// Returns the parent folders of a path, outermost first, without the root folder.
 fn folders_above(path: &Path) -> Vec<CString> {
     path.parent().map(folders_to).unwrap_or_default()
 }
 
-/// Returns the folders above a path, and the path itself. If the path contains `..`, the result includes the
-/// folders that the path enters and leaves again.
+/// Returns the parent folders of a path, and the path itself. If the path contains `..`, the result includes
+/// the folders that it enters and leaves.
 fn folders_to(path: &Path) -> Vec<CString> {
     let mut folders = Vec::new();
     let mut so_far = PathBuf::from("/");
@@ -424,7 +422,7 @@ pub(crate) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
-/// Returns the path of a system file while the new root is being made.
+/// Returns the path of a system file while the new root is being assembled.
 fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
@@ -433,7 +431,7 @@ fn old_path(path: &Path) -> Option<CString> {
 /// be the first process in the namespace. Only this process and its descendants see the new `/proc`.
 pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate
-    // to the system.
+    // back.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
@@ -442,7 +440,7 @@ pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Replaces the root with an empty file system, in which the system's root is a folder.
+/// Mounts an empty file system as the root. The previous root becomes the folder `old` in it.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
@@ -453,7 +451,7 @@ fn change_root() -> Result<(), Errno> {
     rustix::process::chdir(c"/")
 }
 
-/// Unmounts the system's root, and makes the new root read-only.
+/// Unmounts the old root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
     // SAFETY: the text ends with NUL.
     check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;

@@ -2,9 +2,8 @@
 //! steps.
 //!
 //! A run scans all processes and stops each descendant that is not spared. The scan is repeated until no new
-//! descendant appears. Then all stopped descendants are killed. The killer remembers which processes earlier
-//! scans have seen, so that the caller can distinguish the processes that a worker left behind from processes
-//! found before.
+//! descendant appears. Then all stopped descendants are killed. The killer remembers the processes found by
+//! earlier scans, so that the caller can tell whether a dead worker has left new ones behind.
 
 use std::collections::HashMap;
 use std::fs::ReadDir;
@@ -22,9 +21,9 @@ const STOP_SCANS_MAX: usize = 32;
 #[derive(Default)]
 pub struct DescendantKiller {
     stage: Stage,
-    /// Number of scans that have begun in the current run.
+    /// Number of scans started in the current run.
     run_scans: usize,
-    /// Number of scans that have begun in all runs.
+    /// Number of scans started in all runs.
     scans: u64,
     /// Descendants that existed in the latest complete scan.
     found: HashMap<u32, Found>,
@@ -45,7 +44,7 @@ enum Stage {
 struct Found {
     started: u64,
     parent: u32,
-    /// Number of the scan that saw the process first.
+    /// Number of the scan that first found the process.
     first_seen: u64,
     /// True if SIGSTOP was sent to the process, even if sending it failed.
     is_stopped: bool,
@@ -84,7 +83,7 @@ impl DescendantKiller {
         !matches!(self.stage, Stage::Idle)
     }
 
-    /// Returns the number of scans that have begun so far. See [`DescendantKiller::has_nothing_new_since`].
+    /// Returns the number of scans started so far. See [`DescendantKiller::has_nothing_new_since`].
     pub fn scan_number(&self) -> u64 {
         self.scans
     }

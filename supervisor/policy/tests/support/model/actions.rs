@@ -9,14 +9,14 @@ use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
 use crate::support::Tag;
 
-/// Maximum time that an idle worker may take to exit.
+/// Maximum time for an idle worker to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Maximum number of replaced workers without jobs that may still be exiting. If the number is exceeded, the
-/// oldest one is killed.
+/// Maximum number of replaced workers without jobs that are still exiting. If there are more, the oldest one
+/// is killed.
 const LEAVING_MAX: usize = 16;
 
-/// Maximum time between the order to start a process and the report that it is running.
+/// Maximum time between the request to start a process and the report that it runs.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Worker {
@@ -127,7 +127,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that a job that was recalled along with others is sent to the same worker again.
+    /// Checks that a job that was recalled with others is sent to the same worker again.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -159,8 +159,8 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // Workers that leave their slots can cause the oldest exiting worker to be killed. A worker that has
-        // exceeded its own time limit is killed before others leave their slots.
+        // When a worker leaves its slot, the oldest exiting worker may be killed. A worker that has exceeded
+        // its own time limit is killed before that.
         if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.release_slots();
         }
@@ -241,7 +241,7 @@ impl Model {
         }
     }
 
-    /// Checks that every worker that should have been killed or drained by now was killed or drained.
+    /// Checks that every worker that is due to be killed or drained has been.
     pub(super) fn update_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
@@ -252,8 +252,7 @@ impl Model {
             && !self.step.is_excused
             && let Some(worker) = self.live(id)
         {
-            // A worker without a dispatch thread that was given a job in the meantime need not send
-            // heartbeats.
+            // A worker without a dispatch thread need not send heartbeats if it was given a job since.
             let is_due = worker.was_checked && (worker.has_dispatch_thread || worker.jobs.is_empty());
             assert!(!is_due || worker.killed.is_some(), "{id:?} is hung but was not killed");
         }
@@ -346,7 +345,7 @@ impl Model {
                     "{id:?} got the outcome {answer:?} instead of {required:?}"
                 )
             }
-            // If an earlier attempt of the job crashed, the outcome is that of the earlier attempt.
+            // If an earlier attempt crashed, that crash is the outcome.
             None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
             None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
             None if is_next && self.is_breaking && is_broken => {}
@@ -354,7 +353,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} was evicted although another job must be evicted first"),
             None => panic!("{id:?} got the outcome {answer:?} too early"),
         }
-        // A job that gets its outcome while it is prefetched has begun, which counts as an attempt.
+        // A prefetched job that gets its outcome has begun, which counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
@@ -363,8 +362,8 @@ impl Model {
         self.leave(id, &answer.verdict);
     }
 
-    /// Removes a job that has its outcome from the queue. If a worker has the job, the worker keeps it and
-    /// must be asked to cancel it.
+    /// Removes a job with an outcome from the queue. A worker that has the job keeps it, and must be asked to
+    /// cancel it.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });

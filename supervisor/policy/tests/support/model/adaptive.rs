@@ -1,4 +1,4 @@
-//! The adaptive limit, computed from a list of all runs in a window.
+//! The adaptive limit, computed from a list of all run times in a window.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Adaptive {
         *runs.iter().find(at_most).expect("the list of run times must not be empty")
     }
 
-    /// Adjusts the limit based on the smallest latency that at least half of the tenants do not exceed.
+    /// Adjusts the limit based on the lower median of the tenants' latencies.
     fn adjust(&mut self, now: Time) {
         let mut by_tenant: BTreeMap<TenantId, Vec<Duration>> = BTreeMap::new();
         for &(tenant, ran) in &self.runs {
@@ -113,8 +113,8 @@ impl Model {
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
-    /// Returns the jobs that were recalled before the limit changed. They were recalled together with a job
-    /// that ended, and not because another worker could begin them.
+    /// Returns the jobs that were recalled before the limit changed. They were recalled along with a job that
+    /// ended, not because another worker could begin them.
     fn recalled_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];

@@ -14,10 +14,10 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Maximum number of workers that may die before reading a job. After that, the job is not requeued again.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
-/// Maximum number of consecutive silences that can be blamed on the machine.
+/// Maximum number of consecutive silences that can be attributed to the machine.
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
@@ -111,7 +111,7 @@ impl Model {
         }
     }
 
-    /// Records a sign of life for every event that comes from a worker.
+    /// Records a sign of life for each event that comes from a worker.
     fn record_sign_of_life(&mut self, event: &Event<Tag>) {
         let (Event::Spawned { worker, .. }
         | Event::Hello { worker, .. }
@@ -249,8 +249,8 @@ impl Model {
         self.queue_places() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
-    /// Determines the job that must leave a full queue to make room for a job of this priority. If there is
-    /// no such job, returns the rejection.
+    /// Finds the job that must leave a full queue to make room for a job of this priority. If there is none,
+    /// returns the rejection.
     fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
         let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
         if let Some(class) = lowest.filter(|&class| class < priority) {
@@ -279,7 +279,7 @@ impl Model {
         None
     }
 
-    /// Determines the prefetched job that must be recalled and rejected if no queued job can make room.
+    /// Finds the prefetched job that must be recalled and rejected if no queued job can make room.
     fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -291,8 +291,8 @@ impl Model {
         None
     }
 
-    /// Returns the earliest time at which a worker can become available. If a worker exists in any state,
-    /// this is now.
+    /// Returns the earliest time at which a worker can become available, which is now if there is a worker in
+    /// any state.
     fn next_start(&self) -> Option<Time> {
         let at_work = self.slots.iter().filter(|slot| !slot.is_spare_slot);
         let starts = at_work.filter_map(|slot| match slot.state {
@@ -390,7 +390,7 @@ impl Model {
                 self.step.ambiguous.insert(*id);
             }
             let is_waiting = job.worker.is_none() && !job.is_prefetched() || can_be_recalled;
-            // The run limit starts again with the next dispatch.
+            // The run limit restarts with the next dispatch.
             let is_late = is_late && (!can_be_recalled || !job.is_resendable);
             let queue_timeout_at = job.queue_timeout_at.filter(|_| job.before.is_none());
             let has_permit = job.worker.is_some();
@@ -523,7 +523,7 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// The client gets its outcome now. The job stays in its worker.
+    /// The client gets its outcome now, and the job stays in its worker.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -541,7 +541,7 @@ impl Model {
         }
     }
 
-    /// Reduces the remaining time to `grace` for workers whose first job has just become overdue.
+    /// Shortens the remaining time to `grace` for workers whose first job has just become overdue.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -600,7 +600,7 @@ impl Model {
         {
             self.crashed_as_only_job(job);
         }
-        // The order is reversed, so that the oldest job ends up first.
+        // Reversed, so that the oldest job ends up first.
         for &job in unread.iter().rev() {
             if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {

@@ -1,5 +1,4 @@
-//! Prefetched jobs. Checks which jobs may be prefetched, and what happens to jobs that a worker has not
-//! begun.
+//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not begun.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
@@ -16,7 +15,7 @@ impl Job {
 }
 
 impl Model {
-    /// Returns the number of places in the queue that are in use.
+    /// Returns the number of queue places in use.
     pub(super) fn queue_places(&self) -> usize {
         self.queue.len() + self.prefetched_waiting()
     }
@@ -57,7 +56,7 @@ impl Model {
         self.sent(id, job);
     }
 
-    /// Records that a job was sent to a worker after all its previous jobs.
+    /// Records that a job was sent to a worker.
     pub(super) fn sent(&mut self, id: WorkerId, job: JobId) {
         let worker = self.live_mut(id).expect("only a living worker can be sent jobs");
         worker.sent += 1;
@@ -65,7 +64,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
-    /// Handles a reply from a worker, after which the worker's oldest prefetched job begins.
+    /// Handles a worker's reply, after which its oldest prefetched job begins.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -89,8 +88,7 @@ impl Model {
 
     // Jobs that were sent to a worker but have not begun.
 
-    /// Returns the jobs that a worker has not begun, newest first. This is the order in which they are
-    /// recalled.
+    /// Returns the jobs that a worker has not begun, newest first, which is the order of recalls.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -100,15 +98,15 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has a job, other than `other`, that has not begun and whose payload is
-    /// stored nowhere else.
+    /// Returns true if the worker has an unbegun job, other than `other`, whose payload is not stored
+    /// elsewhere.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns true if a job can end as if it were still waiting, because its worker has not begun it. The
-    /// second value is true if this depends on the order in which several such jobs are handled.
+    /// Returns true if a job can end as if it were waiting, because its worker has not begun it. The second
+    /// value is true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
@@ -205,7 +203,7 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls the prefetched jobs of a dead worker. None of them has begun.
+    /// Recalls the prefetched jobs of a dead worker, none of which has begun.
     pub(super) fn requeue_prefetched(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
@@ -216,7 +214,7 @@ impl Model {
         }
     }
 
-    /// Returns the prefetched job that is recalled and rejected if the queue is full and a job of this class
+    /// Returns the prefetched job that is recalled and rejected if the queue is full when a job of this class
     /// arrives.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =

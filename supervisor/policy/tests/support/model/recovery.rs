@@ -39,7 +39,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// Records that a worker or program died while this job was its only job.
+    /// Records that a worker or program died while running only this job.
     pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -57,8 +57,8 @@ impl Model {
         }
     }
 
-    /// Marks a job that lost its worker as retryable if its limits allow another attempt. The retry budget
-    /// decides afterwards.
+    /// Marks a job that lost its worker as retryable if its limits allow another attempt. The retry budget is
+    /// checked later.
     pub(super) fn allow_retry(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
@@ -95,8 +95,8 @@ impl Model {
         }
     }
 
-    /// Returns the verdict that the client gets. For a waiting job with an earlier attempt, this is the
-    /// verdict of the earlier attempt.
+    /// Returns the verdict for the client. For a waiting job with an earlier attempt, this is the verdict of
+    /// that attempt.
     pub(super) fn overall_verdict(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {
             Some(_) => verdict,
@@ -104,7 +104,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict that the client gets, for a job that is waiting or about to wait.
+    /// Returns the verdict for the client, for a job that is waiting or about to wait.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -119,8 +119,8 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_exclusive = view.is_exclusive;
-                // A worker that got a job in this step was not stalled before the job was sent, so the job
-                // must have been recalled.
+                // A worker that got a job in this step was not stalled before, so the job must have been
+                // recalled.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_prefetched: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);

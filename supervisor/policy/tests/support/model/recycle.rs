@@ -28,7 +28,7 @@ impl Model {
         places.into_iter().for_each(|place| self.reach_job_limit(place));
     }
 
-    /// Marks a worker as having been given its last job. A successor on standby takes over the slot.
+    /// Marks a worker as having been given its last job. A standby takes over the slot.
     fn reach_job_limit(&mut self, place: u32) {
         let worker = &self.workers[&place];
         let is_at_work = worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
@@ -60,8 +60,8 @@ impl Model {
         }
     }
 
-    /// Handles a report that a worker is being replaced. A successor on standby takes over the slot, whatever
-    /// the reason.
+    /// Handles a report that a worker is being replaced. A standby takes over the slot, regardless of the
+    /// reason.
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
@@ -75,8 +75,7 @@ impl Model {
         }
     }
 
-    /// Returns true if a successor has been on standby for at least one second and at least four times its
-    /// start time.
+    /// Returns true if a standby has waited for at least one second and at least four times its start time.
     pub(super) fn has_standby_waited(&self, slot: u32) -> bool {
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot);
         of_slot.filter(|worker| self.is_standby(worker)).any(|worker| {

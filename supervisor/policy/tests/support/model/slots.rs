@@ -7,15 +7,15 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// Time that a worker must have been ready, and have completed a job, before it clears the failure history of
-/// its slot.
+/// Time for which a worker must be ready before the failure history of its slot is cleared. The worker must
+/// also have completed a job.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Minimum time between two starts in a bulkhead after more than ten consecutive workers died during their
+/// Minimum interval between starts in a bulkhead after more than ten consecutive workers died during their
 /// first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Minimum time between two attempts to start a worker in a slot that has failed too often.
+/// Minimum interval between attempts to start a worker in a slot that has failed too often.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
 /// Minimum time between the failure of a successor and the start of the next one.
@@ -29,8 +29,7 @@ pub(super) struct Slot {
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// State that the slot had before the bulkhead was scaled to zero, if the slot was waiting for its next
-    /// worker at that time.
+    /// State of the slot before the bulkhead was scaled to zero, if the slot was waiting for its next worker.
     saved_state: Option<SlotState>,
 }
 
@@ -86,19 +85,17 @@ impl Slot {
 }
 
 impl Model {
-    /// Returns the number of slots that have a worker or will get one without having to recover from too many
-    /// failures.
+    /// Returns the number of slots that have or will have a worker, without slots that have failed too often.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
 
-    /// Returns true if a worker occupies the slot, so that other workers must wait for it.
+    /// Returns true if a worker occupies the slot.
     pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Lets replaced workers leave their slots once all their jobs have ended, however long the workers take
-    /// to exit.
+    /// Lets replaced workers leave their slots once all their jobs have ended, regardless of when they exit.
     pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
@@ -134,8 +131,7 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that was waiting for a spare can reach a slot whose worker has gone in the
-            // meantime.
+            // A rolling restart that was waiting for a spare can reach a slot whose worker is gone.
             SlotState::Vacant(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
             SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
@@ -205,7 +201,7 @@ impl Model {
         let Dead { is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
-        // The worker was killed while it was starting, because new workers run another program.
+        // The worker was killed while starting, because new workers run another program.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
@@ -248,8 +244,8 @@ impl Model {
         }
     }
 
-    /// Returns the next start after the end of a healthy worker. The start is immediate, unless more than ten
-    /// consecutive workers of the bulkhead died during their first jobs. Starts are then delayed.
+    /// Returns the next start after the end of a healthy worker. The start is immediate unless more than ten
+    /// consecutive workers of the bulkhead died during their first jobs.
     fn next_fit(&mut self, is_early_death: bool) -> NextStart {
         self.early_deaths = if is_early_death { self.early_deaths + 1 } else { 0 };
         if self.early_deaths <= 10 {
@@ -272,8 +268,7 @@ impl Model {
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // Failures in excess of the previous `max` were dropped, and do not count under a higher `max`
-        // either.
+        // Failures beyond the previous `max` were dropped, and do not count under a higher `max` either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
@@ -339,7 +334,7 @@ impl Model {
         }
     }
 
-    /// Opens and closes slots until there are as many as the limits require.
+    /// Opens or closes slots until their number matches the limits.
     pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
@@ -362,7 +357,7 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Allows a worker in a slot. If another worker still occupies the slot, the new worker starts later.
+    /// Allows a worker in a slot, at once or after the worker that still occupies the slot is gone.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;

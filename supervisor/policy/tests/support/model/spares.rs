@@ -104,7 +104,7 @@ impl Model {
     }
 
     /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more
-    /// workers than slots plus spares.
+    /// workers than slots and spares.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         let is_coming = |state| matches!(state, SlotState::Occupied { .. } | SlotState::Awaiting);
         let comes = self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state));

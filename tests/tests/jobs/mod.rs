@@ -3,6 +3,7 @@
 mod adaptive;
 mod admission;
 mod fallback;
+mod ledger;
 mod lookahead;
 mod outcomes;
 mod reload;

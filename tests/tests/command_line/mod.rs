@@ -2,6 +2,9 @@
 
 mod advise;
 mod commands;
+mod operate;
+mod running;
 mod service;
+mod service_manager;
 mod submit_input;
 mod top;

@@ -1,0 +1,64 @@
+//! `bulkhead events`: stored and new events, filtered by bulkhead, kind, severity and time.
+
+use std::time::SystemTime;
+
+use bulkhead_api::{Event, Severity, Word};
+
+use crate::admin::print_event;
+use crate::args::{Args, Events};
+use crate::output::{self, Failure, escape, exit};
+use crate::requests::{follow, get_lines, percent_encoded, request};
+use hyper::Method;
+
+pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
+    let of = events.bulkhead.as_ref().map(|name| format!("&bulkhead={}", percent_encoded(name)));
+    let of = of.unwrap_or_default();
+    let mut kept: Vec<(String, Option<Event>)> = get_lines(args, &format!("/v1/events?follow=false{of}"))
+        .await?
+        .into_iter()
+        .map(|line| {
+            let event = serde_json::from_str(&line).ok();
+            (line, event)
+        })
+        .collect();
+    let last = kept.iter().rev().find_map(|(_, event)| Some(event.as_ref()?.seq)).unwrap_or(0);
+    kept.retain(|(_, event)| event.as_ref().is_some_and(|event| is_wanted(events, event)));
+    let surplus = kept.len().saturating_sub(events.lines.unwrap_or(usize::MAX));
+    kept[surplus..].iter().try_for_each(|(line, _)| print_event(args, line))?;
+    if !events.follow {
+        return Ok(exit::OK);
+    }
+    // The stored events after the last one and the new events come in one response, so that none is lost.
+    let path = format!("/v1/events?follow=true&since={last}{of}");
+    let response = request(args, Method::GET, &path).await?;
+    follow(vec![response], |line| {
+        let data = line.strip_prefix("data:").map(str::trim_start);
+        match data.or_else(|| line.starts_with('{').then_some(line)) {
+            Some(data) => match serde_json::from_str::<Event>(data) {
+                Ok(event) if is_wanted(events, &event) => print_event(args, data),
+                _ => Ok(()),
+            },
+            // Other lines of server-sent events are ids, keep-alives and comments. Comments report missed
+            // events.
+            None => {
+                if let Some(comment) = line.strip_prefix(": ") {
+                    output::to_stderr(&escape(comment));
+                }
+                Ok(())
+            }
+        }
+    })
+    .await
+}
+
+fn is_wanted(events: &Events, event: &Event) -> bool {
+    let is_since = |since: SystemTime| humantime::parse_rfc3339(&event.at).is_ok_and(|at| at >= since);
+    let is_severe = |least: Severity| match &event.severity {
+        Word::Known(severity) => *severity >= least,
+        // A severity of a newer supervisor is shown, because it can be important.
+        Word::Other(_) => true,
+    };
+    (events.kind.is_empty() || events.kind.iter().any(|kind| *kind == event.kind))
+        && events.severity.is_none_or(is_severe)
+        && events.since.is_none_or(is_since)
+}

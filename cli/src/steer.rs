@@ -1,0 +1,209 @@
+//! Actions on bulkheads, and waiting for their effect: restart, drain, resume, reset and is-ready.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use bulkhead_api::{BulkheadState, Bulkheads, Problem, Readiness, Snapshot, Word};
+use hyper::{Method, StatusCode};
+use tokio::time::Instant;
+
+use crate::admin::shown;
+use crate::args::{Args, Drain, IsReady, Restart};
+use crate::output::{self, Failure, escape, exit};
+use crate::requests::{document, get, get_any, percent_encoded, read, request};
+
+/// Interval between two looks at a bulkhead for whose state the command waits.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Latest time of a wait, or `None` without a limit.
+#[derive(Clone, Copy)]
+struct WaitLimit(Option<Instant>);
+
+impl WaitLimit {
+    fn new(limit: Option<Duration>) -> Self {
+        Self(limit.and_then(|limit| Instant::now().checked_add(limit)))
+    }
+
+    fn is_over(self) -> bool {
+        self.0.is_some_and(|at| at <= Instant::now())
+    }
+
+    /// Waits until the next look is due.
+    async fn pause(self) {
+        let next = Instant::now() + POLL_INTERVAL;
+        tokio::time::sleep_until(self.0.map_or(next, |at| at.min(next))).await;
+    }
+}
+
+fn path_of(name: &str) -> String {
+    format!("/v1/bulkheads/{}", percent_encoded(name))
+}
+
+async fn post(args: &Args, name: &str, action: &str) -> Result<String, Failure> {
+    let path = format!("{}/{action}", path_of(name));
+    let body = read(request(args, Method::POST, &path).await?).await?;
+    Ok(String::from_utf8_lossy(&body).trim_end().to_owned())
+}
+
+fn print(args: &Args, name: &str, json: &str, text: &str) -> Result<(), Failure> {
+    if args.json { output::json(json) } else { output::line(&format!("{}: {text}", escape(name))) }
+}
+
+pub(crate) async fn resume(args: &Args, name: &str) -> Result<u8, Failure> {
+    let json = post(args, name, "resume").await?;
+    print(args, name, &json, "jobs are accepted again")?;
+    Ok(exit::OK)
+}
+
+pub(crate) async fn reset(args: &Args, name: &str) -> Result<u8, Failure> {
+    let json = post(args, name, "reset").await?;
+    let text =
+        "the breaker, the restart history and the quarantine are reset, and failed workers start again";
+    print(args, name, &json, text)?;
+    Ok(exit::OK)
+}
+
+// Drain.
+
+pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
+    let names = match &drain.name {
+        Some(name) => vec![name.clone()],
+        None => {
+            let Bulkheads { bulkheads } = get(args, "/v1/bulkheads").await?;
+            bulkheads.into_iter().map(|bulkhead| bulkhead.name).collect()
+        }
+    };
+    let limit = drain.wait.map(WaitLimit::new);
+    let mut documents = Vec::new();
+    for name in &names {
+        documents.push(post(args, name, "drain").await?);
+    }
+    for (name, json) in names.iter().zip(&documents) {
+        let text = match limit {
+            Some(limit) => {
+                wait_until_drained(args, name, limit).await?;
+                "drained: no job is left, and new jobs are rejected"
+            }
+            None => "new and queued jobs are rejected; running jobs can finish",
+        };
+        print(args, name, json, text)?;
+    }
+    Ok(exit::OK)
+}
+
+async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result<(), Failure> {
+    loop {
+        let bulkhead: Snapshot = get(args, &path_of(name)).await?;
+        if bulkhead.state != BulkheadState::Draining {
+            let message = format!("{}: the bulkhead was resumed before it was drained", escape(name));
+            return Err(Failure::new(exit::FAILED, message));
+        }
+        // Workers can still run jobs whose clients already have the outcome.
+        let in_workers: u64 = bulkhead.workers.iter().map(|worker| worker.in_flight).sum();
+        let left = bulkhead.in_flight.max(in_workers) + bulkhead.queued;
+        if left == 0 {
+            return Ok(());
+        }
+        if limit.is_over() {
+            let message = format!("{}: not drained in time; jobs left: {left}", escape(name));
+            return Err(Failure::new(exit::TIMED_OUT, message));
+        }
+        limit.pause().await;
+    }
+}
+
+// Restart.
+
+/// Tenant, slot and generation of a worker.
+type WorkerKey = (Option<String>, u32, u32);
+
+fn worker_keys(bulkhead: &Snapshot) -> impl Iterator<Item = WorkerKey> {
+    bulkhead.workers.iter().map(|worker| (worker.tenant.clone(), worker.slot, worker.generation))
+}
+
+pub(crate) async fn restart(args: &Args, restart: &Restart) -> Result<u8, Failure> {
+    let name = &restart.name;
+    let Some(limit) = restart.wait.map(WaitLimit::new) else {
+        let json = post(args, name, "restart").await?;
+        print(args, name, &json, "workers are being replaced one after the other")?;
+        return Ok(exit::OK);
+    };
+    let before: Snapshot = get(args, &path_of(name)).await?;
+    let old: HashSet<WorkerKey> = worker_keys(&before).collect();
+    let json = post(args, name, "restart").await?;
+    wait_until_replaced(args, name, &old, limit).await?;
+    print(args, name, &json, "all workers have been replaced")?;
+    Ok(exit::OK)
+}
+
+async fn wait_until_replaced(
+    args: &Args,
+    name: &str,
+    old: &HashSet<WorkerKey>,
+    limit: WaitLimit,
+) -> Result<(), Failure> {
+    loop {
+        let bulkhead: Snapshot = get(args, &path_of(name)).await?;
+        let left = worker_keys(&bulkhead).filter(|key| old.contains(key)).count();
+        let has_ready_workers =
+            bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
+        match &bulkhead.state {
+            Word::Known(BulkheadState::Ready) if left == 0 => return Ok(()),
+            // A draining bulkhead stays in this state.
+            Word::Known(BulkheadState::Draining) if left == 0 && has_ready_workers => return Ok(()),
+            Word::Known(BulkheadState::Failed) => {
+                let cause = bulkhead.detail.as_ref().map(shown).unwrap_or_default();
+                let message = format!("{}: the restart failed: {cause}", escape(name));
+                return Err(Failure::new(exit::FAILED, message));
+            }
+            _ if limit.is_over() => {
+                let state = shown(&bulkhead.state);
+                let message = format!(
+                    "{}: not restarted in time; old workers left: {left}, state: {state}",
+                    escape(name)
+                );
+                return Err(Failure::new(exit::TIMED_OUT, message));
+            }
+            _ => limit.pause().await,
+        }
+    }
+}
+
+// Readiness.
+
+pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Failure> {
+    let of = is_ready.name.as_ref().map(|name| format!("?bulkhead={}", percent_encoded(name)));
+    let path = format!("/readyz{}", of.unwrap_or_default());
+    let limit = WaitLimit::new(Some(is_ready.wait.unwrap_or_default()));
+    let (is_now_ready, body) = loop {
+        match readiness(args, &path).await {
+            Ok((false, _)) if !limit.is_over() => {}
+            Ok(readiness) => break readiness,
+            // The supervisor may be starting.
+            Err(failure) if failure.code() == exit::UNREACHABLE && !limit.is_over() => {}
+            Err(failure) => return Err(failure),
+        }
+        limit.pause().await;
+    };
+    if args.json {
+        output::json(String::from_utf8_lossy(&body).trim_end())?;
+    } else {
+        let Readiness { degraded, status, .. } = document(&body)?;
+        output::line(&shown(&status))?;
+        for one in degraded {
+            let detail = one.detail.map(|detail| format!(": {}", shown(&detail))).unwrap_or_default();
+            output::line(&format!("{}: {}{detail}", shown(&one.name), shown(&one.state)))?;
+        }
+    }
+    Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
+}
+
+/// Returns true if the supervisor or bulkhead is ready, and the supervisor's document.
+async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
+    let (status, body) = get_any(args, path).await?;
+    if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {
+        let problem: Problem = serde_json::from_slice(&body).unwrap_or_default();
+        return Err(Failure::new(exit::UNREACHABLE, escape(&problem.detail)));
+    }
+    Ok((status == StatusCode::OK, body))
+}

@@ -1,0 +1,20 @@
+//! Exit codes of the commands `bulkhead` and `bulkhead-fleet`, mostly those of `sysexits.h`.
+
+#![expect(missing_docs, reason = "docs/operations/command.md describes the codes")]
+
+pub const OK: u8 = 0;
+pub const FAILED: u8 = 1;
+pub const USAGE: u8 = 2;
+/// The supervisor or bulkhead is not ready. The code is that of `systemctl is-active`.
+pub const NOT_READY: u8 = 3;
+pub const INVALID: u8 = 65;
+pub const NOT_FOUND: u8 = 66;
+pub const UNREACHABLE: u8 = 69;
+pub const CRASHED: u8 = 70;
+/// The output could not be written.
+pub const OUTPUT_FAILED: u8 = 74;
+pub const TRY_LATER: u8 = 75;
+pub const FORBIDDEN: u8 = 77;
+/// A deadline or a wait has passed. The code is that of `timeout(1)`.
+pub const TIMED_OUT: u8 = 124;
+pub const CANCELLED: u8 = 130;

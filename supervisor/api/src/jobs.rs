@@ -1,0 +1,55 @@
+//! The list of unfinished jobs.
+
+use bulkhead_policy::JobProgress;
+use bulkhead_shared::Priority;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{Text, Word};
+
+/// Response of `GET /v1/jobs`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Jobs {
+    /// The oldest jobs, oldest first.
+    pub jobs: Vec<Job>,
+    /// Number of jobs that match the request, including jobs that are not listed.
+    pub total: u64,
+}
+
+/// A job whose client waits for the outcome.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Job {
+    /// Number of the job, in hexadecimal digits.
+    pub job: String,
+    /// Name of the bulkhead that has the job. If the job was passed on, this is the fallback.
+    pub bulkhead: String,
+    /// Progress of the job.
+    pub state: Word<JobProgress>,
+    /// Milliseconds since the supervisor received the job.
+    pub age_ms: f64,
+    /// Milliseconds since the job was sent to the worker that runs it. `null` if no worker runs the job.
+    pub ran_ms: Option<f64>,
+    /// Milliseconds until the deadline or, for a running job, until the end of the run limit if that is
+    /// earlier.
+    pub left_ms: f64,
+    /// Priority of the job.
+    pub priority: Word<Priority>,
+    /// Tenant of the job, or empty.
+    pub tenant: String,
+    /// Operation of the job, or empty.
+    pub operation: String,
+    /// The client: `pid:` and a process id, `uid:` and a user id, `http`, `token`, or `application` for the
+    /// application that embeds the supervisor.
+    pub client: Text,
+    /// Process id of the worker that has the job.
+    pub worker_pid: Option<u32>,
+    /// Number of attempts, including the current one.
+    pub attempts: u32,
+    /// Size of the payload in bytes.
+    pub payload_bytes: u64,
+    /// Trace id of the job, if the job is traced.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace_id: Option<String>,
+}

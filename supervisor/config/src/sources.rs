@@ -1,0 +1,82 @@
+//! The texts of all files of a configuration: the main file, and the files in the folder `conf.d`.
+//!
+//! A position is an offset into the texts of all files, one after the other. So a position also identifies the
+//! file, and modules that report problems need not know that there are several files.
+
+use std::path::{Path, PathBuf};
+
+use super::defaults;
+
+/// A file of the configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Source {
+    /// Path for messages. For the main file, this is the path that the caller passed.
+    pub(super) path: PathBuf,
+    /// Absolute path of the folder, at which relative paths in the file start.
+    pub(super) folder: PathBuf,
+    /// Text without a byte order mark. `None` if the file cannot be read.
+    pub(super) text: Option<String>,
+    /// Position of the first byte.
+    pub(super) start: usize,
+}
+
+impl Source {
+    fn new(path: &Path, folder: PathBuf, text: Option<&str>, start: usize) -> Self {
+        let text = text.map(|text| text.strip_prefix('\u{feff}').unwrap_or(text).to_owned());
+        Self { path: path.to_owned(), folder, text, start }
+    }
+
+    pub(super) fn text(&self) -> &str {
+        self.text.as_deref().unwrap_or_default()
+    }
+
+    /// Returns the absolute path of the file.
+    pub(super) fn absolute(&self) -> PathBuf {
+        self.path.file_name().map_or_else(|| self.path.clone(), |name| self.folder.join(name))
+    }
+}
+
+/// All files of a configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Sources {
+    main: Source,
+    /// Files in `conf.d`, in the order of their names.
+    fragments: Vec<Source>,
+}
+
+impl Sources {
+    /// Creates a configuration that consists of the main file. `folder` is the absolute path of the file's
+    /// folder.
+    pub(super) fn new(path: &Path, folder: &Path, text: &str) -> Self {
+        Self { main: Source::new(path, folder.to_owned(), Some(text), 0), fragments: Vec::new() }
+    }
+
+    /// Creates a configuration whose main file cannot be read.
+    pub(super) fn unreadable(path: &Path) -> Self {
+        Self { main: Source::new(path, PathBuf::new(), None, 0), fragments: Vec::new() }
+    }
+
+    /// Adds a file in `conf.d`, and returns the position of its first byte.
+    pub(super) fn add_fragment(&mut self, path: &Path, text: Option<&str>) -> usize {
+        let last = self.fragments.last().unwrap_or(&self.main);
+        // One position is left out, so that the position after the last byte belongs to the file before.
+        let start = last.start + last.text().len() + 1;
+        let folder = self.main.folder.join(defaults::FRAGMENTS_FOLDER);
+        self.fragments.push(Source::new(path, folder, text, start));
+        start
+    }
+
+    pub(super) fn main(&self) -> &Source {
+        &self.main
+    }
+
+    pub(super) fn fragments(&self) -> &[Source] {
+        &self.fragments
+    }
+
+    /// Returns the file that contains a position.
+    pub(super) fn at(&self, position: usize) -> &Source {
+        let after = self.fragments.partition_point(|source| source.start <= position);
+        after.checked_sub(1).map_or(&self.main, |index| &self.fragments[index])
+    }
+}

@@ -1,0 +1,189 @@
+//! Lists of jobs whose clients wait for the outcome.
+//!
+//! A bulkhead can have millions of waiting jobs, and visiting all of them at once would delay jobs for too long.
+//! [`JobListQueue`] therefore visits a bounded number of jobs per iteration. At the end, it
+//! describes the oldest jobs.
+
+use std::collections::{BinaryHeap, VecDeque};
+
+use bulkhead_api::{Job, Jobs, Text, millis};
+use bulkhead_plane::command::{JobsRequest, SteerError};
+use bulkhead_policy::{JobView, Time};
+use bulkhead_shared::JobId;
+use tokio::sync::oneshot;
+
+use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
+use crate::slab::SessionId;
+
+/// Maximum number of positions in tables of jobs, and of compartments, that are visited per iteration.
+const VISITS_PER_ITERATION_MAX: usize = 8192;
+
+/// All parts of the data plane from which a list is made.
+#[derive(Clone, Copy)]
+pub(crate) struct JobListSource<'a> {
+    pub(crate) bulkheads: &'a Bulkheads,
+    pub(crate) compartments: &'a Compartments,
+    /// Returns the name of a client, or `None` if the client has disconnected.
+    pub(crate) client: &'a dyn Fn(SessionId) -> Option<Text>,
+    pub(crate) now: Time,
+}
+
+/// Queue of requested lists. One list is made at a time.
+#[derive(Default)]
+pub(crate) struct JobListQueue(VecDeque<PartialList>);
+
+struct PartialList {
+    request: JobsRequest,
+    reply: oneshot::Sender<Jobs>,
+    /// Compartments that must still be visited. The last one is visited next.
+    left: Vec<CompartmentIndex>,
+    /// Next position to visit in the last compartment.
+    position: usize,
+    /// Number of matching jobs so far.
+    total: u64,
+    /// The oldest matching jobs so far. The newest of them is at the top.
+    oldest: BinaryHeap<(Time, CompartmentIndex, JobId)>,
+}
+
+/// Returns the time at which the supervisor received a job.
+fn received(view: &JobView<'_, Box<JobData>>) -> Time {
+    let passed_on = view.record.fallback.as_ref().filter(|_| view.is_fallback);
+    passed_on.map_or(view.received, |fallback| fallback.received())
+}
+
+impl Bulkheads {
+    /// Returns a job of a bulkhead, and the compartment that has the job.
+    pub(crate) fn find_job<'a>(
+        &self,
+        compartments: &'a Compartments,
+        now: Time,
+        (bulkhead, job): (&str, JobId),
+    ) -> Result<(CompartmentIndex, JobView<'a, Box<JobData>>), SteerError> {
+        // A bulkhead that was removed from the configuration can still have jobs.
+        let entries = self.slab.values().filter(|entry| &*entry.name == bulkhead);
+        let parts: Vec<_> = entries.map(BulkheadEntry::compartments).collect();
+        if parts.is_empty() {
+            return Err(SteerError::NotFound);
+        }
+        let mut indices = parts.into_iter().flatten();
+        let found = indices.find_map(|index| Some((index, compartments[index].policy.job(now, job)?)));
+        found.ok_or(SteerError::UnknownJob)
+    }
+}
+
+impl JobListQueue {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(crate) fn request(
+        &mut self,
+        source: &JobListSource<'_>,
+        request: JobsRequest,
+        reply: oneshot::Sender<Jobs>,
+    ) {
+        let is_wanted = |name: &str| request.bulkhead.as_deref().is_none_or(|wanted| wanted == name);
+        // Bulkheads that were removed from the configuration can still have jobs.
+        let wanted = source.bulkheads.iter().filter(|(_, entry)| is_wanted(&entry.name));
+        let left = wanted.flat_map(|(_, entry)| entry.compartments()).collect();
+        self.0.push_back(PartialList {
+            request,
+            reply,
+            left,
+            position: 0,
+            total: 0,
+            oldest: BinaryHeap::new(),
+        });
+        // If no other list is in progress, the list is usually complete at once.
+        if self.0.len() == 1 {
+            self.advance(source);
+        }
+    }
+
+    /// Continues with the oldest requested list.
+    pub(crate) fn advance(&mut self, source: &JobListSource<'_>) {
+        let Some(mut list) = self.0.pop_front() else { return };
+        if list.reply.is_closed() {
+            return;
+        }
+        list.visit(source);
+        if list.left.is_empty() {
+            let jobs = Jobs { jobs: list.describe(source), total: list.total };
+            // The requester may have gone.
+            let _ = list.reply.send(jobs);
+        } else {
+            self.0.push_front(list);
+        }
+    }
+}
+
+impl PartialList {
+    fn visit(&mut self, source: &JobListSource<'_>) {
+        let mut budget = VISITS_PER_ITERATION_MAX;
+        while budget > 0
+            && let Some(&index) = self.left.last()
+        {
+            let positions = self.compartment(source, index).map_or(0, |it| it.policy.job_positions());
+            let end = positions.min(self.position + budget);
+            budget = budget.saturating_sub(1 + end.saturating_sub(self.position));
+            for position in self.position..end {
+                self.visit_job(source, index, position);
+            }
+            self.position = end;
+            if end >= positions {
+                self.left.pop();
+                self.position = 0;
+            }
+        }
+    }
+
+    /// Returns a compartment. Returns `None` if it was removed since the request, even if its index was reused.
+    fn compartment<'a>(
+        &self,
+        source: &JobListSource<'a>,
+        index: CompartmentIndex,
+    ) -> Option<&'a Compartment> {
+        let compartment = source.compartments.get(index)?;
+        let name = &source.bulkheads.owner(compartment).name;
+        self.request.bulkhead.as_deref().is_none_or(|wanted| wanted == &**name).then_some(compartment)
+    }
+
+    fn visit_job(&mut self, source: &JobListSource<'_>, index: CompartmentIndex, position: usize) {
+        let Some(view) = source.compartments[index].policy.job_at(source.now, position) else { return };
+        if self.request.progress.is_some_and(|wanted| wanted != view.progress) {
+            return;
+        }
+        self.total += 1;
+        self.oldest.push((received(&view), index, view.id));
+        if self.oldest.len() > self.request.limit {
+            self.oldest.pop();
+        }
+    }
+
+    /// Describes the oldest jobs that still exist, oldest first.
+    fn describe(&mut self, source: &JobListSource<'_>) -> Vec<Job> {
+        let oldest = std::mem::take(&mut self.oldest).into_sorted_vec();
+        let describe_one = |(at, index, id): (Time, CompartmentIndex, JobId)| {
+            let compartment = self.compartment(source, index)?;
+            let view = compartment.policy.job(source.now, id)?;
+            let record = view.record;
+            Some(Job {
+                job: id.to_string(),
+                bulkhead: source.bulkheads.owner(compartment).name.to_string(),
+                state: view.progress.into(),
+                age_ms: millis(source.now.since(at)),
+                ran_ms: view.ran.map(millis),
+                left_ms: millis(view.left),
+                priority: record.priority.into(),
+                tenant: record.tenant.to_string(),
+                operation: record.operation.to_string(),
+                client: (source.client)(record.session).unwrap_or_default(),
+                worker_pid: view.worker_pid,
+                attempts: view.attempts,
+                payload_bytes: record.payload_bytes as u64,
+                trace_id: record.trace_id().map(str::to_owned),
+            })
+        };
+        oldest.into_iter().filter_map(describe_one).collect()
+    }
+}

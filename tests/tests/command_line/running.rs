@@ -1,0 +1,173 @@
+//! Running the `bulkhead` command in tests.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+
+use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, programs, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+/// Exit code and output of a command.
+pub(super) struct Ran {
+    pub(super) code: Option<i32>,
+    pub(super) stdout: Vec<u8>,
+    pub(super) stderr: String,
+}
+
+impl Ran {
+    pub(super) fn text(&self) -> &str {
+        std::str::from_utf8(&self.stdout).expect("text")
+    }
+
+    /// Parses standard output, which must consist of one JSON object per line.
+    pub(super) fn objects(&self) -> Vec<Value> {
+        let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+        self.text()
+            .lines()
+            .map(parse)
+            .inspect(|value: &Value| assert!(value.is_object(), "{value}"))
+            .collect()
+    }
+
+    pub(super) fn object(&self) -> Value {
+        let mut objects = self.objects();
+        assert_eq!(objects.len(), 1, "{objects:?} {}", self.stderr);
+        objects.remove(0)
+    }
+
+    #[track_caller]
+    pub(super) fn expect(self, code: i32) -> Self {
+        let (stdout, stderr) = (String::from_utf8_lossy(&self.stdout), &self.stderr);
+        assert_eq!(self.code, Some(code), "stdout: {stdout}\nstderr: {stderr}");
+        self
+    }
+}
+
+/// A running command. `end` kills the command if it does not exit in time.
+pub(super) struct Running {
+    pub(super) child: Child,
+    pub(super) stdin: Option<ChildStdin>,
+    pub(super) stdout: Option<JoinHandle<Vec<u8>>>,
+    pub(super) stderr: JoinHandle<Vec<u8>>,
+}
+
+pub(super) fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // After a read error, the test uses the bytes that arrived before.
+        let _ = from.read_to_end(&mut bytes);
+        bytes
+    })
+}
+
+pub(super) fn spawn(command: &mut Command) -> Running {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the command runs");
+    let stdin = child.stdin.take();
+    let stdout = child.stdout.take().map(read_all);
+    let stderr = read_all(child.stderr.take().expect("a pipe"));
+    Running { child, stdin, stdout, stderr }
+}
+
+impl Running {
+    /// Writes `input` to standard input, closes it, and waits for the command to exit.
+    pub(super) fn feed(mut self, input: &[u8]) -> Ran {
+        // The command can exit before reading everything.
+        let _ = self.stdin.take().expect("a pipe").write_all(input);
+        self.end()
+    }
+
+    pub(super) fn end(mut self) -> Ran {
+        drop(self.stdin.take());
+        let began = std::time::Instant::now();
+        let status = loop {
+            match self.child.try_wait().expect("our own child") {
+                Some(status) => break status,
+                None if began.elapsed() > PATIENCE => {
+                    let _ = self.child.kill();
+                    panic!("the command did not end: {:?}", self.stderr.join());
+                }
+                None => std::thread::park_timeout(std::time::Duration::from_millis(2)),
+            }
+        };
+        let stdout = self.stdout.take().map(|reader| reader.join().expect("a reader")).unwrap_or_default();
+        let stderr = String::from_utf8_lossy(&self.stderr.join().expect("a reader")).into_owned();
+        Ran { code: status.code(), stdout, stderr }
+    }
+}
+
+/// Runs the command against `supervisor`.
+pub(super) fn bulkhead(supervisor: &Supervisor, arguments: &[&str]) -> Ran {
+    spawn(supervisor.command().args(arguments)).end()
+}
+
+/// Runs the command against `supervisor` with this standard input.
+pub(super) fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> Ran {
+    spawn(supervisor.command().args(arguments)).feed(input)
+}
+
+/// Returns the command without the environment variables that name a supervisor.
+pub(super) fn plain(arguments: &[&str]) -> Command {
+    let mut command = Command::new(programs().join("bulkhead"));
+    command.args(arguments);
+    for variable in ["BULKHEAD_SOCKET", "BULKHEAD_ADMIN", "BULKHEAD_HOST", "BULKHEAD_TOKEN_FILE"] {
+        command.env_remove(variable);
+    }
+    command
+}
+
+/// Starts a job that runs until the command is interrupted.
+pub(super) fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
+    let running = spawn(supervisor.command().args(arguments).arg("-n"));
+    supervisor.wait_number(arguments[1], "in_flight", 1);
+    running
+}
+
+/// A command that follows a stream, and the received lines.
+pub(super) struct Following {
+    pub(super) child: Child,
+    pub(super) lines: Receiver<String>,
+}
+
+pub(super) fn follow(command: &mut Command) -> Following {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().expect("the command runs");
+    let (sender, lines) = channel();
+    let stdout = BufReader::new(child.stdout.take().expect("a pipe"));
+    std::thread::spawn(move || {
+        for line in stdout.lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    Following { child, lines }
+}
+
+impl Following {
+    /// Waits for a line that contains `part`.
+    pub(super) fn line_with(&self, part: &str) -> String {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no line with {part}"));
+            if line.contains(part) {
+                return line;
+            }
+        }
+    }
+
+    /// Sends SIGINT and returns the exit code.
+    pub(super) fn interrupt(mut self) -> Option<i32> {
+        kill_pid(self.child.id(), Signal::SIGINT);
+        wait_for("the command ends", || self.child.try_wait().expect("our own child")).code()
+    }
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        // The command may have exited already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
