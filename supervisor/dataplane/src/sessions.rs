@@ -48,6 +48,9 @@ const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// Size of a client's send backlog above which the client is not read, in bytes.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
+/// Maximum number of jobs that GOAWAY lists. A client with more jobs waits until some of them have ended.
+const GOAWAY_JOBS_MAX: usize = 4096;
+
 /// Time for which a client that was sent GOAWAY may keep a connection without jobs.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -207,7 +210,10 @@ impl Session {
 
     /// Returns true if the client can be sent GOAWAY, because it has jobs and would otherwise wait with the next ones.
     pub(super) fn can_go_away(&self) -> bool {
-        self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && !self.requests.is_empty()
+        let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
+        // A large frame that is still arriving has been counted, but is no request yet.
+        let is_complete = has_jobs && !self.inbox.is_within_large();
+        self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && is_complete
     }
 
     /// Counts a SUBMIT frame.
@@ -627,8 +633,10 @@ impl Sessions {
             session.is_going_away = true;
             // The request is dropped, too.
             session.is_held_back = false;
-            let (id, submits) = (SessionId { index, epoch: session.epoch }, session.submits);
-            self.send_signal(id, kind::GOAWAY, submits);
+            let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
+            let payload = Payload::Copied(&taken);
+            let _ = session.outbox.push(kind::GOAWAY, session.submits, &Empty, &[], payload);
+            self.schedule_flush(index);
             self.schedule_read(index);
         }
     }
