@@ -106,6 +106,13 @@ pub(crate) enum Command {
         #[arg(long)]
         dry_run: bool,
     },
+    /// Replace the supervisor's program without losing, refusing or repeating a job
+    ///
+    /// The running program starts the new one beside it, hands over when every bulkhead is ready, and finishes the jobs
+    /// that it has accepted. If a step fails, the old program serves on. Both sets of workers run at the same time, so the
+    /// machine needs memory for both. The exit status is 0 ten seconds after the new program has begun to serve, 1 if the
+    /// old program serves on, 2 if the supervisor cannot be upgraded, and 75 if an upgrade is under way.
+    Upgrade(Upgrade),
     /// List crash reports, or show one
     Crashes(Crashes),
     /// Run the payload of a crash report again in a dedicated worker, and report whether the job crashes the
@@ -328,6 +335,22 @@ pub(crate) struct Top {
     /// Sample for one interval, print the result and exit, as --json does
     #[arg(long)]
     pub(crate) once: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Upgrade {
+    /// Program to start. Default: the path by which the supervisor was started
+    #[arg(long, value_name = "PATH")]
+    pub(crate) program: Option<PathBuf>,
+
+    /// Upgrade even if a bulkhead that is ready has failed in the new program
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    /// Confirm that no program watches the process id of the supervisor. Required without a service manager that
+    /// follows the main process (NOTIFY_SOCKET)
+    #[arg(long)]
+    pub(crate) unmanaged: bool,
 }
 
 #[derive(Debug, clap::Args)]

@@ -22,6 +22,7 @@ mod submit;
 mod target;
 mod times;
 mod top;
+mod upgrade;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -88,6 +89,7 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Resume { name } => steer::resume(args, name).await,
         Command::Reset { name } => steer::reset(args, name).await,
         Command::Reload { dry_run } => reload::run(args, *dry_run).await,
+        Command::Upgrade(upgrade) => upgrade::run(args, upgrade).await,
         Command::Resize(resize) => admin::resize(args, resize).await,
         Command::Advise { name } => advise::run(args, name.as_deref()).await,
         Command::Crashes(crashes) => crashes::run(args, crashes).await,

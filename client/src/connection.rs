@@ -9,7 +9,9 @@ use std::task::Waker;
 use std::time::Duration;
 
 use bulkhead_shared::Executed;
-use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, Refused, role};
+use bulkhead_shared::client_protocol::{
+    ClientWelcome, Hello, PROTOCOL_VERSION, Refused, client_capability, role,
+};
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
@@ -230,8 +232,15 @@ impl Client {
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
         let needed = Arc::<Notify>::default();
         let lost = Vec::new();
-        let driver =
-            Driver { target: target.clone(), requests, lost, current: sender, needed: needed.clone() };
+        let driver = Driver {
+            target: target.clone(),
+            requests,
+            lost,
+            leaving: Vec::new(),
+            left: Arc::default(),
+            current: sender,
+            needed: needed.clone(),
+        };
         let shared =
             Arc::new(Shared { target, current, needed, budget: Mutex::default(), created: Instant::now() });
         (Self { shared, retries: false, reconnect_timeout: None }, driver.run())
@@ -461,7 +470,7 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
         version_max: PROTOCOL_VERSION,
         role: role::CLIENT,
         frame_bytes_max: FRAME_BYTES_MAX,
-        capabilities: 0,
+        capabilities: client_capability::GOAWAY,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
@@ -534,6 +543,10 @@ struct Driver {
     requests: Option<Arc<Requests>>,
     /// Lost connections, oldest first, with jobs that wait to be sent over the next connection.
     lost: Vec<Arc<Requests>>,
+    /// Connections on which the supervisor finishes its jobs, but takes no further ones.
+    leaving: Vec<Arc<Requests>>,
+    /// Notified when a leaving connection has closed.
+    left: Arc<Notify>,
     current: watch::Sender<Connection>,
     needed: Arc<Notify>,
 }
@@ -547,10 +560,17 @@ impl Driver {
                 // Lost jobs are sent before the jobs of callers that wait for the connection.
                 let mut first_place = (!self.lost.is_empty()).then(|| requests.queue());
                 self.current.send_replace(Connection::Up(requests.clone()));
-                let mut serving = pin!(serve(&requests));
+                let mut serving = Box::pin(serve(requests.clone()));
                 let message = loop {
                     tokio::select! {
-                        message = &mut serving => break message,
+                        message = &mut serving => break Some(message),
+                        () = requests.leaving() => break None,
+                        () = self.left.notified() => {
+                            self.forget_left();
+                            if first_place.is_none() && !self.lost.is_empty() {
+                                first_place = Some(requests.queue());
+                            }
+                        }
                         () = self.send_again(&mut first_place), if first_place.is_some() => {
                             first_place = None;
                             self.lost.clear();
@@ -562,7 +582,13 @@ impl Driver {
                 if began.elapsed() >= RECONNECT_PAUSE_MAX {
                     pause = Duration::ZERO;
                 }
-                self.disconnect(&message, self.can_reconnect());
+                match message {
+                    Some(message) => self.disconnect(&message, self.can_reconnect()),
+                    None => {
+                        pause = Duration::ZERO;
+                        self.leave(serving);
+                    }
+                }
             }
             let reconnected = tokio::select! {
                 requests = self.reconnect(&mut pause) => requests,
@@ -578,7 +604,7 @@ impl Driver {
     async fn wait_until_unused(&self) {
         self.current.closed().await;
         // Jobs move from a lost connection to the present one.
-        for requests in self.lost.iter().chain(&self.requests) {
+        for requests in self.lost.iter().chain(&self.leaving).chain(&self.requests) {
             requests.idle().await;
         }
     }
@@ -599,6 +625,33 @@ impl Driver {
             self.lost.push(requests);
         }
         self.lost.retain(|lost| lost.has_detached_jobs());
+    }
+
+    /// Leaves the connection to its remaining jobs, and needs another one for further jobs.
+    fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
+        self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
+        let Some(requests) = self.requests.take() else { return };
+        self.leaving.push(requests.clone());
+        self.lost.push(requests.clone());
+        self.lost.retain(|lost| lost.has_detached_jobs());
+        let left = self.left.clone();
+        tokio::spawn(async move {
+            let message = tokio::select! {
+                message = serving => message,
+                () = requests.idle() => "the last job has ended".to_owned(),
+            };
+            requests.close(&message, true);
+            left.notify_one();
+        });
+    }
+
+    /// Removes leaving connections that have closed. Jobs that can be sent again wait for another connection.
+    fn forget_left(&mut self) {
+        for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
+            if requests.has_detached_jobs() && !self.lost.iter().any(|lost| Arc::ptr_eq(lost, &requests)) {
+                self.lost.push(requests);
+            }
+        }
     }
 
     /// Sends the jobs of lost connections again. Never returns if the connection is unusable.
@@ -674,16 +727,16 @@ impl Drop for Driver {
             return;
         }
         const REASON: &str = "the async runtime that served the connection has ended";
-        self.lost.iter().for_each(|lost| lost.close(REASON, false));
+        self.lost.iter().chain(&self.leaving).for_each(|lost| lost.close(REASON, false));
         self.disconnect(REASON, false);
     }
 }
 
 /// Reads and writes frames until the connection ends. Returns the reason why it ended.
-async fn serve(requests: &Arc<Requests>) -> String {
+async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
-        message = read(requests) => message,
-        message = write(requests) => message,
+        message = read(&requests) => message,
+        message = write(&requests) => message,
     }
 }
 

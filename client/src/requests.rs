@@ -60,6 +60,8 @@ enum Phase {
     /// All clones of the client were dropped, so no further job can be submitted. The driver is notified when
     /// the last job ends.
     Ending,
+    /// The supervisor takes no further job on this connection. The driver is notified when the last job ends.
+    Leaving,
     /// A write has failed. The driver will determine the reason.
     Broken,
     /// The connection is closed. Jobs that are still pending are sent over another connection.
@@ -73,6 +75,8 @@ struct State {
     outbox: Outbox,
     /// Total number of bytes ever appended to the outbox.
     pushed_bytes: u64,
+    /// Total number of jobs ever appended to the outbox.
+    submits: u64,
     pool: BufferPool,
     leases: Leases,
     /// True if the driver was notified that the outbox contains bytes to write.
@@ -97,6 +101,8 @@ pub(crate) struct Requests {
     /// such submitters are woken.
     pub(crate) space: Notify,
     idle: Notify,
+    /// Notifies the driver that another connection is needed, because the supervisor has sent GOAWAY.
+    leaving: Notify,
     frame_bytes_max: u32,
     /// True if the supervisor can send descriptors, because a requested lease has not arrived yet.
     expects_files: AtomicBool,
@@ -119,6 +125,7 @@ impl Requests {
             flush_due: Notify::new(),
             space: Notify::new(),
             idle: Notify::new(),
+            leaving: Notify::new(),
             frame_bytes_max,
             expects_files: AtomicBool::new(false),
             capabilities,
@@ -425,6 +432,35 @@ impl Requests {
         ended.wake();
     }
 
+    /// Handles GOAWAY: the supervisor has taken only the first `taken` jobs. Sends the others over another connection.
+    fn go_away(&self, taken: u64) {
+        let mut state = self.lock();
+        if !matches!(state.phase, Phase::Open | Phase::Ending) {
+            return;
+        }
+        state.phase = Phase::Leaving;
+        let (again, ended) = state.waiters.detach(|job| match job {
+            Some((waiter, _)) if waiter.is_detached() || waiter.submit_number <= taken => Fate::Stays,
+            Some((waiter, job)) if waiter.is_cancelled => Fate::Ends(JobError::lost(
+                job.executed(),
+                "the job was cancelled before the supervisor took it",
+            )),
+            Some(_) => Fate::SentAgain,
+            None => Fate::Stays,
+        });
+        state.detached.extend(again);
+        self.notify_if_idle(&state);
+        drop(state);
+        ended.wake();
+        self.space.notify_waiters();
+        self.leaving.notify_one();
+    }
+
+    /// Waits until the supervisor takes no further job on this connection.
+    pub(crate) async fn leaving(&self) {
+        self.leaving.notified().await;
+    }
+
     // Jobs that are sent over another connection.
 
     /// Sends the detached jobs over another connection, in which `place` is the position of the caller. Returns
@@ -484,6 +520,11 @@ impl Requests {
             waker.wake();
         }
         result
+    }
+
+    /// Returns true if the connection is closed.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().phase == Phase::Closed
     }
 
     /// Returns true if jobs still wait to be sent over another connection.
@@ -577,7 +618,9 @@ impl State {
     fn check_space(&self, queued_max: usize) -> Result<(), SubmitError> {
         match self.phase {
             Phase::Open => {}
-            Phase::Ending | Phase::Broken | Phase::Closed => return Err(SubmitError::Closed),
+            Phase::Ending | Phase::Leaving | Phase::Broken | Phase::Closed => {
+                return Err(SubmitError::Closed);
+            }
         }
         if self.queued_submitters > queued_max || !self.has_space() { Err(SubmitError::Full) } else { Ok(()) }
     }
@@ -639,6 +682,8 @@ impl State {
         outbox.push_pooled(kind::SUBMIT, number, &submit, &given[..count], payload, pool)?;
         *pushed_bytes += (outbox.waiting_bytes() - before) as u64;
         waiter.frame_end = *pushed_bytes;
+        self.submits += 1;
+        waiter.submit_number = self.submits;
         Ok(())
     }
 }

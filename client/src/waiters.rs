@@ -28,6 +28,8 @@ pub(crate) struct Waiter {
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
     /// Total number of bytes appended to the outbox up to the end of the job's frame.
     pub(crate) frame_end: u64,
+    /// Position of the job among all jobs of the connection, counted from 1.
+    pub(crate) submit_number: u64,
     /// Lease whose memory files contain the payload, and possibly the result.
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) maps_result: bool,

@@ -173,6 +173,16 @@ class Peer:
         fixed = _wire._OUTCOME.pack(verdict, reason, 0, 1, 0, 0, 0, 0, 1_000_000, 0, *after, 0, 0)
         self.link.sendall(_wire.frame(_wire.OUTCOME, number, fixed + bytes(24) + _wire.EMPTY))
 
+    def go_away(self, count: int, taken: list[int]) -> None:
+        """Sends GOAWAY: the supervisor has taken ``count`` jobs, of which ``taken`` have no outcome."""
+        self.link.sendall(_wire.frame(_wire.GOAWAY, count, _wire.EMPTY, b"".join(map(_wire.NUMBER.pack, taken))))
+
+    def wait_for_end(self) -> None:
+        """Waits until the client closes the connection."""
+        with contextlib.suppress(ConnectionError, EOFError):
+            while True:
+                self._next()
+
     def close(self) -> None:
         self.link.close()
 
@@ -402,6 +412,118 @@ def test_closed_client_fails_jobs_that_wait_for_a_connection(fake: FakeSuperviso
         error = future.exception(LONG)
     assert isinstance(error, bulkhead.Disconnected)
     assert error.executed == "unknown"
+
+
+# GOAWAY.
+
+
+def run_both(way: str, path: str, first: bytes, second: bytes, timeout: float | None = None) -> list[bytes]:
+    """Runs two jobs of one client at once, and a third one after the second. Returns the results in this order."""
+    if way == "asyncio":
+
+        async def run() -> list[bytes]:
+            async with AsyncClient(path, reconnect_timeout=timeout) as client:
+
+                async def later() -> list[bytes]:
+                    return [bytes((await client.call("plain", second)).payload) for _ in range(2)]
+
+                one, others = await asyncio.gather(client.call("plain", first), later())
+                return [bytes(one.payload), *others]
+
+        return asyncio.run(run())
+    with Client(path, reconnect_timeout=timeout) as client:
+        if way == "submit":
+            one = client.submit("plain", first)
+            others = [bytes(client.submit("plain", second).result(LONG).payload) for _ in range(2)]
+            return [bytes(one.result(LONG).payload), *others]
+        results: list[bytes] = []
+        thread = threading.Thread(target=lambda: results.append(bytes(client.call("plain", first).payload)))
+        thread.start()
+        others = [bytes(client.call("plain", second).payload) for _ in range(2)]
+        thread.join(LONG)
+        return results + others
+
+
+@WAYS
+@pytest.mark.parametrize("timeout", [None, 0])
+def test_jobs_that_a_replaced_supervisor_has_not_taken_are_sent_elsewhere(
+    fake: FakeSupervisor, way: str, timeout: float | None
+) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        old = fake.welcome()
+        jobs = dict(reversed(old.job()) for _ in range(2))
+        # Only the job "first" was taken. The number in the header is for clients that count, which sent it first or
+        # second.
+        taken = [jobs[b"first"]]
+        count = 1 if jobs[b"first"] == min(jobs.values()) else 2
+        if count == 2:
+            taken.append(jobs[b"second"])
+        old.go_away(count, taken)
+        new = fake.welcome()
+        if count == 1:
+            number, payload = new.job()
+            assert payload == b"second"
+            new.end(number, OK)
+        else:
+            old.end(jobs[b"second"], OK)
+        number, payload = new.job()
+        assert payload == b"second"
+        new.end(number, OK)
+        # The old connection stays open until its last job has ended.
+        old.end(jobs[b"first"], OK)
+        old.wait_for_end()
+        new.wait_for_end()
+
+    with fake.running(script) as path:
+        assert run_both(way, path, b"first", b"second", timeout) == [b"", b"", b""]
+
+
+@WAYS
+def test_job_during_the_end_of_the_replaced_supervisor_uses_the_new_one(fake: FakeSupervisor, way: str) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        old = fake.welcome()
+        old.job()
+        old.go_away(0, [])
+        new = fake.welcome()
+        new.end(new.job()[0], OK)
+        old.wait_for_end()
+
+    with fake.running(script) as path:
+        assert call_of(way, path) == b""
+
+
+@pytest.mark.parametrize("way", ["submit", "asyncio"])
+def test_closed_client_cancels_jobs_of_the_replaced_supervisor(fake: FakeSupervisor, way: str) -> None:
+    def script(fake: FakeSupervisor) -> None:
+        old = fake.welcome()
+        number, _ = old.job()
+        old.go_away(1, [number])
+        new = fake.welcome()
+        new.end(new.job()[0], OK)
+        old.wait_for_end()
+
+    with fake.running(script) as path:
+        if way == "submit":
+            client = Client(path)
+            kept = client.submit("plain", b"kept")
+            wait_for("GOAWAY has arrived", lambda: client._connection is not None and client._connection.is_over)
+            assert bytes(client.call("plain", b"later").payload) == b""
+            client.close()
+            assert isinstance(kept.exception(LONG), bulkhead.Disconnected)
+            return
+
+        async def run() -> None:
+            client = AsyncClient(path)
+            kept = client.submit("plain", b"kept")
+            state = client._states[asyncio.get_running_loop()]
+            while state.connection is None or not state.connection.is_over:
+                await asyncio.sleep(0.001)
+            assert bytes((await client.call("plain", b"later")).payload) == b""
+            client.close()
+            with pytest.raises(bulkhead.Disconnected):
+                await kept
+
+        asyncio.run(run())
 
 
 # Retries.

@@ -32,6 +32,13 @@ pub mod capability {
     pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
+/// Optional features of a client. [`Hello::capabilities`] contains the sum of the supported ones.
+pub mod client_capability {
+    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY): submits the jobs that the supervisor has not taken, and all
+    /// further ones, over another connection, and closes this one after the last outcome.
+    pub const GOAWAY: u64 = 1;
+}
+
 /// Decodes the value of the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). Returns `None` if the
 /// value is invalid.
 ///
@@ -65,8 +72,8 @@ pub struct Hello<'a> {
     pub role: u8,
     /// Maximum size of a frame that the sender accepts, in bytes, not counting the header.
     pub frame_bytes_max: u32,
-    /// Sum of the sender's capabilities. A client sends 0; [`crate::worker_protocol::capability`] lists the
-    /// capabilities of workers.
+    /// Sum of the sender's capabilities. [`client_capability`] lists those of clients, and
+    /// [`crate::worker_protocol::capability`] those of workers.
     pub capabilities: u64,
     /// Name of the client or worker library.
     pub name: &'a str,

@@ -42,6 +42,9 @@ pub mod kind {
     pub const LEASED: u8 = 34;
     pub const LEASE_ENDED: u8 = 35;
     pub const LEASE_REFUSED: u8 = 36;
+    /// The supervisor takes no further request on this connection. The number is that of the SUBMIT frames that it has
+    /// taken.
+    pub const GOAWAY: u8 = 37;
 
     // Supervisor to worker.
     pub const JOB: u8 = 48;

@@ -51,6 +51,10 @@ pub struct Args {
     #[arg(long, value_name = "FOLDER", requires = "while_open")]
     pub own_folder: Option<PathBuf>,
 
+    /// Take over from the running supervisor at the other end of this inherited socket. Used by `bulkhead upgrade`
+    #[arg(long, value_name = "FD", hide = true, conflicts_with_all = ["check", "schema", "while_open"])]
+    pub take_over: Option<i32>,
+
     /// Command to run instead of starting a supervisor
     #[command(subcommand)]
     pub command: Option<Command>,

@@ -206,9 +206,17 @@ impl Builder {
         let support = SandboxSupport::from_probe(&config, found);
         crate::inherited::warn_about_limits(&config);
         let open_files = OpenFiles::keep(descriptors::reserve(), |_| 0);
-        let prerequisites =
-            Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::embedded() };
-        Ready::prepare(prerequisites, |_| {
+        let prerequisites = Prerequisites {
+            config,
+            host,
+            support,
+            keeper,
+            open_files,
+            threads: ThreadMonitor::embedded(),
+            program: Err("an embedded supervisor is part of its application".to_owned()),
+            soft_limits: Vec::new(),
+        };
+        Ready::prepare(prerequisites, None, |_| {
             let inherited = InheritedSockets::default();
             Ok(Listeners { jobs: None, mode: RunMode::Embedded, http: None, jobs_http: None, inherited })
         })

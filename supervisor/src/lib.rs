@@ -20,6 +20,7 @@ mod inherited;
 pub mod own_folder;
 pub mod pages;
 pub mod supervisor;
+pub mod take_over;
 
 pub use embedded::{Builder, KeeperProgram, LocalSupervisor, StartError, Supervisor, keeper_main_if_asked};
 pub use supervisor::RunError;

@@ -10,6 +10,7 @@ use bulkhead_linux::{signals, standard_output};
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::own_folder::OwnFolder;
+use bulkhead_supervisor::take_over::Link;
 use bulkhead_supervisor::{check, config, doctor, keeper, pages, supervisor};
 use clap::Parser;
 
@@ -119,6 +120,10 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(while_open) => while_open,
         Err(error) => return fail_with(USAGE, &format!("--while-open: {error}")),
     };
+    let link = match args.take_over.map(Link::inherit).transpose() {
+        Ok(link) => link,
+        Err(error) => return fail_with(USAGE, &format!("--take-over: {error}")),
+    };
     // The folder is removed when this function returns, on every path.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
@@ -127,6 +132,9 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {
+            if let Some(link) = link {
+                link.fail(&errors.render(false).to_string());
+            }
             // A write error is ignored, because there is no other place to report the errors.
             let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
@@ -148,7 +156,8 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     if let Err(error) = logging::init(format, log_filter) {
         return fail_with(USAGE, &error);
     }
-    supervisor::run(config, while_open).map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
+    supervisor::run(config, while_open, link)
+        .map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
 }
 
 /// Prints the error to standard error, and returns the exit code. Ignores write errors.

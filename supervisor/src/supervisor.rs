@@ -11,12 +11,15 @@ use std::time::Duration;
 
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
+use bulkhead_control::control::handover::{HandoverOptions, ProcessEnd, SuccessorProgram};
+use bulkhead_control::control::upgrade::TAKE_OVER_ARGUMENT;
 use bulkhead_control::control::{self, ActiveConfig, ControlThread, Options, RunMode};
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
 use bulkhead_dataplane::{Components, DataPlane, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::liveness::{self, LivenessDescriptor};
+use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_linux::scheduler::set_time_slice;
 use bulkhead_plane::command::CommandSender;
 use bulkhead_plane::confinement::SandboxSupport;
@@ -28,6 +31,7 @@ use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_plane::worker_ids::IdUse;
 
 use crate::activation::ActivatedSockets;
+use crate::take_over::{self, Link, TakeOver};
 
 /// Reason why a supervisor could not be started, or did not end cleanly.
 #[derive(thiserror::Error)]
@@ -53,6 +57,9 @@ pub enum RunError {
     /// A bulkhead needs the host program for `exec` or `library`, but it cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
+    /// The other supervisor of an upgrade has ended, so that this one could not go on.
+    #[error("failed to complete the upgrade; the log has the reason")]
+    Upgrade,
     /// A system call failed.
     #[error("failed to {0}: {1}")]
     System(&'static str, #[source] std::io::Error),
@@ -75,30 +82,22 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
 /// becomes a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Must be called before the process has started any other thread.
-pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(), RunError> {
-    let activated = ActivatedSockets::take()
-        .map_err(system("use the sockets that the service manager passes (LISTEN_FDS)"))?;
-    crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
-    crate::inherited::require_open_files().map_err(system("open enough files"))?;
-    let host = program::require_host(&config)?;
-    let support = SandboxSupport::probe(&config, IdUse::Run);
-    // The process must become a subreaper before the keeper starts, because the keeper inherits the state of
-    // the process.
-    keeper::become_subreaper().map_err(system("become a child subreaper"))?;
-    bulkhead_linux::peer::check_proc_visibility().map_err(system(
-        "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
-         (ProtectProc=default in a unit of systemd)",
-    ))?;
-    // An error is ignored. Old kernels do not support shorter slices, and the supervisor also works without
-    // them.
-    let _ = set_time_slice(SLICE);
-    let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    // Limits are raised after the keeper has started, so that workers keep the original limits.
-    crate::inherited::raise_limits(&config);
-    let open_files = OpenFiles::raise(descriptors::reserve(), control::tcp_descriptors);
-    let prerequisites =
-        Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::default() };
-    let ready = Ready::prepare(prerequisites, |config| open_sockets(config, activated))?;
+///
+/// `link` is the link to the previous supervisor of an upgrade, from which this one takes over.
+pub fn run(
+    config: Config,
+    while_open: Option<LivenessDescriptor>,
+    link: Option<Link>,
+) -> Result<(), RunError> {
+    // The duplicate reports a failure of the start.
+    let failure_link = link.as_ref().and_then(|link| link.try_clone().ok());
+    let result = start(config, while_open.as_ref().map(|_| ()), link);
+    let ready = result.inspect_err(|error| {
+        if let Some(link) = &failure_link {
+            link.fail(&error.to_string());
+        }
+    })?;
+    drop(failure_link);
     if let Some(while_open) = while_open {
         let commands = ready.commands.clone();
         let stop = move || {
@@ -115,6 +114,81 @@ pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(),
     ready.run()
 }
 
+/// Starts all parts of a supervisor except for the data plane.
+fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<Ready, RunError> {
+    let activated = ActivatedSockets::take()
+        .map_err(system("use the sockets that the service manager passes (LISTEN_FDS)"))?;
+    let taken = link.map(|link| link.take_over().map(|taken| (link, taken))).transpose();
+    let taken = taken.map_err(system("take over from the previous supervisor"))?;
+    if let Some((_, taken)) = &taken {
+        taken.restore_limits();
+    }
+    let soft_limits = take_over::soft_limits();
+    let program = successor_program(while_open.is_some());
+    crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
+    crate::inherited::require_open_files().map_err(system("open enough files"))?;
+    let host = program::require_host(&config)?;
+    let support = SandboxSupport::probe(&config, IdUse::Run);
+    if let (Some(ids), Some((_, taken))) = (support.ids(), &taken) {
+        ids.inherit(taken.permanent_ids.clone());
+    }
+    // The process must become a subreaper before the keeper starts, because the keeper inherits the state of
+    // the process.
+    keeper::become_subreaper().map_err(system("become a child subreaper"))?;
+    bulkhead_linux::peer::check_proc_visibility().map_err(system(
+        "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
+         (ProtectProc=default in a unit of systemd)",
+    ))?;
+    // An error is ignored. Old kernels do not support shorter slices, and the supervisor also works without
+    // them.
+    let _ = set_time_slice(SLICE);
+    let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
+    // Limits are raised after the keeper has started, so that workers keep the original limits.
+    crate::inherited::raise_limits(&config);
+    let open_files = OpenFiles::raise(descriptors::reserve(), control::tcp_descriptors);
+    let prerequisites = Prerequisites {
+        config,
+        host,
+        support,
+        keeper,
+        open_files,
+        threads: ThreadMonitor::default(),
+        program,
+        soft_limits,
+    };
+    Ready::prepare(prerequisites, taken, |config| open_sockets(config, activated))
+}
+
+/// Returns the program of a successor, or the reason why this supervisor cannot be upgraded.
+fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> {
+    if ends_with_other {
+        return Err("a supervisor with --while-open ends with the program that has started it, so it cannot be upgraded: \
+                    upgrade that program"
+            .to_owned());
+    }
+    if std::process::id() == 1 {
+        return Err(
+            "the first process of a container cannot be upgraded, because the container ends with it: start \
+                    another container, or start the supervisor under an init"
+                .to_owned(),
+        );
+    }
+    let mut arguments: Vec<_> = std::env::args_os().collect();
+    if let Some(at) = arguments.iter().position(|argument| argument == TAKE_OVER_ARGUMENT) {
+        arguments.drain(at..(at + 2).min(arguments.len()));
+    }
+    // The path is not resolved, so that it leads to the new program after a package or a link was replaced.
+    let name = PathBuf::from(arguments.first().ok_or("the name of the program is unknown")?);
+    let path = if name.components().count() > 1 {
+        std::path::absolute(&name).map_err(|error| error.to_string())?
+    } else {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let found = std::env::split_paths(&path).map(|folder| folder.join(&name)).find(|path| path.is_file());
+        found.ok_or_else(|| format!("there is no program '{}' in PATH: use --program", name.display()))?
+    };
+    Ok(SuccessorProgram { path, arguments })
+}
+
 /// Everything that is needed to start the other parts of a supervisor: the configuration, the running keeper,
 /// and the results of probing this machine.
 pub(crate) struct Prerequisites {
@@ -124,6 +198,9 @@ pub(crate) struct Prerequisites {
     pub(crate) keeper: Keeper,
     pub(crate) open_files: OpenFiles,
     pub(crate) threads: ThreadMonitor,
+    /// Program of a successor, or the reason why there can be none.
+    pub(crate) program: Result<SuccessorProgram, String>,
+    pub(crate) soft_limits: Vec<(u32, u64)>,
 }
 
 /// Listening sockets of a supervisor.
@@ -148,23 +225,44 @@ pub(crate) struct Ready {
     pub(crate) span_thread: Option<spans::SpanThread>,
     pub(crate) threads: ThreadMonitor,
     pub(crate) counters: Arc<SharedCounters>,
+    /// Order in which this process and the other supervisor of an upgrade end.
+    end: Arc<ProcessEnd>,
+    drain_timeout: Duration,
 }
 
 impl Ready {
-    /// Starts all parts except for the data plane. `open` creates the listening sockets.
+    /// Starts all parts except for the data plane. `open` creates the listening sockets, unless they are taken over from
+    /// the previous supervisor of an upgrade.
     pub(crate) fn prepare(
         prerequisites: Prerequisites,
+        mut taken: Option<(Link, TakeOver)>,
         open: impl FnOnce(&SupervisorConfig) -> Result<Listeners, RunError>,
     ) -> Result<Self, RunError> {
-        let Prerequisites { config, host, support, mut keeper, open_files, threads } = prerequisites;
+        let Prerequisites { config, host, support, mut keeper, open_files, threads, program, soft_limits } =
+            prerequisites;
         if let Some(ids) = support.subordinate() {
             keeper.send_subordinate_ids(ids).map_err(system("start the keeper"))?;
         }
         let (file, support) = (Arc::new(config), Arc::new(support));
         let mut config = file.clone();
         open_files.lower_max_clients(&mut config);
-        let store = crashes::Store::new(&config.supervisor)?;
-        let Listeners { jobs: listener, mode, http, jobs_http, inherited } = open(&config.supervisor)?;
+        let taking_over = system("take over from the previous supervisor");
+        let lock = taken.as_mut().map(|(_, taken)| taken.crashes_lock(&config.supervisor)).transpose();
+        let store = crashes::Store::with_lock(&config.supervisor, lock.map_err(&taking_over)?.flatten())?;
+        let crashes_lock = store.lock_descriptor().map_err(system("duplicate a descriptor"))?;
+        let (listeners, predecessor) = match taken {
+            None => (open(&config.supervisor)?, None),
+            Some((link, taken)) => {
+                let (listeners, predecessor) =
+                    taken.listeners(link, &config.supervisor).map_err(&taking_over)?;
+                (listeners, Some(predecessor))
+            }
+        };
+        let Listeners { jobs: listener, mode, http, jobs_http, inherited } = listeners;
+        let unrelated = Arc::<UnrelatedProcesses>::default();
+        let end = Arc::<ProcessEnd>::default();
+        let handover = HandoverOptions { program, predecessor, soft_limits, end: end.clone() };
+        let drain_timeout = config.supervisor.drain_timeout;
         let (notices, notice_receiver) = bulkhead_plane::notices::channels();
         let counters = Arc::new(SharedCounters::default());
         let (spans, span_thread) =
@@ -189,6 +287,7 @@ impl Ready {
             host,
             labels,
             threads: threads.clone(),
+            unrelated: unrelated.clone(),
         };
         let (data_plane, commands) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
         let options = Options {
@@ -204,9 +303,12 @@ impl Ready {
             jobs_http,
             inherited,
             threads: threads.clone(),
+            handover,
+            crashes_lock,
+            unrelated,
         };
         let control = control::start(options).map_err(system("start the control plane"))?;
-        Ok(Self { data_plane, commands, control, span_thread, threads, counters })
+        Ok(Self { data_plane, commands, control, span_thread, threads, counters, end, drain_timeout })
     }
 
     pub(crate) fn run(self) -> Result<(), RunError> {
@@ -214,13 +316,16 @@ impl Ready {
         let result = run_data_plane(|| data_plane.run(), &self.threads, &self.counters);
         self.control.join();
         self.span_thread.into_iter().for_each(spans::SpanThread::finish);
-        result.map_err(system("run the event loop"))
+        let is_complete = self.end.wait(self.drain_timeout);
+        result.map_err(system("run the event loop"))?;
+        if is_complete { Ok(()) } else { Err(RunError::Upgrade) }
     }
 }
 
 /// Creates the listening sockets of a standalone supervisor, except sockets that the service manager passes.
 fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Result<Listeners, RunError> {
     let inherited = InheritedSockets {
+        jobs: activated.jobs.is_some(),
         admin: activated.admin.is_some(),
         http: activated.http.is_some(),
         jobs_http: activated.jobs_http.is_some(),

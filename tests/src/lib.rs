@@ -8,6 +8,7 @@ pub mod fleet;
 pub mod http;
 pub mod ledger;
 pub mod machine;
+pub mod manager;
 pub mod openmetrics;
 pub mod subuid;
 pub mod tenants;

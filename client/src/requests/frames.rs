@@ -236,6 +236,10 @@ impl Requests {
                 }
                 Ok(())
             }
+            kind::GOAWAY => {
+                self.go_away(header.number);
+                Ok(())
+            }
             kind::REFUSED => {
                 let message = decode::<Refused<'_>>(metadata)?.message;
                 Err(format!("the supervisor ended the connection: {message}"))

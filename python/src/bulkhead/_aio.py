@@ -87,7 +87,9 @@ class _Connection:
         self._reader = reader
         self._capabilities = capabilities
         self.is_lost = False
-        #: Time of the loss.
+        #: True if further jobs need another connection.
+        self.is_over = False
+        #: Time since which further jobs need another connection.
         self.lost_at = 0.0
         self._last = 0
         # Numbers of bytes that were ever queued and sent.
@@ -212,18 +214,43 @@ class _Connection:
                     progress = _wire.progress(metadata)
                     for listener in job._job_listeners:
                         self._loop.call_soon(listener, *progress)
+            elif kind == _wire.GOAWAY:
+                self._go_away(number)
             elif kind == _wire.REFUSED:
                 reason, sentence = _wire.refused(metadata)
                 self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
+        if self.is_over and not jobs:
+            self.lose("the supervisor was replaced")
 
     # The end.
+
+    def _go_away(self, taken: int) -> None:
+        """Leaves the connection to the jobs that the supervisor has taken, which are the first ``taken`` ones.
+
+        The others are sent over another connection.
+        """
+        if self.is_over:
+            return
+        self.is_over = True
+        self.lost_at = time.monotonic()
+        again = []
+        for number in [number for number in self._jobs if number > taken]:
+            job = self._jobs.pop(number)
+            kept, job._job_connection = job._job, None
+            if kept is not None and not job.done():
+                kept.lost(False)
+                again.append(job)
+        if again:
+            self._send_again(again)
 
     def lose(self, reason: str, *, is_replaced: bool = True) -> None:
         """Closes the connection. Jobs on it fail, or are sent again if ``is_replaced`` is true."""
         if self.is_lost:
             return
         self.is_lost = True
-        self.lost_at = time.monotonic()
+        if not self.is_over:
+            self.is_over = True
+            self.lost_at = time.monotonic()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
             if self._is_full:
@@ -248,7 +275,7 @@ class _Connection:
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because the event loop and the jobs belong to the parent."""
-        self.is_lost = True
+        self.is_lost = self.is_over = True
         self._socket.close()
         self._jobs = {}
 
@@ -263,6 +290,8 @@ class _LoopState:
         self._client = client
         self._loop = loop
         self.connection: _Connection | None = None
+        #: Earlier connections, on which a replaced supervisor finishes its jobs.
+        self.leaving: list[_Connection] = []
         self.connecting: asyncio.Task[None] | None = None
         #: Jobs that wait for a connection, in the order in which they will be sent.
         self._waiting: dict[AsyncJob, None] = {}
@@ -274,7 +303,7 @@ class _LoopState:
         """Sends a job as soon as there is a connection."""
         connection = self.connection
         if connection is not None:
-            if not connection.is_lost:
+            if not connection.is_over:
                 connection.start(job)
                 return
             kept = job._job
@@ -323,6 +352,8 @@ class _LoopState:
                     await asyncio.sleep(self._pause)
                     self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
                     continue
+                earlier = [*self.leaving] if self.connection is None else [*self.leaving, self.connection]
+                self.leaving = [other for other in earlier if not other.is_lost]
                 self.connection = connection = _Connection(loop, self._send_again, *opened)
                 self._problem = None
                 if client._is_closed:
@@ -330,7 +361,7 @@ class _LoopState:
                     connection.lose("this program closed the client", is_replaced=False)
                     return
                 self._send_waiting(connection)
-                if connection.is_lost:
+                if connection.is_over:
                     await asyncio.sleep(self._pause)
                     self._pause = min(self._pause * 2, _again.RECONNECT_PAUSE_MAX)
                 else:
@@ -363,7 +394,8 @@ class _LoopState:
     def lose(self, reason: str) -> None:
         """Closes the connection, if there is one. All jobs fail."""
         if self.connection is not None:
-            self.connection.lose(reason, is_replaced=False)
+            for connection in (*self.leaving, self.connection):
+                connection.lose(reason, is_replaced=False)
             self._fail_waiting(lost_error(reason, "no"))
 
 
@@ -486,5 +518,6 @@ class AsyncClient(BaseClient):
     def _after_fork(self) -> None:
         states, self._states, self._changing = self._states, {}, threading.Lock()
         for state in states.values():
-            if state.connection is not None:
-                state.connection.abandon()
+            for connection in (*state.leaving, state.connection):
+                if connection is not None:
+                    connection.abandon()

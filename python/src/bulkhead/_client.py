@@ -10,7 +10,7 @@ from collections import deque
 from functools import partial
 
 from . import _again, _wire
-from ._connection import HANDSHAKE_SECONDS_MAX, Connection, Lost, NotSent, lost_error, of_parent
+from ._connection import HANDSHAKE_SECONDS_MAX, Connection, Lost, NotSent, NotTaken, lost_error, of_parent
 from ._reply import Reply
 from .errors import Disconnected, JobError, Outcome, Rejected
 
@@ -111,6 +111,8 @@ class Client(BaseClient):
         # Reentrant, because a signal handler can use the client while the client connects.
         self._lock = threading.RLock()
         self._connection: Connection | None = None
+        #: Earlier connections, on which a replaced supervisor finishes its jobs.
+        self._leaving: list[Connection] = []
         #: Futures whose jobs wait for a connection. One thread sends them.
         self._waiting: deque[JobFuture] = deque()
         self._sender: threading.Thread | None = None
@@ -172,7 +174,7 @@ class Client(BaseClient):
         try:
             return self._connected(options).call(metadata, data)
         except (NotSent, Lost, Disconnected) as error:
-            if isinstance(error, Disconnected) and (connection is None or connection.lost is None):
+            if isinstance(error, Disconnected) and (connection is None or not connection.is_over):
                 # An outcome that cannot be read, or no connection at all.
                 raise
             problem: Exception = error
@@ -191,7 +193,7 @@ class Client(BaseClient):
                 if not may_wait or left <= 0 or self._closed.wait(min(pause, left)) or job.is_overdue():
                     raise job.unreachable(problem) from None
                 pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
-            elif not job.lost(isinstance(problem, Lost)) or self._closed.is_set():
+            elif self._closed.is_set() or not (isinstance(problem, NotTaken) or job.lost(isinstance(problem, Lost))):
                 if isinstance(problem, Lost):
                     raise problem.error from None
                 raise lost_error("the job could not be sent", job.executed) from None
@@ -240,22 +242,24 @@ class Client(BaseClient):
         try:
             self._connected(options).start(future)
         except (NotSent, Lost) as error:
-            self._send_again([future], "the job could not be sent", was_sent=isinstance(error, Lost))
+            self._send_unsent_again(future, error)
         except JobError as error:
-            if connection is None or connection.lost is None:
+            if connection is None or not connection.is_over:
                 raise
             self._wait_for_connection([future], error, connection.lost_at)
         return future
 
     def _connected(self, options: tuple[Any, ...], seconds: float = HANDSHAKE_SECONDS_MAX) -> Connection:
-        """Returns a connection that is not known to be lost."""
+        """Returns a connection that is not known to be lost, and takes further jobs."""
         connection = self._connection
-        if connection is None or connection.lost is not None:
+        if connection is None or connection.is_over:
             with self._lock:
                 connection = self._connection
                 if self._is_closed:
                     raise RuntimeError("the client is closed")
-                if connection is None or connection.lost is not None:
+                if connection is None or connection.is_over:
+                    if connection is not None and connection not in self._leaving:
+                        self._leaving = [other for other in (*self._leaving, connection) if other.lost is None]
                     connection = Connection(self.path, partial(_send_lost_again, weakref.ref(self), self.path), seconds)
                     if self._is_closed:
                         connection.lose("this program closed the client")
@@ -267,21 +271,30 @@ class Client(BaseClient):
 
     # Futures that wait for a connection.
 
-    def _send_again(self, futures: list[JobFuture], reason: str, was_sent: bool) -> None:
-        """Sends jobs again after their connection was lost. Jobs that cannot be sent again fail."""
+    def _send_unsent_again(self, future: JobFuture, error: NotSent | Lost) -> None:
+        """Sends a job again whose connection ended while the job was being sent."""
+        reason = "the job could not be sent"
+        self._send_again([future], reason, isinstance(error, Lost), was_taken=not isinstance(error, NotTaken))
+
+    def _send_again(self, futures: list[JobFuture], reason: str, was_sent: bool, *, was_taken: bool = True) -> None:
+        """Sends jobs again after their connection was lost. Jobs that cannot be sent again fail.
+
+        ``was_taken`` is false if a replaced supervisor has left the jobs to another connection.
+        """
         waiting = []
         for future in futures:
             job = future.job
             if job is None or future.cancelled():
                 continue
-            if job.lost(was_sent) and not self._is_closed:
+            may_be_sent = job.lost(was_sent) or not was_taken
+            if may_be_sent and not self._is_closed:
                 waiting.append(future)
             else:
                 future.lose(lost_error(reason, job.executed))
         self._send_later(waiting)
 
     def _wait_for_connection(self, futures: list[JobFuture], error: JobError, since: float) -> None:
-        """Sends jobs as soon as there is a connection. ``error`` says why the connection is missing ``since`` a time."""
+        """Sends jobs as soon as there is a connection. ``error`` says why it is missing ``since`` a time."""
         for future in futures:
             job = future.job
             assert job is not None
@@ -338,7 +351,7 @@ class Client(BaseClient):
                 connection.start(future)
                 pause = _again.RECONNECT_PAUSE_MIN
             except (NotSent, Lost) as error:
-                self._send_again([future], "the job could not be sent", was_sent=isinstance(error, Lost))
+                self._send_unsent_again(future, error)
                 self._closed.wait(pause)
                 pause = min(pause * 2, _again.RECONNECT_PAUSE_MAX)
             except JobError as error:
@@ -379,8 +392,10 @@ class Client(BaseClient):
             self._is_closed = True
             self._closed.set()
             connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.lose("this program closed the client")
+            leaving, self._leaving = self._leaving, []
+        for other in (*leaving, connection):
+            if other is not None:
+                other.lose("this program closed the client")
 
     def __enter__(self) -> Client:
         return self
@@ -391,8 +406,9 @@ class Client(BaseClient):
     def __del__(self) -> None:
         # The attribute does not exist if `__init__` failed.
         connection: Connection | None = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.release()
+        for other in (*getattr(self, "_leaving", ()), connection):
+            if other is not None:
+                other.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Client, retry=self.retry, reconnect_timeout=self.reconnect_timeout), (self.path,)
@@ -407,13 +423,17 @@ class Client(BaseClient):
             future.forget()
             future.lose(of_parent())
         connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abandon()
+        leaving, self._leaving = self._leaving, []
+        for other in (*leaving, connection):
+            if other is not None:
+                other.abandon()
 
 
-def _send_lost_again(client: weakref.ref[Client], path: str, futures: list[JobFuture], reason: str) -> None:
+def _send_lost_again(
+    client: weakref.ref[Client], path: str, futures: list[JobFuture], reason: str, was_taken: bool
+) -> None:
     """Sends the jobs of a lost connection again, also if the client of the connection was dropped."""
-    (client() or Client(path))._send_again(futures, reason, was_sent=True)
+    (client() or Client(path))._send_again(futures, reason, was_taken, was_taken=was_taken)
 
 
 _clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()

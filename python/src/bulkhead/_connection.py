@@ -47,6 +47,10 @@ class NotSent(Exception):
     """The connection was lost before the job was sent, so the supervisor has not accepted the job."""
 
 
+class NotTaken(NotSent):
+    """The supervisor is being replaced and has not taken the job, which another connection must send."""
+
+
 class Lost(Exception):
     """The connection was lost after the job was sent, so it is unknown whether the job ran."""
 
@@ -58,12 +62,14 @@ class Lost(Exception):
 class _Call:
     """A job that a thread waits for."""
 
-    __slots__ = ("error", "outcome", "sleep_lock", "thread")
+    __slots__ = ("error", "is_taken", "outcome", "sleep_lock", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.outcome: tuple[bytes, bytes | bytearray] | None = None
         self.error: Disconnected | None = None
+        #: False if the supervisor has left the job to another connection.
+        self.is_taken = True
         #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
         self.sleep_lock: threading.Lock | None = None
 
@@ -71,13 +77,14 @@ class _Call:
 class Connection:
     """A connection to the supervisor, with its jobs. A lost connection is never restored.
 
-    ``send_again`` gets the futures that the connection has lost, and sends their jobs over another connection.
+    ``send_again`` gets the futures that the connection has lost, the reason, and whether the supervisor may have taken
+    the jobs. It sends the jobs over another connection.
     """
 
     def __init__(
         self,
         path: str,
-        send_again: Callable[[list[JobFuture], str], None],
+        send_again: Callable[[list[JobFuture], str, bool], None],
         seconds: float = HANDSHAKE_SECONDS_MAX,
     ) -> None:
         self._socket, self._reader, self.capabilities = open_connection(path, seconds)
@@ -94,8 +101,12 @@ class Connection:
         self._reading_thread = 0
         self._thread_sleep_lock: threading.Lock | None = None
         self._thread_sleeps = False
+        #: Numbers of futures that were being sent when the supervisor left them to another connection.
+        self._not_taken: set[int] = set()
+        #: True if further jobs need another connection.
+        self.is_over = False
         self.lost: Disconnected | None = None
-        #: Time of the loss.
+        #: Time since which further jobs need another connection.
         self.lost_at = 0.0
         # Guards the queue of outgoing buffers. Each buffer has a list with the sizes of the parts already sent.
         self._writing = threading.RLock()
@@ -237,20 +248,24 @@ class Connection:
             raise RuntimeError("a callback, or a signal handler during another call, cannot wait for a job: use submit")
         try:
             with self._lock:
-                if self.lost is not None:
-                    raise NotSent
+                if self.is_over:
+                    raise NotSent if self.lost is not None else NotTaken
                 self._calls[number] = call
             self._submit(number, metadata, payload)
             while call.outcome is None:
+                if not call.is_taken:
+                    raise NotTaken
                 if call.error is not None:
                     raise Lost(call.error)
                 self._read_or_sleep(number, call)
         except Lost:
             raise
-        except BaseException:
-            # NotSent, KeyboardInterrupt, or another exception from a signal handler, at any point.
+        except BaseException as error:
+            # NotSent, NotTaken, KeyboardInterrupt, or another exception from a signal handler, at any point.
             self._forget(number, call)
             self.cancel(number)
+            if isinstance(error, NotSent) and not call.is_taken:
+                raise NotTaken from None
             raise
         metadata, result = call.outcome
         if _wire.is_ok(metadata):
@@ -263,8 +278,8 @@ class Connection:
         job = future.job
         assert job is not None
         with self._lock:
-            if self.lost is not None:
-                raise NotSent
+            if self.is_over:
+                raise NotSent if self.lost is not None else NotTaken
             if self._thread_sleep_lock is None:
                 self._thread_sleep_lock = threading.Lock()
                 self._thread_sleep_lock.acquire()
@@ -289,10 +304,14 @@ class Connection:
                 self._futures.pop(number, None)
             if not isinstance(error, NotSent):
                 self.cancel(number)
+            elif number in self._not_taken:
+                raise NotTaken from None
             raise
         with self._lock:
             job.is_sending = False
             is_lost = self.lost is not None and self._futures.pop(number, None) is not None
+        if number in self._not_taken:
+            raise NotTaken
         if is_lost:
             assert self.lost is not None
             raise Lost(self.lost)
@@ -383,9 +402,12 @@ class Connection:
                 self._reading_thread = 0
                 self._leader = None
             self._wake_reader()
-            is_over = self.lost is not None
-        if is_over:
+            is_lost = self.lost is not None
+            is_unused = self.is_over and not self._calls and not self._futures
+        if is_lost:
             self._close()
+        elif is_unused:
+            self.lose("the supervisor was replaced")
 
     def _wake_reader(self) -> None:
         """Wakes a thread to read the socket, if no thread reads and one is needed. The caller holds the lock.
@@ -455,18 +477,47 @@ class Connection:
             future = self._futures.get(number)
             if future is not None:
                 future.progress(metadata)
+        elif kind == _wire.GOAWAY:
+            self._go_away(_wire.numbers(payload))
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
             self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
 
     # The end.
 
+    def _go_away(self, taken: set[int]) -> None:
+        """Leaves the connection to the jobs that the supervisor has taken. Others are sent over another connection."""
+        again = []
+        reason = "the supervisor is being replaced"
+        with self._lock:
+            if not self.is_over:
+                self.lost_at = time.monotonic()
+            self.is_over = True
+            for number, call in list(self._calls.items()):
+                if number not in taken:
+                    call.is_taken = False
+                    call.error = lost_error(reason, "no")
+                    self._wake(call)
+                    self._sleeping.pop(number, None)
+                    self._calls.pop(number, None)
+            for number, future in list(self._futures.items()):
+                if number not in taken:
+                    if future.is_sending():
+                        self._not_taken.add(number)
+                    else:
+                        again.append(future)
+                    self._futures.pop(number, None)
+        if again:
+            self._send_again(again, reason, False)
+
     def lose(self, reason: str) -> None:
         """Closes the connection. Jobs on it fail or are sent again."""
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost_at = time.monotonic()
+            if not self.is_over:
+                self.lost_at = time.monotonic()
+            self.is_over = True
             self.lost = lost_error(reason)
             calls, self._calls = self._calls, {}
             # Other threads are still sending the remaining futures.
@@ -485,7 +536,7 @@ class Connection:
             pass
         self._close()
         if futures:
-            self._send_again(list(futures.values()), reason)
+            self._send_again(list(futures.values()), reason, True)
 
     def _close(self) -> None:
         """Closes the descriptor if no thread uses it, because its number may soon refer to another file."""
@@ -510,6 +561,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because it belongs to the parent."""
+        self.is_over = True
         self.lost = of_parent()
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
@@ -532,7 +584,7 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
         link.settimeout(seconds)
         link.connect(path)
         try:
-            link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
+            link.sendall(_wire.hello(_wire.CLIENT, _wire.TAKES_GOAWAY, __version__))
         except BrokenPipeError:
             # The supervisor refused the connection before the hello. The reason can still be read.
             pass

@@ -34,12 +34,12 @@ CRITICAL = 1
 # Frame kinds.
 HELLO, CLIENT_WELCOME, REFUSED, WORKER_WELCOME = 1, 2, 3, 4
 SUBMIT, CANCEL, LEASE, LEASE_TAKEN, LEASE_RETURNED = 16, 17, 18, 19, 20
-OUTCOME, PROGRESS, LEASED, LEASE_ENDED, LEASE_REFUSED = 32, 33, 34, 35, 36
+OUTCOME, PROGRESS, LEASED, LEASE_ENDED, LEASE_REFUSED, GOAWAY = 32, 33, 34, 35, 36, 37
 JOB, CANCEL_JOB, DRAIN, LIMITS, JOURNAL, FILES, FILES_ENDED = 48, 49, 50, 51, 53, 54, 55
 READY, RESULT, FAILED, PROGRESSED, STATUS = 64, 66, 67, 68, 69
 EXTEND_START, HEARTBEAT, STOPPING, PROGRAM_CRASHED, RETURNED, FILES_TAKEN = 70, 71, 72, 73, 74, 75
 
-KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 52), *range(53, 56), READY, *range(66, 76)})
+KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 38), *range(48, 52), *range(53, 56), READY, *range(66, 76)})
 
 # Extensions.
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x8006
@@ -47,7 +47,8 @@ TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x
 UNLESS_BEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 
-# Capabilities: of a worker, of the supervisor to a client, of the supervisor to a worker.
+# Capabilities: of a client, of a worker, of the supervisor to a client, of the supervisor to a worker.
+TAKES_GOAWAY = 1
 WORKER_LIMITS, WORKER_JOURNAL_HEARTBEATS, WORKER_FILES, WORKER_PREFETCH = 2, 8, 16, 32
 CLIENT_RUN_LIMIT = 1
 CLIENT_CANCEL_UNLESS_BEGUN = 4
@@ -340,6 +341,11 @@ def job(metadata: bytes) -> tuple[str, str, int, str | None, bytes | None]:
 def client_welcome(metadata: bytes) -> int:
     """Decodes a CLIENT_WELCOME. Returns the supervisor's capabilities."""
     return int(_CLIENT_WELCOME.unpack_from(metadata)[2])
+
+
+def numbers(payload: bytes | bytearray) -> set[int]:
+    """Decodes the payload of a GOAWAY: the numbers of jobs."""
+    return {number for (number,) in NUMBER.iter_unpack(payload)}
 
 
 class WorkerWelcome:

@@ -188,7 +188,7 @@ impl Inbox {
     ) -> io::Result<(Received, Batch<'b>)> {
         if let ReceiveState::Storing(large) = &mut self.state {
             let received = receive_large(read, large)?;
-            return Ok((received, Batch { inbox: self, bytes: &[], at: 0 }));
+            return Ok((received, Batch { inbox: self, bytes: &[], at: 0, frame_at: 0 }));
         }
         let kept = self.partial.len();
         let buffer = scratch.buffer();
@@ -196,7 +196,7 @@ impl Inbox {
         let (received, count) = receive_frames(read, &mut buffer[kept..])?;
         self.partial.clear();
         let bytes = &buffer[..kept + count];
-        Ok((received, Batch { inbox: self, bytes, at: 0 }))
+        Ok((received, Batch { inbox: self, bytes, at: 0, frame_at: 0 }))
     }
 
     /// Returns true if a frame has arrived only in part. The caller should disconnect a peer that leaves a
@@ -262,6 +262,27 @@ impl Inbox {
     /// arrived.
     pub fn frames_begun(&self) -> u64 {
         self.begun
+    }
+
+    /// Creates an inbox with bytes that another inbox returned by [`Inbox::take_partial`]. The next
+    /// [`Inbox::receive`] returns the frames in these bytes, even if no further bytes arrive.
+    pub fn with_partial(bytes: Vec<u8>) -> Self {
+        Self { partial: bytes, ..Self::default() }
+    }
+
+    /// Removes and returns the bytes of frames that no batch has returned. Must not be called within a large
+    /// frame.
+    pub fn take_partial(&mut self) -> Vec<u8> {
+        debug_assert!(!self.is_within_large(), "the state of a large frame cannot be moved");
+        std::mem::take(&mut self.partial)
+    }
+
+    /// Returns the metadata of the large frame whose payload is being stored.
+    pub fn storing_metadata(&self) -> Option<&[u8]> {
+        match &self.state {
+            ReceiveState::Storing(large) => Some(&large.metadata),
+            _ => None,
+        }
     }
 
     /// Returns the unchecked header of an incomplete small frame, or of a large frame with incomplete
@@ -337,6 +358,8 @@ pub struct Batch<'b> {
     inbox: &'b mut Inbox,
     bytes: &'b [u8],
     at: usize,
+    /// Position of the last frame that was returned or announced.
+    frame_at: usize,
 }
 
 impl<'b> Batch<'b> {
@@ -399,6 +422,18 @@ impl<'b> Batch<'b> {
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
     }
 
+    /// Keeps the frame that was returned or announced last, and all bytes after it, as if the frame had not
+    /// been read. Must not be called after [`Item::Large`].
+    pub fn return_frame(self) {
+        debug_assert!(
+            matches!(self.inbox.state, ReceiveState::Frames | ReceiveState::Announced { .. }),
+            "the payload of the frame is not in this batch"
+        );
+        self.inbox.state = ReceiveState::Frames;
+        self.inbox.begun -= 1;
+        self.inbox.partial.extend_from_slice(&self.bytes[self.frame_at..]);
+    }
+
     /// Returns the capacity that a buffer for [`Batch::accept`] should have, based on the number of payload
     /// bytes received together with the announcement.
     pub fn buffer_bytes(&self) -> usize {
@@ -431,6 +466,7 @@ impl<'b> Batch<'b> {
         if rest.len() < end {
             return Ok(None);
         }
+        self.frame_at = self.at;
         self.at += end;
         self.inbox.begun += 1;
         let metadata = &rest[HEADER_BYTES..metadata_end];

@@ -204,6 +204,15 @@ events! {
     Resumed = "resumed" {};
     /// The supervisor has stopped.
     Stopped = "stopped" {};
+    /// An upgrade has started a new program.
+    UpgradeStarted = "upgrade_started" { program: String, pid: u32 };
+    /// The new program serves. Both programs report this.
+    UpgradeSwitched = "upgrade_switched" { pid: u32, version: String };
+    /// The upgrade is complete: the old program reports that the new one is the main process, and the new program that the
+    /// old one has ended.
+    UpgradeFinished = "upgrade_finished" { pid: u32, version: String };
+    /// The upgrade has failed at the step in `step`. The old program serves on.
+    UpgradeFailed = "upgrade_failed" { step: Text, message: String };
     /// No reports were written for a number of crashes, because too many occurred at once.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };
     /// The job of a crash report was run again.

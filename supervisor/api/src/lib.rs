@@ -29,7 +29,7 @@ pub use histogram::Histogram;
 pub use jobs::{Job, Jobs};
 pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
-pub use responses::{Done, LogLine, Readiness, ShortState};
+pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};
 pub use snapshot::{
     Adaptive, Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker,
 };

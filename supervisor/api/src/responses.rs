@@ -31,6 +31,30 @@ pub struct ShortState {
     pub state: Word<BulkheadState>,
 }
 
+/// Line of the response to `POST /v1/upgrade`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct UpgradeStep {
+    /// The step that was reached: `started`, `ready`, `switched` and `finished`, or `failed`.
+    pub step: Text,
+    /// Process id of the new program.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// Version of the new program.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// Reason of a failure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+}
+
+impl UpgradeStep {
+    /// Returns a step without further fields.
+    pub fn new(step: &'static str) -> Self {
+        Self { step: step.into(), ..Self::default() }
+    }
+}
+
 /// Response to a request that acts on a bulkhead.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]

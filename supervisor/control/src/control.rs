@@ -10,6 +10,7 @@ mod connections;
 mod crashes;
 mod cross_site;
 mod dashboard;
+pub mod handover;
 mod http;
 mod jobs;
 mod jobs_http;
@@ -24,9 +25,11 @@ mod routes;
 mod sockets;
 mod stop;
 mod streams;
+mod take_over;
 mod tcp;
 mod temporary;
 mod tokens;
+pub mod upgrade;
 mod waiting;
 mod watch;
 mod watchdog;
@@ -47,6 +50,7 @@ pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
 
 use std::io;
 use std::net::TcpListener;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -56,7 +60,7 @@ use std::time::Duration;
 use bulkhead_api::{CrashReport, EventKind, Severity, Snapshot, Victim};
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
@@ -67,14 +71,17 @@ use crate::observe::output::Output;
 use crate::observe::process::{self, ResidentSizes};
 use crate::sockets::{InheritedSockets, Sockets};
 use bulkhead_config::{Config, SupervisorConfig, Token};
+use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{
     Command, CommandSender, DroppableNotice, Event, REPLAYS_MAX, SteerError, WorkerProcess,
 };
 use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::handover::inherited;
 use bulkhead_plane::notices::{Milestone, Notice, NoticeReceiver};
 use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
 use connections::{Dispatcher, Queue};
+use handover::{Handover, HandoverOptions};
 pub use reload::ActiveConfig;
 use reload::Reloads;
 
@@ -137,6 +144,12 @@ pub struct Options {
     pub inherited: InheritedSockets,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
+    /// How the supervisor can be upgraded, and what it takes over.
+    pub handover: HandoverOptions,
+    /// Lock of the folder for crash reports.
+    pub crashes_lock: Option<OwnedFd>,
+    /// Processes that are known to be no workers.
+    pub unrelated: Arc<UnrelatedProcesses>,
 }
 
 type Shared = Arc<Control>;
@@ -166,6 +179,11 @@ pub(crate) struct Control {
     streams: Arc<Semaphore>,
     /// State of `GET /v1/watch`.
     watch: watch::Watch,
+    handover: Handover,
+    /// Processes that are known to be no workers.
+    unrelated: Arc<UnrelatedProcesses>,
+    /// Each HTTP request for a job holds a reference until its response is complete.
+    job_requests: Arc<()>,
     /// Permits for jobs over the admin API.
     jobs: Arc<Semaphore>,
     /// Permits for connections to the data plane of clients of `jobs_http`.
@@ -207,6 +225,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         jobs_http,
         inherited,
         threads,
+        handover,
+        crashes_lock,
+        unrelated,
     } = options;
     let (crashes, crash_thread) = crashes;
     let (admin, sockets) = match mode {
@@ -214,6 +235,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         RunMode::Embedded => (None, None),
     };
     let is_embedded = admin.is_none();
+    let admin_copy = admin.as_ref().map(|admin| admin.try_clone().map(OwnedFd::from)).transpose()?;
+    let tcp = tcp_listeners(&config.supervisor, http.as_ref().map(|(socket, _)| socket), jobs_http.as_ref())?;
+    let (handover, predecessor) = Handover::new(handover, crashes_lock, tcp);
     admin.as_ref().map_or(Ok(()), |admin| admin.set_nonblocking(true))?;
     let control = Arc::new(Control {
         commands,
@@ -225,13 +249,16 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(active_config),
         readiness: readiness::Readiness::default(),
-        sockets: sockets::SocketFiles::new(sockets),
+        sockets: sockets::SocketFiles::new(sockets, admin_copy),
         inherited,
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         is_embedded,
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
         watch: watch::Watch::default(),
+        handover,
+        unrelated,
+        job_requests: Arc::default(),
         jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
         token_jobs: Arc::new(Semaphore::new(config.supervisor.jobs_http_max)),
         tokens: tokens::TokenTable::new(&config),
@@ -245,7 +272,10 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         let listener = admin.map(tokio::net::UnixListener::from_std).transpose()?;
         let tcp = http.map(|(socket, token)| tcp::register(socket, token)).transpose()?;
         let signals = (!is_embedded).then(|| {
-            Ok::<_, io::Error>((Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?, Signals::new([SIGCHLD])?))
+            Ok::<_, io::Error>((
+                Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2])?,
+                Signals::new([SIGCHLD])?,
+            ))
         });
         (listener.map(|listener| (listener, own_uid)), tcp, signals.transpose()?)
     };
@@ -261,6 +291,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
                 tokio::spawn(tasks.wrap_task("orphans", reap_orphans(control.clone(), deaths)));
             }
             let served = tokio::spawn(tasks.wrap_task("admin API", serve(control.clone(), serving)));
+            if let Some(predecessor) = predecessor {
+                tokio::spawn(take_over::run(control.clone(), predecessor));
+            }
             tokio::spawn(tasks.wrap_task("reload", reload::watch(control.clone())));
             tokio::spawn(tasks.wrap_task("sockets", sockets::watch(control.clone())));
             tokio::spawn(tasks.wrap_task("temporary folders", temporary::watch(control.clone())));
@@ -446,18 +479,25 @@ impl Control {
 
     fn report_started(&self) {
         self.is_started.store(true, Ordering::SeqCst);
+        self.handover.started.notify_one();
         tracing::info!(bulkheads = self.reloads.count(), "ready");
         self.notify_systemd(&[NotifyState::Ready]);
     }
 
     /// Notifies the service manager, if there is one. Does nothing in an embedded supervisor, because the
-    /// application is responsible for such notifications.
+    /// application is responsible for such notifications, or if another process is the main process.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
         if !self.is_embedded
+            && self.handover.is_main()
             && let Err(error) = sd_notify::notify(states)
         {
             tracing::warn!("failed to notify the service manager: {error}");
         }
+    }
+
+    /// Returns true if the response to a job is not complete.
+    fn has_job_requests(&self) -> bool {
+        Arc::strong_count(&self.job_requests) > 1
     }
 
     fn report_stopped(&self) {
@@ -505,6 +545,21 @@ impl Control {
         snapshot.iter_mut().for_each(|snapshot| add_usage(snapshot));
         Some(snapshot)
     }
+}
+
+/// Returns duplicates of the listeners for TCP, by the name and the configured address of each.
+fn tcp_listeners(
+    config: &SupervisorConfig,
+    http: Option<&TcpListener>,
+    jobs_http: Option<&TcpListener>,
+) -> io::Result<Vec<(&'static str, String, OwnedFd)>> {
+    let http = config.http.as_ref().map(|http| http.address).zip(http);
+    let jobs_http = config.jobs_http.zip(jobs_http);
+    let named = [(inherited::HTTP, http), (inherited::JOBS_HTTP, jobs_http)];
+    let present = named.into_iter().filter_map(|(name, found)| found.map(|found| (name, found)));
+    present
+        .map(|(name, (address, socket))| Ok((name, address.to_string(), socket.try_clone()?.into())))
+        .collect()
 }
 
 /// Returns the last `bytes_max` bytes of a text. Returns slightly fewer bytes if a character would be split

@@ -5,6 +5,7 @@
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use bulkhead_linux::scm_rights::refuse_descriptors;
+use bulkhead_plane::handover::inherited;
 use bulkhead_plane::lock::{self, LockError};
 
 /// Maximum number of connections in the backlog. The kernel reduces the value to its own maximum.
@@ -30,6 +32,9 @@ pub struct BoundSocket {
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
+    /// False while another supervisor serves the socket: before this one has taken over, or after it has handed
+    /// over.
+    is_owner: bool,
     /// True if the service manager has bound the socket.
     is_inherited: bool,
 }
@@ -38,12 +43,41 @@ pub struct BoundSocket {
 /// not shut them down.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct InheritedSockets {
+    /// The jobs socket.
+    pub jobs: bool,
     /// The admin socket.
     pub admin: bool,
     /// The TCP socket of `http`.
     pub http: bool,
     /// The TCP socket of `jobs_http`.
     pub jobs_http: bool,
+}
+
+impl InheritedSockets {
+    fn each(&mut self) -> [(&'static str, &mut bool); 4] {
+        let Self { jobs, admin, http, jobs_http } = self;
+        [
+            (inherited::JOBS, jobs),
+            (inherited::ADMIN, admin),
+            (inherited::HTTP, http),
+            (inherited::JOBS_HTTP, jobs_http),
+        ]
+    }
+
+    /// Returns the sockets with these names, which the previous supervisor of an upgrade has passed on.
+    pub fn from_names(names: &[String]) -> Self {
+        let mut sockets = Self::default();
+        for (name, is_inherited) in sockets.each() {
+            *is_inherited = names.iter().any(|found| found == name);
+        }
+        sockets
+    }
+
+    /// Returns the names of the sockets, for a successor.
+    pub fn names(mut self) -> Vec<String> {
+        let names = self.each().into_iter().filter(|(_, is_inherited)| **is_inherited);
+        names.map(|(name, _)| name.to_owned()).collect()
+    }
 }
 
 /// The jobs socket and the admin socket. They are shared, so that their files can be checked while other
@@ -73,7 +107,46 @@ impl BoundSocket {
         let lock = lock(path).map_err(fail)?;
         let (listener, identity) = listen_at(path, mode).map_err(fail)?;
         let listener = Some(listener);
-        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock, is_inherited: false })
+        Ok(Self {
+            path: path.to_owned(),
+            mode,
+            folder_mode,
+            identity,
+            listener,
+            lock,
+            is_owner: true,
+            is_inherited: false,
+        })
+    }
+
+    /// Uses the socket of the previous supervisor of an upgrade, which still serves it.
+    ///
+    /// `is_inherited` is true if the service manager has bound the socket.
+    pub fn take_over(
+        path: &Path,
+        (mode, folder_mode): (u32, u32),
+        (listener, is_inherited): (UnixListener, bool),
+        lock: OwnedFd,
+    ) -> Self {
+        // Without a file, the identity matches no file, and the socket can be recreated.
+        let identity = identity(path).unwrap_or_default();
+        let (path, listener, lock) = (path.to_owned(), Some(listener), lock.into());
+        Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
+    }
+
+    /// Sets whether this supervisor serves the socket. Only then the file is checked, recreated and removed.
+    pub fn set_owner(&mut self, is_owner: bool) {
+        self.is_owner = is_owner;
+    }
+
+    /// Returns true if this supervisor serves the socket.
+    pub fn is_owner(&self) -> bool {
+        self.is_owner
+    }
+
+    /// Returns a duplicate of the lock, which another supervisor can hold.
+    pub fn lock_descriptor(&self) -> io::Result<OwnedFd> {
+        Ok(self.lock.try_clone()?.into())
     }
 
     /// Uses a socket that the service manager has bound at `path`. The service manager has chosen the mode of the
@@ -94,7 +167,16 @@ impl BoundSocket {
         let lock = lock(path).map_err(fail)?;
         set_refusal(&listener).map_err(fail)?;
         let (path, listener) = (path.to_owned(), Some(listener));
-        Ok(Self { path, mode: 0, folder_mode: 0, identity, listener, lock, is_inherited: true })
+        Ok(Self {
+            path,
+            mode: 0,
+            folder_mode: 0,
+            identity,
+            listener,
+            lock,
+            is_owner: true,
+            is_inherited: true,
+        })
     }
 
     /// Returns the path of the socket.
@@ -138,7 +220,8 @@ impl Drop for BoundSocket {
     fn drop(&mut self) {
         // The file is only removed if it belongs to this socket, because another supervisor may have bound a
         // socket at the path. An error is ignored, because the file may be missing.
-        if !self.is_inherited && identity(&self.path).is_ok_and(|found| found == self.identity) {
+        let is_removable = self.is_owner && !self.is_inherited;
+        if is_removable && identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }

@@ -65,6 +65,20 @@ impl Acceptor {
         Ok(())
     }
 
+    /// Returns a duplicate of the listener. Returns the errors of `dup(2)`.
+    pub(super) fn duplicate(&self) -> io::Result<Option<UnixListener>> {
+        self.listener.as_ref().map(UnixListener::try_clone).transpose()
+    }
+
+    /// Stops accepting connections. Another supervisor may accept the waiting connections of the same listener.
+    pub(super) fn stop_listening(&mut self, poll: &Poll) {
+        if let Some(listener) = self.listener.take() {
+            let _ = poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
+        }
+        (self.is_deregistered, self.needs_retry) = (false, false);
+        self.backlog_accepted();
+    }
+
     /// Records that the event loop has reported waiting connections.
     pub(super) fn arrived(&mut self) {
         self.is_pending = true;

@@ -13,6 +13,8 @@ const RECORDS_KEPT_MAX: usize = 4096;
 pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     pub(super) pool: BufferPool,
+    /// Buffer for messages of a predecessor. Empty unless an upgrade is under way.
+    pub(super) transfer: Vec<u8>,
     pub(super) actions: Vec<Action<Box<JobData>>>,
     /// Unused records of finished jobs.
     records: Vec<Box<JobData>>,

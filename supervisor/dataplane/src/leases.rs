@@ -254,6 +254,10 @@ pub(super) struct Leases {
     /// Maximum number of open files of this process.
     open_files_max: u64,
     last_number: u64,
+    /// Highest number of the previous supervisor's leases, which its clients may still use.
+    last_number_before: u64,
+    /// False during an upgrade, so that all clients give back their leases.
+    is_lending: bool,
     /// Total size of all live files, in bytes, including files of ended leases that a job still uses.
     bytes: u64,
     /// Number of leases that are included in `bytes`.
@@ -271,6 +275,8 @@ impl Leases {
             effects: VecDeque::new(),
             open_files_max,
             last_number: 0,
+            last_number_before: 0,
+            is_lending: true,
             bytes: 0,
             live: 0,
         }
@@ -288,6 +294,52 @@ impl Leases {
     /// Returns true if [`Leases::check_deadlines`] must be called, now or later.
     pub(super) fn needs_checks(&self) -> bool {
         !self.by_number.is_empty()
+    }
+
+    // Upgrades.
+
+    /// Rejects further requests for leases. The caller must then call [`Leases::recall_all_idle`] regularly.
+    pub(super) fn stop_lending(&mut self, now: Time) {
+        self.is_lending = false;
+        for number in self.matching(|lease| matches!(lease.state, State::Created(_))) {
+            self.reject_created(number);
+        }
+        self.recall_all_idle(now);
+    }
+
+    pub(super) fn lend_again(&mut self) {
+        self.is_lending = true;
+    }
+
+    /// Recalls all leases that no job uses.
+    pub(super) fn recall_all_idle(&mut self, now: Time) {
+        if self.by_number.is_empty() {
+            return;
+        }
+        let is_idle =
+            |lease: &Lease| !lease.is_busy && matches!(lease.state, State::Held(_) | State::Offered(_));
+        self.matching(is_idle).into_iter().for_each(|number| self.recall(now, number));
+    }
+
+    /// Returns true if a client has a lease that no job uses.
+    pub(super) fn has_idle(&self) -> bool {
+        self.by_number.values().any(|lease| !lease.is_busy)
+    }
+
+    /// Returns true if the client has a lease or waits for one.
+    pub(super) fn has_any(&self, client: SessionId) -> bool {
+        self.of_client(client).next().is_some()
+    }
+
+    /// Returns the number of the last lease.
+    pub(super) fn last_number(&self) -> u64 {
+        self.last_number
+    }
+
+    /// Continues the numbers of a predecessor's leases.
+    pub(super) fn continue_after(&mut self, number: u64) {
+        self.last_number = self.last_number.max(number);
+        self.last_number_before = self.last_number;
     }
 
     #[inline]
@@ -326,7 +378,7 @@ impl Leases {
         let has_room = self.of_client(client).count() < LEASES_PER_CLIENT_MAX
             && self.of_client(client).filter(is_creating).count() < CREATING_PER_CLIENT_MAX;
         let bytes = wanted.bytes.max(FILE_BYTES_MIN).next_power_of_two();
-        if !has_room || !self.make_room(now, 2 * bytes, budget) {
+        if !self.is_lending || !has_room || !self.make_room(now, 2 * bytes, budget) {
             return self.reject(client, request);
         }
         self.last_number += 1;
@@ -445,7 +497,7 @@ impl Leases {
     /// Handles the result of an attempt to create the files of a lease.
     pub(super) fn files_created(&mut self, number: u64, bytes: u64, created: rustix::io::Result<Files>) {
         match (created, self.by_number.get_mut(&number)) {
-            (Ok(files), Some(lease)) => {
+            (Ok(files), Some(lease)) if self.is_lending => {
                 lease.state = State::Created(Arc::new(files));
                 let client = lease.client;
                 self.schedule_offer(client);
@@ -655,7 +707,8 @@ impl Leases {
         let revoked = Err((RejectReason::Overloaded, REVOKED));
         let Some(lease) = self.by_number.get(&named.lease).filter(|lease| lease.client == client) else {
             // A client that was stopped for a while may not have received the recall.
-            let is_revoked = self.revoked.get(&client).is_some_and(|numbers| numbers.contains(&named.lease));
+            let is_revoked = named.lease <= self.last_number_before
+                || self.revoked.get(&client).is_some_and(|numbers| numbers.contains(&named.lease));
             return if is_revoked { revoked } else { invalid(UNKNOWN) };
         };
         match lease.state {

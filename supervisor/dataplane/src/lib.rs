@@ -17,6 +17,7 @@ mod commands;
 mod crashes;
 pub mod descriptors;
 mod fallback;
+mod handover;
 mod handshake;
 mod in_process_waker;
 mod journal;
@@ -52,6 +53,7 @@ use std::time::{Duration, Instant};
 use bulkhead_api::Severity;
 use bulkhead_config::Config;
 use bulkhead_keeper::{Keeper, Report};
+use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::access::Access;
 use bulkhead_plane::command::{Command, CommandSender, WorkerProcess};
 use bulkhead_plane::confinement::SandboxSupport;
@@ -65,6 +67,7 @@ use bulkhead_plane::scrape::Scrape;
 use bulkhead_plane::span::SpanSender;
 use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_policy::{Action, Event, Time};
+use bulkhead_shared::client_protocol::capability;
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
@@ -83,6 +86,7 @@ use commands::CommandQueue;
 use crashes::Crashes;
 use descriptors::Intake;
 use fallback::FallbackState;
+use handover::Handover;
 use in_process_waker::InProcessWaker;
 use keeper_link::{KeeperLink, WorkerOrder};
 use leases::{LeasedPayload, Leases};
@@ -109,10 +113,15 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
 const KEEPER: Token = Token(2);
+const TRANSFER: Token = Token(3);
 const FIRST_CONNECTION: usize = 4;
 
 /// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
+
+/// Capabilities that the welcome of a client promises.
+const CLIENT_CAPABILITIES: u64 =
+    capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
 /// Typical size of the header and metadata of a job's frame without names, in bytes.
 const FRAME_BYTES: usize = 128;
@@ -252,6 +261,7 @@ pub struct DataPlane {
     commands: CommandQueue,
     compartments: Compartments,
     crashes: Crashes,
+    handover: Handover,
     job_lists: JobListQueue,
     leases: Leases,
     links: Links,
@@ -343,13 +353,26 @@ pub struct Components {
     pub labels: Arc<[String]>,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
+    /// Processes that are known to be no workers.
+    pub unrelated: Arc<UnrelatedProcesses>,
 }
 
 impl DataPlane {
     /// Creates a data plane without any workers, and a handle for sending commands to it.
     pub fn new(components: Components) -> io::Result<(Self, CommandSender)> {
-        let Components { config, support, listener, keeper, notices, spans, counters, host, labels, threads } =
-            components;
+        let Components {
+            config,
+            support,
+            listener,
+            keeper,
+            notices,
+            spans,
+            counters,
+            host,
+            labels,
+            threads,
+            unrelated,
+        } = components;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(bulkhead_plane::command::COMMANDS_MAX);
@@ -372,7 +395,7 @@ impl DataPlane {
             limits: DataPlaneLimits::new(&config.supervisor),
             is_stopping: false,
             has_started: false,
-            access: Access::new(&config, own),
+            access: Access::new(&config, own).with_unrelated(unrelated),
             in_process_waker: InProcessWaker::new(waker.clone()),
             background: Background::start(&threads, waker)?,
             threads,
@@ -385,6 +408,7 @@ impl DataPlane {
             commands: CommandQueue::new(commands, command_sender.stop_requests()),
             compartments: Compartments::new(seed()),
             crashes: Crashes::new(),
+            handover: Handover::default(),
             leases: Leases::new(open_files),
             links: Links::new(support.ids()),
             memory: Memory::new(own, own_spool),
@@ -444,10 +468,12 @@ impl DataPlane {
         self.advance_replays();
         self.continue_removals();
         self.enforce_memory_limit(None);
+        self.advance_handover();
         self.flush_connections();
         self.links.drop_closed();
         self.offer_leases();
         self.flush_connections();
+        self.pass_on_sessions();
         self.spawn_queued_workers();
         self.set_timers();
         self.publish_memory();
@@ -519,6 +545,7 @@ impl DataPlane {
         for link in self.links.take_unfinished_reads(self.now) {
             self.read_link(link);
         }
+        self.receive_transfers();
         let mut has_others = self.acceptor.is_pending();
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
@@ -609,7 +636,8 @@ impl DataPlane {
     }
 
     fn next_due(&self) -> Option<Time> {
-        let (accept_at, low_priority_at) = (self.acceptor.accept_at(), self.sessions.low_priority_at());
+        let low_priority_at = self.sessions.low_priority_at().filter(|_| !self.handover.pauses_reading());
+        let accept_at = self.acceptor.accept_at();
         let (timer, resume_at) = (self.compartments.next_timer(), self.links.resume_at());
         [timer, self.check_at, resume_at, accept_at, low_priority_at].into_iter().flatten().min()
     }
@@ -617,7 +645,7 @@ impl DataPlane {
     fn wait_time(&self, due: Option<Time>) -> Option<Duration> {
         let has_more = self.has_more_events
             || self.links.has_unfinished_reads()
-            || self.sessions.has_input()
+            || self.sessions.has_input() && !self.handover.pauses_reading()
             || self.commands.is_waiting()
             || !self.snapshots.is_empty()
             || !self.job_lists.is_empty();
@@ -662,6 +690,7 @@ impl DataPlane {
             || self.acceptor.needs_checks()
             || self.links.needs_checks()
             || self.leases.needs_checks()
+            || self.handover.needs_checks()
             || self.unread_loans.needs_checks()
             || self.keeper.awaits_pong()
             || self.templates.needs_checks()
@@ -921,6 +950,7 @@ impl DataPlane {
                     self.reporter.trouble("failed to listen on the jobs socket", &error.to_string());
                 }
             }
+            Command::Handover(command) => self.run_handover_command(*command),
             Command::Snapshot { bulkhead, reply } => {
                 let mut snapshots = std::mem::take(&mut self.snapshots);
                 snapshots.request(&self.snapshot_source(), bulkhead.as_deref(), reply);

@@ -9,22 +9,25 @@ mod outcomes;
 mod tests;
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::Text;
 use bulkhead_linux::peer::Peer;
 use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
+use bulkhead_plane::handover::{SessionClient, SessionState};
 use bulkhead_policy::Time;
-use bulkhead_shared::client_protocol::{ClientWelcome, Refused};
+use bulkhead_shared::client_protocol::{ClientWelcome, Refused, client_capability};
 use bulkhead_shared::connection::{Inbox, Outbox, Payload, Received};
 use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, RejectReason};
 use foldhash::quality::RandomState;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub(super) use outcomes::OutcomeExtensions;
 
+use super::CLIENT_CAPABILITIES;
 use super::memory::{self, Counted};
 use super::shares::{Holder, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex, Slab, owns_slab};
@@ -44,6 +47,12 @@ const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Size of a client's send backlog above which the client is not read, in bytes.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
+
+/// Maximum number of jobs that GOAWAY lists. A client with more jobs waits until some of them have ended.
+const GOAWAY_JOBS_MAX: usize = 4096;
+
+/// Time for which a client that was sent GOAWAY may keep a connection without jobs.
+const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reciprocal of the share of processor time available for reading low-priority clients.
 const LOW_PRIORITY_PART: i64 = 16;
@@ -87,6 +96,15 @@ pub(super) struct Session {
     /// Permit of a client that the control plane accepted. Such a client does not count as a client of the
     /// jobs socket.
     permit: Option<OwnedSemaphorePermit>,
+    /// True if the inbox begins with a request that this supervisor leaves to its successor. The client is not read
+    /// further.
+    pub(super) is_held_back: bool,
+    /// True if the client understands GOAWAY.
+    takes_goaway: bool,
+    /// True if GOAWAY was sent. Further requests are dropped.
+    pub(super) is_going_away: bool,
+    /// Number of SUBMIT frames that were taken, including those of rejected jobs.
+    submits: u64,
     owner: Owner,
     /// Time of the last input or output.
     active_at: Time,
@@ -118,15 +136,49 @@ pub(super) struct Client {
 impl Client {
     /// Returns the identity of a client that the control plane accepted.
     pub(super) fn over_http(client: HttpClient, permit: OwnedSemaphorePermit) -> Self {
-        let (grant, owner) = match client {
-            HttpClient::Operator { uid } => (Grant::Unrestricted, Owner::User(uid)),
-            HttpClient::Token(TokenGrant { id, rules, .. }) => (Grant::Rules(rules), Owner::Token(id)),
-        };
+        let (grant, owner) = identity_of(client);
         Self { peer: None, grant, owner, permit: Some(permit) }
+    }
+
+    /// Returns the identity of a client that the control plane of the previous supervisor accepted. That control plane
+    /// limits the number of such connections.
+    pub(super) fn passed_on(client: HttpClient) -> Self {
+        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().ok();
+        let (grant, owner) = identity_of(client);
+        Self { peer: None, grant, owner, permit }
+    }
+}
+
+fn identity_of(client: HttpClient) -> (Grant, Owner) {
+    match client {
+        HttpClient::Operator { uid } => (Grant::Unrestricted, Owner::User(uid)),
+        HttpClient::Token(TokenGrant { id, rules, .. }) => (Grant::Rules(rules), Owner::Token(id)),
     }
 }
 
 impl Session {
+    /// Returns the state of the connection, for another supervisor.
+    pub(super) fn state(&self) -> SessionState {
+        let client = match (self.owner, &self.permit) {
+            (Owner::Token(id), _) => SessionClient::Token { id },
+            (Owner::User(uid), Some(_)) => SessionClient::Operator { uid },
+            (Owner::User(_) | Owner::Workers, _) => SessionClient::Peer,
+        };
+        SessionState {
+            is_open: self.phase == Phase::Open,
+            capabilities: CLIENT_CAPABILITIES,
+            client,
+            takes_goaway: self.takes_goaway,
+            submits: self.submits,
+        }
+    }
+
+    /// Continues the connection of another supervisor, which had read these bytes.
+    pub(super) fn restore(&mut self, state: &SessionState, unread: &[u8]) {
+        (self.takes_goaway, self.submits) = (state.takes_goaway, state.submits);
+        self.inbox = Inbox::with_partial(unread.to_vec());
+    }
+
     /// Returns a short name of the client, for lists of jobs.
     pub(super) fn client_name(&self) -> Text {
         match (self.peer, self.owner, &self.end) {
@@ -156,6 +208,29 @@ impl Session {
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
+    /// Returns true if the client can be sent GOAWAY, because it has jobs and would otherwise wait with the next ones.
+    pub(super) fn can_go_away(&self) -> bool {
+        let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
+        // A large frame that is still arriving has been counted, but is no request yet.
+        let is_complete = has_jobs && !self.inbox.is_within_large();
+        self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && is_complete
+    }
+
+    /// Counts a SUBMIT frame.
+    pub(super) fn count_submit(&mut self) {
+        self.submits += 1;
+    }
+
+    /// Returns true if the client has not closed the connection although it has no jobs since this time.
+    pub(super) fn is_left_over(&self, now: Time) -> bool {
+        self.is_going_away && self.requests.is_empty() && now.since(self.active_at) >= LEFT_OVER_TIMEOUT
+    }
+
+    /// Returns true if the client has closed its side of the connection.
+    pub(super) fn has_closed(&self) -> bool {
+        self.queue_state.is_read_closed()
+    }
+
     /// Pauses reading if the client's send backlog is too large. Returns true in that case.
     pub(super) fn pause_if_behind(&mut self) -> bool {
         let is_behind = self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE;
@@ -164,8 +239,9 @@ impl Session {
     }
 
     /// Completes the handshake.
-    pub(super) fn welcome(&mut self, welcome: &ClientWelcome<'_>) {
+    pub(super) fn welcome(&mut self, welcome: &ClientWelcome<'_>, client_capabilities: u64) {
         self.phase = Phase::Open;
+        self.takes_goaway = client_capabilities & client_capability::GOAWAY != 0;
         let _ = self.outbox.push(kind::CLIENT_WELCOME, MAGIC, welcome, &[], Payload::NONE);
     }
 }
@@ -259,6 +335,10 @@ impl Sessions {
             is_dirty: false,
             is_paused: false,
             permit,
+            is_held_back: false,
+            takes_goaway: false,
+            is_going_away: false,
+            submits: 0,
             owner,
             active_at: now,
         })
@@ -353,6 +433,15 @@ impl Sessions {
             let is_low_priority = session.queue_state.is_low_priority();
             let queue = if is_low_priority { &mut self.low_priority } else { &mut self.fair_queue };
             queue.push(session.owner, index, &mut session.queue_state);
+        }
+    }
+
+    /// Reads from the clients again whose requests were held back.
+    pub(super) fn read_held_back(&mut self) {
+        let held_back = |(index, session): (SessionIndex, &Session)| session.is_held_back.then_some(index);
+        for index in self.slab.iter().filter_map(held_back).collect::<Vec<_>>() {
+            self.slab[index].is_held_back = false;
+            self.schedule_read(index);
         }
     }
 
@@ -536,6 +625,20 @@ impl Sessions {
     /// Returns the next session whose output must be written. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<SessionIndex> {
         self.dirty.pop_front()
+    }
+
+    /// Asks a client to use another connection.
+    pub(super) fn send_goaway(&mut self, index: SessionIndex) {
+        if let Some(session) = self.slab.get_mut(index) {
+            session.is_going_away = true;
+            // The request is dropped, too.
+            session.is_held_back = false;
+            let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
+            let payload = Payload::Copied(&taken);
+            let _ = session.outbox.push(kind::GOAWAY, session.submits, &Empty, &[], payload);
+            self.schedule_flush(index);
+            self.schedule_read(index);
+        }
     }
 
     /// Sends a frame without contents to a client whose handshake is complete.

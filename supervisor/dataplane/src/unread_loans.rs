@@ -46,6 +46,11 @@ impl UnreadLoans {
         self.unread += 1;
     }
 
+    /// No longer counts the loans of a receiver, because its connection belongs to another process.
+    pub(super) fn forget(&mut self, receiver: &mut ReceiverLoans) {
+        self.unread -= usize::from(std::mem::take(receiver).0);
+    }
+
     /// Prepares a connection for closing. Loans that the receiver has not read still count as in transit.
     pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) {
         let left = std::mem::take(receiver);

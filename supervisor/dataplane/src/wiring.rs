@@ -3,6 +3,7 @@
 
 mod commands;
 mod fallback;
+mod handover;
 mod keeper;
 mod leases;
 mod links;

@@ -69,6 +69,8 @@ pub struct Keeper {
     without_pidfd: HashSet<u64>,
     /// Subordinate user ids for workers. If this keeper is lost, the ids are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
+    /// Descriptor that this keeper and its replacements keep open.
+    lifeline: Option<Arc<OwnedFd>>,
 }
 
 #[derive(Debug)]
@@ -79,22 +81,24 @@ enum KeeperProcess {
     Detached(DetachedKeeper),
 }
 
-/// Starts a replacement for a lost keeper, with the same program and the same subordinate user ids.
+/// Starts a replacement for a lost keeper, with the same program, subordinate user ids and lifeline.
 #[derive(Clone, Debug)]
 pub struct KeeperLauncher {
     program: PathBuf,
     is_detached: bool,
     ids: Option<Arc<SubordinateIds>>,
+    lifeline: Option<Arc<OwnedFd>>,
 }
 
 impl KeeperLauncher {
-    /// Starts the keeper and sends it the subordinate user ids for workers.
+    /// Starts the keeper, and sends it the subordinate user ids for workers and the lifeline.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
             false => Keeper::start(&self.program)?,
         };
         self.ids.map_or(Ok(()), |ids| keeper.send_subordinate_ids(ids))?;
+        self.lifeline.map_or(Ok(()), |lifeline| keeper.send_lifeline(lifeline))?;
         Ok(keeper)
     }
 }
@@ -140,6 +144,7 @@ impl Keeper {
             buffer: vec![0; REPORT_BYTES_MAX],
             without_pidfd: HashSet::new(),
             ids: None,
+            lifeline: None,
         }
     }
 
@@ -150,10 +155,23 @@ impl Keeper {
         Ok(())
     }
 
+    /// Sends the keeper a descriptor that it keeps open until it has killed all workers and exits. Later
+    /// keepers get it as well.
+    pub fn send_lifeline(&mut self, lifeline: Arc<OwnedFd>) -> io::Result<()> {
+        self.send_order(Order::Lifeline.encode()?, vec![lifeline.try_clone()?])?;
+        self.lifeline = Some(lifeline);
+        Ok(())
+    }
+
     /// Returns a launcher that can start another keeper if this keeper is lost.
     pub fn launcher(&self) -> KeeperLauncher {
         let is_detached = matches!(self.process, KeeperProcess::Detached(_));
-        KeeperLauncher { program: self.program.clone(), is_detached, ids: self.ids.clone() }
+        KeeperLauncher {
+            program: self.program.clone(),
+            is_detached,
+            ids: self.ids.clone(),
+            lifeline: self.lifeline.clone(),
+        }
     }
 
     /// Returns the pid of the keeper.

@@ -266,6 +266,8 @@ struct EventLoop {
     forker: Forker,
     /// User namespace with the subordinate ids. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
+    /// Descriptor whose other end reports the exit of this process.
+    lifeline: Option<OwnedFd>,
     children: HashMap<u32, Child>,
     /// Pids of workers, by spawn number.
     by_worker: HashMap<u64, u32>,
@@ -310,6 +312,7 @@ impl EventLoop {
             sigchld,
             forker,
             subordinate_namespace: None,
+            lifeline: None,
             children: HashMap::new(),
             by_worker: HashMap::new(),
             templates: BTreeSet::new(),
@@ -451,6 +454,7 @@ impl EventLoop {
                 }
             }
             Order::Namespace => self.subordinate_namespace = descriptors.into_iter().next().map(Arc::new),
+            Order::Lifeline => self.lifeline = descriptors.into_iter().next(),
             Order::Kill { worker } => {
                 // A child in the table has not been reaped, so the pid is valid.
                 if let Some(&pid) = self.by_worker.get(&worker) {

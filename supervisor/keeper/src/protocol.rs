@@ -5,7 +5,7 @@
 //! - [`confinement`]: the requested confinement of a worker, and the confinement read back from the kernel.
 //! - `layer_support`: the layers of confinement that this machine supports.
 //! - `guard`: arguments and message of the guard of an embedded supervisor.
-//! - [`socket`]: non-blocking exchange of whole messages with descriptors.
+//! - [`socket`]: the socket between supervisor and keeper.
 
 pub(crate) mod confinement;
 mod guard;

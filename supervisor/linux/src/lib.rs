@@ -6,6 +6,7 @@
 //! - [`peer`]: identifies the process at the other end of a socket.
 //! - [`descriptors`]: closes descriptors by number.
 //! - [`scm_rights`]: sockets that refuse passed descriptors.
+//! - [`packets`]: non-blocking exchange of whole messages with descriptors.
 //! - [`listener`]: takes over listeners of a service manager, and closes TCP listeners without connection resets.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
 //! - [`folder`]: empties a folder with untrusted content.
@@ -16,6 +17,7 @@
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
 //! - [`vfork`]: starts a program without copying this process.
+//! - [`sibling`]: starts a program as a child of this process's parent.
 //! - [`wait`]: waits for children and descriptors.
 //! - [`errno`]: errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers of system calls, resource limits and signals.
@@ -31,5 +33,5 @@ mod sockets;
 pub mod standard_output;
 
 pub use self::names::{rlimits, signals, syscalls};
-pub use self::processes::{fork, liveness, process_tree, scheduler, vfork, wait};
-pub use self::sockets::{listener, peer, scm_rights, unread};
+pub use self::processes::{fork, liveness, process_tree, scheduler, sibling, vfork, wait};
+pub use self::sockets::{listener, packets, peer, scm_rights, unread};

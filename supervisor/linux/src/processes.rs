@@ -4,5 +4,6 @@ pub mod fork;
 pub mod liveness;
 pub mod process_tree;
 pub mod scheduler;
+pub mod sibling;
 pub mod vfork;
 pub mod wait;

@@ -24,7 +24,7 @@ pub struct Access {
     rules: Vec<Arc<AccessRule>>,
     /// Cache of processes that are known not to descend from the supervisor. Without it, this check would be
     /// the main cost of a new connection.
-    unrelated: UnrelatedProcesses,
+    unrelated: Arc<UnrelatedProcesses>,
 }
 
 /// A rule of `[[access]]`. The rule contains names of bulkheads, because a reload can add and remove
@@ -91,6 +91,11 @@ impl Tokens {
         Self(tokens)
     }
 
+    /// Returns the permissions of all tokens.
+    pub fn grants(&self) -> Vec<TokenGrant> {
+        self.0.iter().map(|(_, grant)| grant.clone()).collect()
+    }
+
     /// Returns true if there is a token with this number.
     pub fn has(&self, id: u32) -> bool {
         self.0.iter().any(|(_, grant)| grant.id == id)
@@ -112,8 +117,18 @@ impl Access {
             own_uid,
             has_tokens: !tokens.is_empty(),
             rules: of_socket.into_iter().map(|entry| Arc::new(AccessRule::new(entry))).collect(),
-            unrelated: UnrelatedProcesses::default(),
+            unrelated: Arc::default(),
         }
+    }
+
+    /// Uses this cache of unrelated processes.
+    pub fn with_unrelated(self, unrelated: Arc<UnrelatedProcesses>) -> Self {
+        Self { unrelated, ..self }
+    }
+
+    /// Returns the cache of unrelated processes.
+    pub fn unrelated(&self) -> Arc<UnrelatedProcesses> {
+        self.unrelated.clone()
     }
 
     /// Returns true if jobs can be rejected as `forbidden`.

@@ -18,6 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use crate::access::HttpClient;
 use crate::counters::SpoolCounters;
 use crate::demand::Observation;
+use crate::handover::HandoverCommand;
 use crate::peer_check::ClientRejection;
 use crate::reload::{LiveDropped, Reload};
 use crate::scrape::Scrape;
@@ -51,6 +52,8 @@ pub struct WorkerProcess {
 pub enum Command {
     /// Replace the listener of the jobs socket, because the file of the old socket was removed.
     Listen(std::os::unix::net::UnixListener),
+    /// Perform a step of an upgrade.
+    Handover(Box<HandoverCommand>),
     /// Return the state of one bulkhead or, with `None`, of all bulkheads.
     Snapshot {
         bulkhead: Option<String>,
@@ -298,6 +301,9 @@ pub enum SteerError {
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
+    /// An upgrade is under way.
+    #[error("an upgrade is under way; try again when it has finished")]
+    Upgrading,
     /// The bulkhead does not know the tenant, because the tenant has not submitted any job recently.
     #[error("this tenant has sent no job to this bulkhead")]
     UnknownTenant,

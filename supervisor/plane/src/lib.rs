@@ -14,6 +14,7 @@ pub mod confinement;
 pub mod counters;
 pub mod crash;
 pub mod demand;
+pub mod handover;
 pub mod latency;
 pub mod limits;
 pub mod lock;

@@ -88,6 +88,8 @@ struct State {
     next: u64,
     /// Permanent ids, by name of the bulkhead.
     permanent: BTreeMap<String, u32>,
+    /// Permanent ids that the previous supervisor of an upgrade still has locked.
+    inherited: BTreeSet<u32>,
     database_ids: DatabaseIds,
 }
 
@@ -204,6 +206,32 @@ impl IdAllocator {
             }
         }
         Err(self.exhausted_error("a bulkhead with a fixed id", "set `user` in `sandbox`"))
+    }
+
+    /// Returns the permanent ids, by name of the bulkhead.
+    pub fn permanent(&self) -> BTreeMap<String, u32> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).permanent.clone()
+    }
+
+    /// Uses the permanent ids of the previous supervisor of an upgrade together with it. The ids are locked by
+    /// [`IdAllocator::lock_inherited`] when that supervisor has ended. Ids outside of the range are ignored.
+    pub fn inherit(&self, permanent: BTreeMap<String, u32>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        for (bulkhead, id) in permanent {
+            if (self.range.first..=self.range.last).contains(&id) {
+                state.inherited.insert(id);
+                state.permanent.insert(bulkhead, id);
+            }
+        }
+    }
+
+    /// Locks the inherited ids. Until then, other supervisors skip them because the workers have them.
+    pub fn lock_inherited(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        for id in std::mem::take(&mut state.inherited) {
+            // If this fails, another supervisor has just locked the id. The workers keep it.
+            let _ = self.lock(&mut state, id);
+        }
     }
 
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {

@@ -5,6 +5,7 @@
 
 mod adapt;
 mod admission;
+mod handover;
 mod life;
 mod oversized;
 mod permits;
@@ -39,6 +40,7 @@ use crate::worker::{Phase, Worker};
 use crate::workers::Workers;
 
 use admission::Evictions;
+use handover::Handover;
 use prefetch::time_to_begin;
 use recovery::Suspicion;
 use withheld::Withheld;
@@ -96,6 +98,7 @@ pub struct Bulkhead<T> {
     /// True if queue pressure was reported and has not ended since.
     is_pressure_reported: bool,
     evictions: Evictions,
+    handover: Handover,
     last_failure: String,
     /// Actions caused by the current event. Reuses the caller's buffer.
     actions: Vec<Action<T>>,
@@ -156,6 +159,7 @@ impl<T> Bulkhead<T> {
             retry_after_values: Default::default(),
             is_pressure_reported: false,
             evictions: Evictions::default(),
+            handover: Handover::default(),
             last_failure: String::new(),
             actions: Vec::new(),
             deferred_events: Vec::new(),
@@ -228,6 +232,12 @@ impl<T> Bulkhead<T> {
             Event::AnnounceStart => self.announce_start(now),
             Event::ForceBreaker { open } => self.force_breaker(now, open),
             Event::Stop { by } => self.stop(now, by),
+            Event::CapPermits { most } => self.handover.permits_max = most,
+            Event::PredecessorHolds { permits, waiting } => {
+                self.handover.predecessor_permits = permits;
+                self.handover.predecessor_waiting = waiting;
+            }
+            Event::Quarantine { digest } => self.poison.quarantine(now, digest),
         }
         self.fill_from_spares(now);
         while self.release_slots(now) {

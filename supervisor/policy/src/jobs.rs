@@ -145,6 +145,11 @@ impl<T> Jobs<T> {
         self.free.len() == self.table.len()
     }
 
+    /// Returns the number of jobs.
+    pub(crate) fn len(&self) -> u32 {
+        (self.table.len() - self.free.len()) as u32
+    }
+
     /// Returns true if the table is full.
     pub(crate) fn is_full(&self) -> bool {
         self.free.is_empty() && self.table.len() >= JOBS_MAX

@@ -321,6 +321,24 @@ pub enum Event<T> {
         /// True to force the breaker open, false to release the breaker.
         open: bool,
     },
+    /// Limits the number of permits, because a successor uses the others. The jobs of this bulkhead need no more than
+    /// these permits.
+    CapPermits {
+        /// Maximum number of permits, or `None` if there is no longer a successor.
+        most: Option<u32>,
+    },
+    /// Sets the number of permits that the previous supervisor still needs. They are not used for other jobs.
+    PredecessorHolds {
+        /// Number of permits.
+        permits: u32,
+        /// Number of jobs that wait in the previous supervisor. They count towards `max_queue`.
+        waiting: u32,
+    },
+    /// Quarantines a payload that the previous supervisor had in quarantine.
+    Quarantine {
+        /// Digest of the payload.
+        digest: Digest,
+    },
     /// Stops the bulkhead. Queued jobs are rejected at once. Jobs in flight can continue until `by`.
     Stop {
         /// Time at which the remaining workers are killed.

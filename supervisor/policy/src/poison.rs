@@ -24,6 +24,12 @@ impl From<u128> for Digest {
     }
 }
 
+impl From<Digest> for u128 {
+    fn from(digest: Digest) -> Self {
+        Self::from(digest.0) << 64 | Self::from(digest.1)
+    }
+}
+
 impl fmt::Display for Digest {
     /// Writes the digest as 32 hexadecimal digits.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -96,13 +102,24 @@ impl Poison {
         self.quarantined.values().filter(|&&since| now.since(since) < limits.within).count()
     }
 
+    /// Returns the quarantined payloads.
+    pub(crate) fn quarantined(&self, now: Time) -> impl Iterator<Item = Digest> {
+        let within = self.limits.as_ref().map_or(Duration::ZERO, |limits| limits.within);
+        let current = self.quarantined.iter().filter(move |(_, since)| now.since(**since) < within);
+        current.map(|(digest, _)| *digest)
+    }
+
     /// Releases all quarantined payloads and forgets their crashes.
     pub(crate) fn reset(&mut self) {
         self.crashes.clear();
         self.quarantined.clear();
     }
 
-    fn quarantine(&mut self, now: Time, digest: Digest) {
+    /// Quarantines a payload from now on.
+    pub(crate) fn quarantine(&mut self, now: Time, digest: Digest) {
+        if self.limits.is_none() {
+            return;
+        }
         self.quarantined.insert(digest, now);
         if self.quarantined.len() > REMEMBERED_MAX
             && let Some((&oldest, _)) = self.quarantined.iter().min_by_key(|(_, since)| **since)

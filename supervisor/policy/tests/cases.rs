@@ -42,6 +42,32 @@ fn rejects_jobs_beyond_permits_and_queue() {
     }
 }
 
+/// `docs/operations/upgrade.md`: both supervisors together never exceed the limit.
+#[test]
+fn permits_of_the_other_supervisor_are_not_used() {
+    let mut successor = Fixture::ready(limits(2, 2, 3));
+    successor.apply(Event::PredecessorHolds { permits: 3, waiting: 2 });
+    assert_eq!((successor.bulkhead.limit(), successor.bulkhead.queue_capacity()), (1, 1));
+    let jobs: Vec<_> = (0..2).map(|_| successor.job()).collect();
+    successor.submit();
+    assert_eq!(successor.rejected(RejectReason::QueueFull), 1);
+    assert!(successor.was_dispatched(jobs[0]) && !successor.was_dispatched(jobs[1]));
+    successor.apply(Event::PredecessorHolds { permits: 2, waiting: 0 });
+    assert!(successor.was_dispatched(jobs[1]));
+
+    let mut predecessor = Fixture::ready(limits(2, 2, 3));
+    let jobs: Vec<_> = (0..6).map(|_| predecessor.job()).collect();
+    assert_eq!(predecessor.bulkhead.needed_permits(1), (4, 3));
+    predecessor.apply(Event::CapPermits { most: Some(4) });
+    jobs[..5].iter().for_each(|&job| predecessor.reply(job));
+    assert!(predecessor.was_dispatched(jobs[5]));
+    assert_eq!(predecessor.bulkhead.needed_permits(0), (1, 0));
+    predecessor.apply(Event::CapPermits { most: Some(1) });
+    assert_eq!(predecessor.bulkhead.limit(), 1);
+    predecessor.apply(Event::CapPermits { most: None });
+    assert_eq!(predecessor.bulkhead.limit(), 4);
+}
+
 /// Failsafe #393: waiting jobs that time out must not use up permits.
 #[test]
 fn timed_out_jobs_leave_full_capacity() {

@@ -306,6 +306,13 @@ fn take_steps(
             ["count", path] => drop(count_up(path)?),
             // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
+            // Records the beginning and the end of a job of some milliseconds.
+            ["ledger", path, ms] => {
+                let id = String::from_utf8_lossy(job.payload());
+                append(path, &format!("begin {id}\n"))?;
+                std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0)));
+                append(path, &format!("end {id}\n"))?;
+            }
             // Waits for a file whose name contains the id of this process.
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),

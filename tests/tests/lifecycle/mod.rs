@@ -3,4 +3,5 @@
 mod embedded;
 mod survival;
 mod threads;
+mod upgrade;
 mod while_open;

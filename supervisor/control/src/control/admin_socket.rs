@@ -34,19 +34,20 @@ pub(super) async fn accept_all(
     let mut admin = AdminListener {
         listener,
         own_uid,
-        unrelated: UnrelatedProcesses::default(),
+        unrelated: control.unrelated.clone(),
         commands: control.commands.clone(),
         permits: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
         rejection_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
         report_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
     };
-    control.until_shutdown(admin.run(&mut next, &dispatcher)).await;
-    if control.inherited.admin {
-        return; // The next process of the service manager accepts the connections in the backlog.
+    control.until_shutdown(admin.run(control, &mut next, &dispatcher)).await;
+    // Another supervisor, or the next process of the service manager, accepts the connections in the backlog.
+    if control.inherited.admin || !control.handover.is_listening() {
+        return;
     }
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
     if has_waiting(&admin.listener) {
-        let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, admin.run(&mut next, &dispatcher)).await;
+        let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, admin.run(control, &mut next, &dispatcher)).await;
     }
     admin.close(&dispatcher);
 }
@@ -56,7 +57,7 @@ struct AdminListener {
     listener: UnixListener,
     /// Id of the user who, besides root, can connect.
     own_uid: u32,
-    unrelated: UnrelatedProcesses,
+    unrelated: Arc<UnrelatedProcesses>,
     commands: CommandSender,
     permits: Arc<Semaphore>,
     rejection_permits: Arc<Semaphore>,
@@ -66,14 +67,17 @@ struct AdminListener {
 impl AdminListener {
     /// Accepts connections until the task is cancelled. Switches to each new listener that replaces the
     /// current one.
-    async fn run(&mut self, next: &mut NextAdmin, dispatcher: &Dispatcher<UnixStream>) {
+    async fn run(&mut self, control: &Control, next: &mut NextAdmin, dispatcher: &Dispatcher<UnixStream>) {
+        let mut listening = control.handover.watch_listening();
         loop {
+            let is_listening = *listening.borrow_and_update();
             tokio::select! {
-                connection = self.accept() => dispatcher.dispatch(connection),
+                connection = self.accept(), if is_listening => dispatcher.dispatch(connection),
                 listener = next.listener() => {
                     self.close(dispatcher);
                     self.listener = listener;
                 }
+                _ = listening.changed() => {}
             }
         }
     }

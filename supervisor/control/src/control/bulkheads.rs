@@ -74,7 +74,9 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
     match answer {
         Some(Ok(state)) => axum::Json(state).into_response(),
         Some(Err(SteerError::NotFound)) => not_found(name),
-        Some(Err(error @ SteerError::Stopping)) => problem(StatusCode::CONFLICT, &error.to_string()),
+        Some(Err(error @ (SteerError::Stopping | SteerError::Upgrading))) => {
+            problem(StatusCode::CONFLICT, &error.to_string())
+        }
         Some(Err(error @ SteerError::UnknownTenant)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
         Some(Err(error @ SteerError::UnknownJob)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
         Some(Err(SteerError::Conflict(sentence))) => problem(StatusCode::BAD_REQUEST, &sentence),

@@ -54,6 +54,7 @@ pub(super) async fn submit(
 ) -> Response {
     // The deadline of the job and the time limit for the upload replace the general time limit.
     admission.progress.lift_time_limit();
+    admission.progress.hold(control.job_requests.clone());
     let (parts, body) = request.into_parts();
     let count = |priority, reason| control.counters.rejected_jobs.count(&name, priority, reason);
     let job = match JobHeaders::parse(&parts.headers) {

@@ -47,6 +47,14 @@ pub(super) struct JobsHttpCounters {
 }
 
 impl JobsHttpCounters {
+    /// Closes each connection as soon as it serves no request, and waits until there is none.
+    pub(super) async fn close_all(&self) {
+        if let Some(active) = self.active.get() {
+            active.close_all();
+            active.wait_until_empty().await;
+        }
+    }
+
     /// Returns the numbers of this moment; `None` without a listener.
     pub(super) fn read(&self) -> Option<JobsHttpNumbers> {
         Some(JobsHttpNumbers {
@@ -150,8 +158,8 @@ async fn identify(
     }
 }
 
-/// Completes responses. While the supervisor is stopping, each response closes its connection, so that the client
-/// uses another host for the next request.
+/// Completes responses. While the supervisor is stopping, or after it has handed over to a successor, each response closes its connection, so that the client
+/// uses another host or the successor for the next request.
 async fn complete(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,
@@ -159,6 +167,7 @@ async fn complete(
     next: Next,
 ) -> Response {
     let is_health = HEALTH_PATHS.contains(&request.uri().path());
-    let closes = || admission.session.is_none() || control.is_stopping.load(Ordering::SeqCst);
+    let is_leaving = || control.is_stopping.load(Ordering::SeqCst) || !control.handover.is_listening();
+    let closes = || admission.session.is_none() || is_leaving();
     complete_with(request, next, !is_health, closes).await
 }

@@ -3,6 +3,9 @@
 /// Paths of requests that need no token over TCP.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
+/// Path of upgrades, which are refused over TCP.
+pub(super) const UPGRADE_PATH: &str = "/v1/upgrade";
+
 /// Paths of requests that the thread of the low-priority readers serves. Readers poll these paths, or the
 /// responses are endless streams.
 pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];

@@ -1,7 +1,7 @@
 //! Reloads the configuration on SIGHUP or on an HTTP request. Reloads run one at a time. A separate thread
 //! reads and validates the file. Only a configuration without errors is sent to the data plane.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -132,6 +132,19 @@ impl Reloads {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the user ids that all workers of a bulkhead share, by name of the bulkhead.
+    pub(super) async fn permanent_ids(&self) -> BTreeMap<String, u32> {
+        let support = self.active_config.lock().await.support.clone();
+        support.ids().map(|ids| ids.permanent()).unwrap_or_default()
+    }
+
+    /// Locks the user ids that the previous supervisor of an upgrade had locked until its end.
+    pub(super) async fn lock_inherited_ids(&self) {
+        if let Some(ids) = self.active_config.lock().await.support.ids() {
+            ids.lock_inherited();
+        }
+    }
+
     pub(super) fn has(&self, bulkhead: &str) -> bool {
         self.cached().bulkheads.iter().any(|name| name == bulkhead)
     }
@@ -225,6 +238,9 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, ReloadError
         control.commands.send(command).map_err(|_| ReloadError::Stuck)?;
         add_dropped_live_changes(&mut changes, receiver.await.map_err(|_| ReloadError::Stuck)?);
         return Ok(changes);
+    }
+    if control.handover.is_upgrading() {
+        return Err(ReloadError::Steer(SteerError::Upgrading));
     }
     control.recreate_sockets();
     let is_ready = control.is_started.load(Ordering::SeqCst);

@@ -21,7 +21,7 @@ use super::openapi::{Content, Parameter, Route, Schema, document};
 use super::paths::HEALTH_PATHS;
 use super::responses::{JSON, problem};
 use super::{
-    advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
+    advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, upgrade, watch,
 };
 
 /// Maximum number of bytes of a rejected query that the error message quotes.
@@ -122,6 +122,14 @@ const ROUTES: &[Route] = &[
     route!(post "/v1/reload" "reload" reload::over_http,
         "Reads the configuration again and applies it. With `dry_run`, only reports the changes.", (200, &[json::<Reloaded>()]),
         query: &[Parameter("dry_run", Schema::Boolean, "Reports the changes without applying them.")], problems: &[409, 422, 500]),
+    route!(post "/v1/upgrade" "upgrade" upgrade::over_http,
+        "Replaces the supervisor's program without losing a job. The response has a line for each step. Only over the \
+         admin socket.",
+        (200, &[(NDJSON, Schema::Text)]),
+        query: &[Parameter("program", Schema::Text, "Path of the new program. Default: the path by which the supervisor was started."),
+            Parameter("force", Schema::Boolean, "Continues even if a bulkhead that is ready has failed in the new program."),
+            Parameter("unmanaged", Schema::Boolean, "Required if no service manager follows the main process.")],
+        problems: &[409, 422]),
     route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, oldest first.",
         (200, &[json::<Crashes>()]), query: &[BULKHEAD, LIMIT], problems: &[404]),
     route!(get "/v1/crashes/{id}" "showCrash" crashes::show, "A crash report.", (200, &[json::<CrashReport>()]),

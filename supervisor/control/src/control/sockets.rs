@@ -2,6 +2,7 @@
 //! removed. A reload creates missing files again.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use tokio::sync::watch;
 use super::Control;
 use crate::sockets::{BoundSocket, Sockets};
 use bulkhead_plane::command::{Command, Event};
+use bulkhead_plane::handover::inherited;
 
 /// Interval between checks that the files exist.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -23,6 +25,8 @@ pub(super) struct SocketFiles {
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
     /// True for each socket whose file was missing at the last check.
     missing: Mutex<[bool; 2]>,
+    /// Duplicate of the admin socket's listener, for a successor.
+    admin: Mutex<Option<OwnedFd>>,
 }
 
 /// Receiver of listeners that replace the listener of the admin socket.
@@ -44,8 +48,31 @@ impl NextAdmin {
 }
 
 impl SocketFiles {
-    pub(super) fn new(sockets: Option<Arc<Sockets>>) -> Self {
-        Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default() }
+    pub(super) fn new(sockets: Option<Arc<Sockets>>, admin: Option<OwnedFd>) -> Self {
+        let admin = Mutex::new(admin);
+        Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default(), admin }
+    }
+
+    /// Sets whether this supervisor serves the sockets.
+    pub(super) fn set_owner(&self, is_owner: bool) {
+        for (_, bound) in self.each() {
+            bound.lock().unwrap_or_else(PoisonError::into_inner).set_owner(is_owner);
+        }
+    }
+
+    /// Returns the locks of the sockets, and the listener of the admin socket, for a successor. Each has the name of its
+    /// socket and the path.
+    pub(super) fn descriptors(&self) -> io::Result<Vec<(&'static str, String, OwnedFd)>> {
+        let locks = [inherited::JOBS_LOCK, inherited::ADMIN_LOCK];
+        let mut found = Vec::new();
+        for ((_, bound), name) in self.each().zip(locks) {
+            let bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
+            found.push((name, path_of(&bound), bound.lock_descriptor()?));
+        }
+        if let Some(admin) = &*self.admin.lock().unwrap_or_else(PoisonError::into_inner) {
+            found.push((inherited::ADMIN, String::new(), admin.try_clone()?));
+        }
+        Ok(found)
     }
 
     pub(super) fn next_admin(&self) -> NextAdmin {
@@ -67,7 +94,7 @@ impl Control {
     fn check_sockets(&self) {
         for (index, (socket, bound)) in self.sockets.each().enumerate() {
             let bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_missing = !bound.exists();
+            let is_missing = bound.is_owner() && !bound.exists();
             let mut missing = self.sockets.missing.lock().unwrap_or_else(PoisonError::into_inner);
             if is_missing && !std::mem::replace(&mut missing[index], is_missing) {
                 let help = "the socket's file was removed, so clients cannot connect: send SIGHUP to create the \
@@ -83,7 +110,7 @@ impl Control {
     pub(super) fn recreate_sockets(&self) {
         for (socket, bound) in self.sockets.each() {
             let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
-            if bound.exists() {
+            if !bound.is_owner() || bound.exists() {
                 continue;
             }
             let recreated = bound.recreate().map_err(|error| error.to_string());
@@ -109,6 +136,8 @@ impl Control {
             return self.commands.send(Command::Listen(listener)).map_err(io::Error::other);
         }
         listener.set_nonblocking(true)?;
+        let kept = listener.try_clone()?.into();
+        *self.sockets.admin.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
         self.sockets.next_admin.send_replace(Some(Arc::new(listener)));
         Ok(())
     }

@@ -9,11 +9,11 @@ use bulkhead_config::format_duration;
 use bulkhead_plane::command::{Command, CommandSendError};
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGHUP, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
 use signal_hook_tokio::Signals;
 use tokio::task::JoinHandle;
 
-use super::Control;
+use super::{Control, upgrade};
 
 /// Handles signals until the process ends.
 pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
@@ -25,7 +25,14 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
                 Ok(())
             }
             SIGUSR1 => control.commands.send(Command::Summarise),
-            _ => stop(&control, &mut notice),
+            SIGUSR2 => {
+                upgrade::on_signal(&control);
+                Ok(())
+            }
+            _ => {
+                control.handover.signalled();
+                stop(&control, &mut notice)
+            }
         };
         if let Err(error) = sent {
             tracing::error!("signal {signal} had no effect: {error}");
@@ -63,6 +70,17 @@ async fn drain_after(control: Arc<Control>, notice: Duration) {
 }
 
 impl Control {
+    /// Stops because the other supervisor of an upgrade stops: in order at the first message, and at once at the second.
+    pub(super) fn stop_with_other(self: &Arc<Self>) {
+        if !self.handover.stop_received() {
+            return;
+        }
+        let result = stop(self, &mut None);
+        if let Err(error) = result {
+            tracing::error!("failed to stop together with the other supervisor: {error}");
+        }
+    }
+
     /// Makes `/readyz` respond 503, and tells the service manager.
     pub(super) fn set_stopping(&self) {
         if !self.is_stopping.swap(true, Ordering::SeqCst) {

@@ -20,7 +20,7 @@ use super::admin_socket::CONNECTIONS_MAX;
 use super::connections::{Dispatcher, LAST_ACCEPT_TIMEOUT, has_waiting};
 use super::cross_site::{self, changes_state};
 use super::http::complete;
-use super::paths::{HEALTH_PATHS, WITHOUT_TOKEN};
+use super::paths::{HEALTH_PATHS, UPGRADE_PATH, WITHOUT_TOKEN};
 use super::responses::{JSON, problem};
 use super::tokens::{ReadOnly, TokenTable};
 use super::waiting::{ListenerRules, WAITING_MAX, WaitingConnections};
@@ -76,14 +76,20 @@ pub(super) async fn accept_until_shutdown(
     (listener, is_inherited): (TcpListener, bool),
     mut waiting: WaitingConnections<TcpStream>,
 ) {
+    let mut listening = control.handover.watch_listening();
     let mut accept_next = async || {
         loop {
-            waiting.add(accept(&listener).await);
+            let is_listening = *listening.borrow_and_update();
+            tokio::select! {
+                socket = accept(&listener), if is_listening => waiting.add(socket),
+                _ = listening.changed() => {}
+            }
         }
     };
     control.until_shutdown(accept_next()).await;
-    if is_inherited {
-        return; // The next process of the service manager accepts the connections in the backlog.
+    // Another supervisor, or the next process of the service manager, accepts the connections in the backlog.
+    if is_inherited || !control.handover.is_listening() {
+        return;
     }
     // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
     // If the kernel cannot stop new connections, a client that connects at the last moment is still reset.
@@ -142,6 +148,10 @@ enum Permission {
 
 impl RequestCheck {
     fn check(&self, request: &Request, tokens: &TokenTable) -> Result<Permission, Box<Response>> {
+        if request.uri().path() == UPGRADE_PATH {
+            let detail = "an upgrade can execute any program, so it is only possible over the admin socket";
+            return Err(problem(StatusCode::FORBIDDEN, detail).into());
+        }
         let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
         if let Some(rejection) = self.rejection(request) {
             return Err(rejection.into());

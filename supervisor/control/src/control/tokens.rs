@@ -31,6 +31,11 @@ impl TokenTable {
         *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = tokens;
     }
 
+    /// Returns the permissions of all tokens.
+    pub(super) fn all(&self) -> Vec<TokenGrant> {
+        self.tokens.read().unwrap_or_else(PoisonError::into_inner).grants()
+    }
+
     /// Returns the permissions of the token `secret`.
     pub(super) fn find(&self, secret: &[u8]) -> Option<TokenGrant> {
         self.tokens.read().unwrap_or_else(PoisonError::into_inner).find(secret).cloned()

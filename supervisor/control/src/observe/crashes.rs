@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc as blocking;
@@ -88,18 +89,43 @@ struct StoredReport {
 impl Store {
     /// Creates the store that the configuration describes.
     pub fn new(config: &SupervisorConfig) -> Result<Self, OpenError> {
-        let store = Self::open(config.crash_dir.as_deref(), config.crash_keep)?;
+        Self::with_lock(config, None)
+    }
+
+    /// Creates the store like [`Store::new`]. `lock` is the lock of the previous supervisor of an upgrade, which also
+    /// writes reports until it ends.
+    pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
+        let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
+    }
+
+    /// Returns a duplicate of the lock on the folder, or `None` if reports are kept in memory.
+    pub fn lock_descriptor(&self) -> io::Result<Option<OwnedFd>> {
+        let folder = self.folder.as_ref();
+        folder.map(|folder| Ok(folder.lock.try_clone()?.into())).transpose()
     }
 
     /// Creates a store in `folder` or, with `None`, in memory. If the folder does not exist, it is created
     /// with mode 0700.
+    #[cfg(test)]
     fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
+        Self::open_with(None, folder, keep)
+    }
+
+    fn open_with(lock: Option<OwnedFd>, folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
         let open = |path: &Path| {
-            CrashFolder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
+            CrashFolder::open(path, lock).map_err(|problem| OpenError { folder: path.to_owned(), problem })
         };
         let folder = folder.map(open).transpose()?;
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
+    }
+
+    /// Loads the last reports of the previous supervisor of an upgrade, which has ended.
+    fn take_over(&mut self) {
+        if let Some(folder) = &mut self.folder {
+            folder.is_shared = false;
+        }
+        self.load();
     }
 
     /// Loads the reports of earlier supervisors from the folder.
@@ -120,6 +146,9 @@ impl Store {
             folder.remove(id);
         }
         for id in ids {
+            if self.reports.contains_key(&id) {
+                continue;
+            }
             match folder.read(id) {
                 Ok(report) => {
                     if report.stage == Stage::Starting {
@@ -256,11 +285,13 @@ fn report_size(report: &CrashReport) -> usize {
 #[derive(Debug)]
 struct CrashFolder {
     path: PathBuf,
-    _lock: File,
+    lock: File,
+    /// True while another supervisor may write to the folder, too.
+    is_shared: bool,
 }
 
 impl CrashFolder {
-    fn open(path: &Path) -> Result<Self, String> {
+    fn open(path: &Path, lock: Option<OwnedFd>) -> Result<Self, String> {
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -284,8 +315,9 @@ impl CrashFolder {
         }
         std::fs::read_dir(path)
             .map_err(|error| format!("the folder for crash reports cannot be read: {error}"))?;
-        let lock = Self::lock(path)?;
-        Ok(Self { path: path.to_owned(), _lock: lock })
+        let is_shared = lock.is_some();
+        let lock = lock.map_or_else(|| Self::lock(path), |lock| Ok(lock.into()))?;
+        Ok(Self { path: path.to_owned(), lock, is_shared })
     }
 
     /// Locks the folder. Without the lock, two supervisors would remove each other's reports.
@@ -317,7 +349,9 @@ impl CrashFolder {
                 ids.push(id);
             } else if id_before(UNFINISHED_SUFFIX).is_some() {
                 // An error is ignored, because the next start tries again.
-                let _ = std::fs::remove_file(self.path.join(&*name));
+                if !self.is_shared {
+                    let _ = std::fs::remove_file(self.path.join(&*name));
+                }
             } else if name != LOCK_FILE {
                 others.push(name.into_owned());
             }
@@ -397,9 +431,14 @@ fn write_new(path: &Path, report: &CrashReport) -> io::Result<()> {
 // Thread that stores the reports.
 
 enum StoreRequest {
-    Add { report: Box<CrashReport>, permit: OwnedSemaphorePermit },
+    Add {
+        report: Box<CrashReport>,
+        permit: OwnedSemaphorePermit,
+    },
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
+    /// The previous supervisor of an upgrade has ended, and has left its last reports in the folder.
+    TakeOver,
 }
 
 /// Sender of requests to the thread that stores the reports.
@@ -426,6 +465,7 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
                 // Nobody receives the reply if the client has disconnected.
                 StoreRequest::List(reply) => drop(reply.send(store.list())),
                 StoreRequest::Get(id, reply) => drop(reply.send(store.get(id))),
+                StoreRequest::TakeOver => store.take_over(),
             }
         }
     };
@@ -457,6 +497,12 @@ impl Crashes {
     /// Returns the report with this id, or `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         self.request(|reply| StoreRequest::Get(id, reply)).await
+    }
+
+    /// Loads the last reports of the previous supervisor of an upgrade, which has ended.
+    pub fn take_over(&self) {
+        // If the thread is too busy, the next start loads the reports.
+        let _ = self.0.try_send(StoreRequest::TakeOver);
     }
 
     async fn request<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> StoreRequest) -> Option<T> {

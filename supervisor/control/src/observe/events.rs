@@ -160,6 +160,17 @@ impl Events {
         }
     }
 
+    /// Returns the sequence number of the newest event.
+    pub fn last_number(&self) -> u64 {
+        self.lock().seq
+    }
+
+    /// Continues the sequence numbers of another supervisor.
+    pub fn continue_after(&self, number: u64) {
+        let mut ring = self.lock();
+        ring.seq = ring.seq.max(number);
+    }
+
     /// Emits an event for each kind whose suppressed events have not been reported, if no event of the kind
     /// has occurred for a while.
     pub fn report_suppressed(&self) {

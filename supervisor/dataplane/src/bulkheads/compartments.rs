@@ -39,6 +39,16 @@ impl Compartments {
         self.jobs
     }
 
+    /// Returns the sequence number of the last job.
+    pub(crate) fn last_job(&self) -> u64 {
+        self.jobs
+    }
+
+    /// Continues the sequence numbers of a predecessor's jobs.
+    pub(crate) fn continue_after(&mut self, number: u64) {
+        self.jobs = self.jobs.max(number);
+    }
+
     /// Marks a compartment because an event was applied to it.
     #[inline]
     pub(crate) fn touch(&mut self, index: CompartmentIndex) {

@@ -37,7 +37,7 @@ impl BulkheadEntry {
     }
 
     /// Returns the individual limits of tenants, by tenant name.
-    pub(super) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
+    pub(crate) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
             Layout::Isolated(isolated) => &isolated.own,

@@ -122,7 +122,7 @@ impl BulkheadEntry {
 
     /// Returns the state of the breaker. For isolated tenants, returns the most severe state of all
     /// compartments.
-    fn breaker(&self, compartments: &Compartments) -> BreakerState {
+    pub(crate) fn breaker(&self, compartments: &Compartments) -> BreakerState {
         match &self.layout {
             Layout::Shared(index) => compartments[*index].policy.breaker(),
             Layout::Isolated(isolated) if isolated.is_forced_open => BreakerState::ForcedOpen,

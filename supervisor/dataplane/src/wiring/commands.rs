@@ -16,7 +16,11 @@ use crate::{DataPlane, Incoming};
 impl DataPlane {
     fn find_running(&self, name: &str) -> Result<BulkheadIndex, SteerError> {
         let bulkhead = self.bulkheads.find(name).ok_or(SteerError::NotFound)?;
-        if self.is_stopping { Err(SteerError::Stopping) } else { Ok(bulkhead) }
+        match self.is_stopping {
+            true => Err(SteerError::Stopping),
+            false if self.handover.is_under_way() => Err(SteerError::Upgrading),
+            false => Ok(bulkhead),
+        }
     }
 
     pub(crate) fn steer(&mut self, name: &str, action: SteerAction) -> Result<(), SteerError> {
@@ -170,6 +174,7 @@ impl DataPlane {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.is_stopping {
             self.is_stopping = true;
+            self.stop_handover();
             self.reporter.states_have_changed();
             self.reporter.milestone(Milestone::Stopping);
             let drain_timeout_ms = u64::try_from(patience.as_millis()).ok();

@@ -23,7 +23,9 @@ impl DataPlane {
         // The payload is available if it is in memory. For a job rejected on arrival, it is still in
         // `incoming`.
         let has_payload = answer.job.is_none() || !answer.record.held.is_empty();
-        let next = self.next_fallback(&fallback, &answer).filter(|_| has_payload && !self.is_stopping);
+        let next = self
+            .next_fallback(&fallback, &answer)
+            .filter(|_| has_payload && !self.is_stopping && !self.handover.has_switched());
         let Some((position, target, left)) = next else {
             answer.record.fallback = Some(fallback);
             return Some(answer);

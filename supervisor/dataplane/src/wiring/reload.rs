@@ -18,6 +18,9 @@ impl DataPlane {
         if self.is_stopping {
             return Err(SteerError::Stopping);
         }
+        if self.handover.is_under_way() {
+            return Err(SteerError::Upgrading);
+        }
         let dropped = self.bulkheads.dropped_changes(&self.compartments, &reload);
         let Reload { removed, changed, added, access, limits } = reload;
         let result_bytes_max = self.limits.result_bytes_max.max(limits.result_bytes_max);
@@ -33,7 +36,7 @@ impl DataPlane {
             }
         }
         if let Some(access) = access {
-            self.access = access;
+            self.access = access.with_unrelated(self.access.unrelated());
             self.update_grants();
         }
         Ok(dropped)

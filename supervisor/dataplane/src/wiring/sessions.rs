@@ -128,7 +128,7 @@ impl DataPlane {
 
     /// Opens a session. A socket must be non-blocking. If the client is rejected, the session may already be
     /// closed when this function returns.
-    fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
+    pub(crate) fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
         let epoch = self.sessions.next_epoch();
         let holder = self.memory.open(client.owner, epoch);
         let index = self.sessions.open(end, client, phase, (epoch, holder), self.now);
@@ -142,7 +142,7 @@ impl DataPlane {
         index
     }
 
-    fn publish_clients(&self) {
+    pub(crate) fn publish_clients(&self) {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
@@ -275,6 +275,9 @@ impl DataPlane {
 
     /// Reads from clients that have input, up to the maximum per iteration.
     pub(crate) fn read_clients(&mut self) {
+        if self.handover.pauses_reading() {
+            return;
+        }
         if self.sessions.has_input() {
             let (began, mut cost) = (Instant::now(), 0);
             while cost < READ_COST_MAX

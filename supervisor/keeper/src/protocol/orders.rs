@@ -66,6 +66,9 @@ pub(crate) enum Order<'a> {
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
     /// descriptor.
     Namespace,
+    /// Provides a descriptor that the keeper keeps open until it exits. Its other end then reports that all
+    /// workers are gone.
+    Lifeline,
     /// Kills the worker immediately. The worker can be unknown, if its exit has already been reported or is
     /// about to be reported.
     Kill { worker: u64 },

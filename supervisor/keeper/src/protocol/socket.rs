@@ -1,117 +1,15 @@
-//! Sends and receives whole messages with descriptors over a `SOCK_SEQPACKET` socket. Both ends use this
-//! module.
-//!
-//! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`]. The owner of the
-//! outbox limits the number of messages.
+//! The socket between supervisor and keeper.
 
-use std::collections::VecDeque;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 
-use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
-};
+use bulkhead_linux::packets;
 
-use super::{ORDER_BYTES_MAX, SPAWN_DESCRIPTORS};
+use super::ORDER_BYTES_MAX;
 
-/// Requested size of the socket's send buffer, in bytes. The buffer fits the largest order and the kernel's
-/// overhead.
-const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
+pub(crate) use bulkhead_linux::packets::{Outbox, Received, receive};
 
-/// Creates a pair of connected sockets, both close-on-exec.
+/// Creates a pair of connected sockets. The first one sends orders, the second one the smaller reports.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let flags = SocketFlags::CLOEXEC;
-    let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // Only one direction carries large messages. For reports, the default buffer is large enough. The kernel
-    // caps the size at its own maximum, whose default is large enough.
-    rustix::net::sockopt::set_socket_send_buffer_size(&here, SOCKET_BUFFER_BYTES)?;
-    Ok((here, there))
-}
-
-/// Messages that the socket has not accepted yet, with their descriptors.
-#[derive(Debug, Default)]
-pub(crate) struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
-
-impl Outbox {
-    pub(crate) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    pub(crate) fn push(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) {
-        debug_assert!(descriptors.len() <= SPAWN_DESCRIPTORS);
-        self.0.push_back((message, descriptors));
-    }
-
-    /// Sends messages until the socket is full. Returns true if all are sent. If not, call this again when
-    /// the socket is writable.
-    pub(crate) fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
-        while let Some((message, descriptors)) = self.0.front() {
-            match send(&socket, message, descriptors) {
-                Ok(()) => drop(self.0.pop_front()),
-                // An unprivileged user can have only a limited number of descriptors in flight. The peer must
-                // first receive earlier descriptors.
-                Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
-                Err(Errno::INTR) => {}
-                // The peer closed its end without reading all messages.
-                Err(Errno::CONNRESET) => return Err(Errno::PIPE.into()),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(true)
-    }
-}
-
-fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-    if !borrowed.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&borrowed)) {
-        return Err(Errno::INVAL);
-    }
-    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut ancillary, flags).map(drop)
-}
-
-/// Result of [`receive`].
-pub(crate) enum Received {
-    /// A message of this many bytes, with its descriptors. Some descriptors are missing if this process has
-    /// reached its descriptor limit.
-    Message(usize, Vec<OwnedFd>),
-    /// No message has arrived yet.
-    Nothing,
-    /// The peer is gone.
-    Closed,
-}
-
-pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let received = loop {
-        let mut slices = [IoSliceMut::new(buffer)];
-        match rustix::net::recvmsg(&socket, &mut slices, &mut ancillary, flags) {
-            Ok(received) => break received,
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Ok(Received::Nothing),
-            // The peer closed its end without reading all messages.
-            Err(Errno::CONNRESET) => return Ok(Received::Closed),
-            Err(error) => return Err(error.into()),
-        }
-    };
-    if received.flags.contains(ReturnFlags::TRUNC) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message is too long"));
-    }
-    if received.bytes == 0 {
-        return Ok(Received::Closed); // Messages are never empty.
-    }
-    let mut descriptors = Vec::new();
-    for message in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            descriptors.extend(rights);
-        }
-    }
-    Ok(Received::Message(received.bytes, descriptors))
+    packets::pair(ORDER_BYTES_MAX)
 }

@@ -41,10 +41,29 @@ pub struct Child {
 /// use data that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs
 /// to be dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
+    // SAFETY: the caller fulfils the same requirements.
+    unsafe { spawn_as(0, execute) }
+}
+
+/// Starts a process like [`spawn`], but as a child of this process's parent (`CLONE_PARENT`). The parent must
+/// reap the process, also if `execute` fails. Fails with `EINVAL` in the first process of a PID namespace.
+///
+/// # Safety
+/// The requirements of [`spawn`] apply.
+pub unsafe fn spawn_sibling<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
+    // SAFETY: the caller fulfils the same requirements.
+    unsafe { spawn_as(libc::CLONE_PARENT, execute) }
+}
+
+/// Starts a process with the additional flag `flag` of `clone(2)`.
+///
+/// # Safety
+/// The requirements of [`spawn`] apply.
+unsafe fn spawn_as<F: FnMut() -> Errno>(flag: c_int, execute: F) -> Result<Child, Errno> {
     let mut call = Call { execute, caught: caught_signals(), error: None };
     let mut stack = child_stack();
     let top = stack.spare_capacity_mut().as_mut_ptr_range().end;
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD | flag;
     let mut pidfd: RawFd = -1;
     let blocked = BlockedSignals::all();
     // SAFETY: the child has exclusive use of `call` and of the stack, whose upper end is aligned as required.
@@ -60,6 +79,7 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let Some(pid) = Pid::from_raw(pid) else { return Err(Errno::CHILD) };
     match call.error {
         None => Ok(Child { pid, pidfd }),
+        Some(error) if flag & libc::CLONE_PARENT != 0 => Err(error),
         Some(error) => {
             // Retries if a signal interrupts the wait, so that no zombie is left.
             wait::wait_for_exit_code(pid.as_raw_pid())?;

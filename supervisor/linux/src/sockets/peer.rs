@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -43,8 +44,8 @@ pub struct Peer {
 pub enum Descent {
     /// The process does not descend from this one.
     Unrelated,
-    /// The process descends from this one. Contains the pids of the process and its ancestors, with this
-    /// process at the end.
+    /// The process descends from this one, or from the other root. Contains the pids of the process and its
+    /// ancestors, with this process or the root at the end.
     Descendant(Vec<u32>),
     /// The process has exited, so its ancestors cannot be determined.
     Ended,
@@ -83,8 +84,13 @@ impl Peer {
         if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
-        let chain = chain?;
+        let mut chain = chain?;
         if chain.last() == Some(&own) {
+            return Ok(Descent::Descendant(chain));
+        }
+        let other = unrelated.other_root.load(Ordering::SeqCst);
+        if let Some(at) = chain.iter().skip(1).position(|&ancestor| ancestor == other && other != 0) {
+            chain.truncate(at + 2);
             return Ok(Descent::Descendant(chain));
         }
         if let Some(process) = process.filter(|_| !is_known) {
@@ -98,11 +104,22 @@ impl Peer {
 /// because an orphan is reparented only to another ancestor. So processes that connect often, such as
 /// scrapers, are looked up only once.
 #[derive(Debug, Default)]
-pub struct UnrelatedProcesses(Mutex<VecDeque<(u32, u64)>>);
+pub struct UnrelatedProcesses {
+    known: Mutex<VecDeque<(u32, u64)>>,
+    /// Process whose descendants count as descendants of this process, or 0.
+    other_root: AtomicU32,
+}
 
 impl UnrelatedProcesses {
+    /// Treats the descendants of another process like those of this process, until the next call. `None` ends this. The
+    /// two supervisors of an upgrade call this, because each has workers.
+    pub fn set_other_root(&self, pid: Option<u32>) {
+        self.lock().clear();
+        self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);
+    }
+
     fn lock(&self) -> MutexGuard<'_, VecDeque<(u32, u64)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn contains(&self, process: (u32, u64)) -> bool {

@@ -19,9 +19,9 @@ impl<T> Bulkhead<T> {
 
     /// Returns the number of jobs that can currently run at once. Each ready worker contributes
     /// `max_in_flight`, or less if it was started with a lower value that it cannot change. The adaptive
-    /// limit caps the sum.
+    /// limit caps the sum. During an upgrade, the permits of the other supervisor are excluded.
     pub fn limit(&self) -> u64 {
-        self.workers.totals().permits.min(self.adaptive_bound())
+        self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }
 
     /// Returns true if missing workers reduce the number of permits below the configured number. Ignores the

@@ -297,7 +297,8 @@ impl<T> Bulkhead<T> {
         let totals = self.workers.totals();
         let coming =
             totals.live_slots.saturating_sub(totals.ready) as usize * self.limits.max_in_flight as usize;
-        self.limits.max_queue as usize + coming + totals.stalled_permits as usize
+        let queue = self.limits.max_queue.saturating_sub(self.handover.predecessor_waiting);
+        queue as usize + coming + totals.stalled_permits as usize
     }
 
     /// Returns the time of the next worker start, or `None` if a slot has a worker or no slot is in backoff.

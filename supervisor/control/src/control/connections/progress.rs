@@ -26,6 +26,8 @@ pub(in crate::control) struct Progress {
     is_closing: AtomicBool,
     /// Notified when `is_closing` becomes true.
     close: Notify,
+    /// Value that is dropped when the response of the current request is complete.
+    held: Mutex<Option<Arc<()>>>,
 }
 
 impl Progress {
@@ -38,6 +40,7 @@ impl Progress {
             is_identified: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
             close: Notify::new(),
+            held: Mutex::default(),
         })
     }
 
@@ -48,7 +51,13 @@ impl Progress {
         self.waiting_since.store(SERVING, Ordering::Relaxed);
     }
 
+    /// Holds a reference until the response of the current request is complete.
+    pub(in crate::control) fn hold(&self, marker: Arc<()>) {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(marker);
+    }
+
     pub(super) fn answer_request(&self) {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.is_answered.store(true, Ordering::Relaxed);
     }
 

@@ -2,7 +2,7 @@
 //! during a flush, but never while one of its frames is being handled.
 
 use bulkhead_shared::RejectReason;
-use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
@@ -13,10 +13,20 @@ use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::handshake::check_version;
 use crate::sessions::{Phase, Violation};
 use crate::slab::SessionIndex;
-use crate::{DataPlane, Incoming};
+use crate::{CLIENT_CAPABILITIES, DataPlane, Incoming};
 
 fn is_hello(header: Header) -> bool {
     header.kind == kind::HELLO && header.number == MAGIC
+}
+
+/// Returns the kind of a frame that is a new request. The metadata of a complete large frame came earlier.
+fn requested_kind(item: &Item<'_>) -> Option<u8> {
+    match item {
+        Item::Frame { header, .. } | Item::Announced { header, .. } => {
+            Some(header.kind).filter(|kind| matches!(*kind, kind::SUBMIT | kind::LEASE))
+        }
+        Item::Large { .. } => None,
+    }
 }
 
 fn no_hello() -> Violation {
@@ -31,6 +41,13 @@ impl DataPlane {
     pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.pause_if_behind() {
+            return 0;
+        }
+        if session.is_held_back {
+            // The end of the stream cannot be read before the request.
+            if session.has_closed() {
+                self.close_session(index);
+            }
             return 0;
         }
         let most = most.max(session.inbox.missing_bytes());
@@ -83,7 +100,23 @@ impl DataPlane {
         }
         let invalid =
             |error: &dyn std::fmt::Display| Some(Violation(RejectReason::Invalid, error.to_string()));
+        let leaves_requests = self.handover.is_released() && !self.is_stopping;
         while let Some(item) = batch.next().map_err(|error| invalid(&error))? {
+            let requested = requested_kind(&item);
+            if let (Some(kind), Some(session)) = (requested, self.sessions.get_mut(index)) {
+                if session.is_going_away {
+                    self.drop_request(index, &item);
+                    continue;
+                }
+                if leaves_requests {
+                    session.is_held_back = true;
+                    batch.return_frame();
+                    return Ok(received);
+                }
+                if kind == kind::SUBMIT {
+                    session.count_submit();
+                }
+            }
             match item {
                 Item::Frame { header, metadata, payload } => {
                     self.handle_client_frame(index, header, metadata, Incoming::Borrowed(payload))?;
@@ -172,12 +205,22 @@ impl DataPlane {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
                 .min(u64::from(u32::MAX)) as u32,
-            capabilities: capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN,
+            capabilities: CLIENT_CAPABILITIES,
             server_version: env!("CARGO_PKG_VERSION"),
         };
-        self.sessions[index].welcome(&welcome);
+        self.sessions[index].welcome(&welcome, hello.capabilities);
         self.sessions.schedule_flush(index);
         Ok(())
+    }
+
+    /// Drops a request after GOAWAY. The client submits the job over another connection, and gets no lease here.
+    fn drop_request(&mut self, index: SessionIndex, item: &Item<'_>) {
+        if let Item::Frame { header, .. } = item
+            && header.kind == kind::LEASE
+        {
+            let client = self.sessions.id(index);
+            self.sessions.send_signal(client, kind::LEASE_REFUSED, header.number);
+        }
     }
 
     /// Handles the beginning of a large frame. Returns true if its payload must be received. Otherwise, the

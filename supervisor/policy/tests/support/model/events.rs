@@ -54,6 +54,8 @@ impl Model {
             Event::ResultTooLarge { worker, job, failure } => self.oversized(*worker, *job, failure),
             Event::ChangeTenantLimits { .. } => {}
             Event::ForceBreaker { .. } => {}
+            // Not generated: `cases.rs` has the rules of upgrades.
+            Event::CapPermits { .. } | Event::PredecessorHolds { .. } | Event::Quarantine { .. } => {}
             Event::LostWithKeeper { worker } => {
                 let is_dead =
                     self.workers.get(&worker.place).is_some_and(|w| w.id == *worker && w.dead.is_some());

@@ -1,0 +1,70 @@
+//! `bulkhead upgrade`: replaces the supervisor's program, and prints each step.
+
+use bulkhead_api::UpgradeStep;
+use hyper::Method;
+
+use crate::admin::{known, shown};
+use crate::args::{Args, Upgrade};
+use crate::output::{self, Failure, exit};
+use crate::requests::{follow, percent_encoded, request};
+
+pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
+    let mut path = format!("/v1/upgrade?force={}&unmanaged={}", upgrade.force, upgrade.unmanaged);
+    if let Some(program) = &upgrade.program {
+        let program = std::path::absolute(program)
+            .map_err(|error| Failure::new(exit::USAGE, format!("--program: {error}")))?;
+        let Some(program) = program.to_str() else {
+            return Err(Failure::new(exit::USAGE, "--program: the path is not valid UTF-8".to_owned()));
+        };
+        path.push_str(&format!("&program={}", percent_encoded(program)));
+    }
+    let response = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
+        // The supervisor cannot be upgraded in this way.
+        exit::INVALID => failure.with_code(exit::USAGE),
+        _ => failure,
+    })?;
+    let mut last = UpgradeStep::default();
+    follow(vec![response], |line| {
+        let Ok(step) = serde_json::from_str::<UpgradeStep>(line) else { return Ok(()) };
+        if args.json {
+            output::json(line)?;
+        } else if &*step.step != "failed" {
+            output::line(&sentence(&step))?;
+        }
+        last = step;
+        Ok(())
+    })
+    .await?;
+    match &*last.step {
+        "finished" => Ok(exit::OK),
+        "failed" => {
+            let why = known(&last.message);
+            Err(Failure::new(
+                exit::FAILED,
+                format!("the upgrade has failed, and the old program serves on: {why}"),
+            ))
+        }
+        step => {
+            let message = format!(
+                "the supervisor stopped responding after the step \"{step}\"; `bulkhead status` and the log show which \
+                 program serves"
+            );
+            Err(Failure::new(exit::FAILED, message))
+        }
+    }
+}
+
+fn sentence(step: &UpgradeStep) -> String {
+    let (pid, version) = (known(&step.pid), known(&step.version));
+    match &*step.step {
+        "started" => format!("started: the new program runs as process {pid} and starts its workers"),
+        "ready" => "ready: every bulkhead has started in the new program".to_owned(),
+        "switched" => {
+            format!("switched: process {pid}, version {version}, serves; waiting 10 s for a failure")
+        }
+        "finished" => {
+            format!("finished: process {pid} is the supervisor; the old one ends after its last job")
+        }
+        other => shown(&other),
+    }
+}

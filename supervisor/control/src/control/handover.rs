@@ -1,0 +1,317 @@
+//! What both sides of an upgrade share: the link to the other supervisor, whether this supervisor serves the listeners,
+//! and the order in which the two processes end. `upgrade` is the side of the predecessor, `take_over` that of the
+//! successor.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bulkhead_linux::packets::{self, Outbox, Received};
+use bulkhead_linux::wait::wait_until_readable;
+use bulkhead_plane::handover::{
+    BulkheadState, Frame, MESSAGE_BYTES_MAX, Nothing, TenantState, die_on_request, encode, kind,
+};
+use bulkhead_shared::codec::Message;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{Notify, watch};
+
+/// Time in addition to `drain_timeout` after which the other supervisor is no longer awaited.
+const END_TIMEOUT: Duration = Duration::from_secs(70);
+
+/// How a supervisor can be upgraded, and what it takes over. Created by the program.
+pub struct HandoverOptions {
+    /// Program of a successor, or the reason why this supervisor cannot be upgraded.
+    pub program: Result<SuccessorProgram, String>,
+    /// The supervisor from which this one takes over.
+    pub predecessor: Option<Predecessor>,
+    /// Soft resource limits before this supervisor raised them, by the number of the resource.
+    pub soft_limits: Vec<(u32, u64)>,
+    /// Order in which the two processes end.
+    pub end: Arc<ProcessEnd>,
+}
+
+/// Program and arguments with which a supervisor was started.
+#[derive(Clone, Debug)]
+pub struct SuccessorProgram {
+    /// Path of the program.
+    pub path: PathBuf,
+    /// All arguments, the first of which is the program's name.
+    pub arguments: Vec<OsString>,
+}
+
+/// A supervisor from which this one takes over.
+pub struct Predecessor {
+    /// The link to the predecessor.
+    pub link: OwnedFd,
+    /// Process id of the predecessor.
+    pub pid: u32,
+    /// True if a failed bulkhead does not prevent the upgrade.
+    pub is_forced: bool,
+    /// Operators' decisions about bulkheads.
+    pub bulkheads: Vec<BulkheadState>,
+    /// Operators' decisions about tenants.
+    pub tenants: Vec<TenantState>,
+    /// Becomes readable when the predecessor and its keepers have ended.
+    pub lifeline: OwnedFd,
+    /// This end of the transfer socket.
+    pub transfer: OwnedFd,
+    /// Listener of the jobs socket.
+    pub jobs: UnixListener,
+}
+
+/// The other supervisor of an upgrade, which must end before this one if this is the main process of the service.
+#[derive(Debug, Default)]
+pub struct ProcessEnd {
+    /// Becomes readable when the other supervisor has ended.
+    awaited: Mutex<Option<OwnedFd>>,
+    has_failed: AtomicBool,
+}
+
+impl ProcessEnd {
+    fn lock(&self) -> MutexGuard<'_, Option<OwnedFd>> {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn wait_for(&self, other: Option<OwnedFd>) {
+        *self.lock() = other;
+    }
+
+    /// Makes this process end with an error.
+    pub(super) fn fail(&self) {
+        self.has_failed.store(true, Ordering::SeqCst);
+    }
+
+    /// Waits until the other supervisor has ended, if this one must end last. Returns false if this process must report
+    /// a failure to the service manager.
+    pub fn wait(&self, drain_timeout: Duration) -> bool {
+        if let Some(other) = self.lock().take()
+            && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
+        {
+            tracing::warn!("the other supervisor of the upgrade has not ended in time");
+        }
+        !self.has_failed.load(Ordering::SeqCst)
+    }
+}
+
+/// State of an upgrade in the control plane.
+pub(super) struct Handover {
+    pub(super) program: Result<SuccessorProgram, String>,
+    pub(super) soft_limits: Vec<(u32, u64)>,
+    pub(super) end: Arc<ProcessEnd>,
+    /// Lock of the folder for crash reports.
+    pub(super) crashes_lock: Option<OwnedFd>,
+    /// Listeners for TCP, by name and address.
+    pub(super) tcp: Vec<(&'static str, String, OwnedFd)>,
+    /// True while this supervisor accepts connections.
+    listening: watch::Sender<bool>,
+    /// True once this supervisor has begun to stop.
+    stopping: watch::Sender<bool>,
+    /// True if this is the main process for the service manager.
+    is_main: AtomicBool,
+    /// True from the beginning of an upgrade until it has failed.
+    is_upgrading: AtomicBool,
+    /// True while a predecessor lives.
+    has_predecessor: AtomicBool,
+    /// Notified when every bulkhead has started.
+    pub(super) started: Notify,
+    /// Link to the other supervisor, once both serve.
+    other: Mutex<Option<Arc<Link>>>,
+    /// Number of STOP messages that have arrived.
+    stops: Mutex<u32>,
+}
+
+impl Handover {
+    pub(super) fn new(
+        options: HandoverOptions,
+        crashes_lock: Option<OwnedFd>,
+        tcp: Vec<(&'static str, String, OwnedFd)>,
+    ) -> (Self, Option<Predecessor>) {
+        let HandoverOptions { program, predecessor, soft_limits, end } = options;
+        let is_first = predecessor.is_none();
+        let handover = Self {
+            program,
+            soft_limits,
+            end,
+            crashes_lock,
+            tcp,
+            listening: watch::Sender::new(is_first),
+            stopping: watch::Sender::new(false),
+            is_main: AtomicBool::new(is_first),
+            is_upgrading: AtomicBool::new(false),
+            has_predecessor: AtomicBool::new(!is_first),
+            started: Notify::new(),
+            other: Mutex::default(),
+            stops: Mutex::default(),
+        };
+        (handover, predecessor)
+    }
+
+    // Listeners.
+
+    /// Returns true if this supervisor accepts connections. The listeners belong to the other supervisor otherwise.
+    pub(super) fn is_listening(&self) -> bool {
+        *self.listening.borrow()
+    }
+
+    pub(super) fn set_listening(&self, is_listening: bool) {
+        self.listening.send_replace(is_listening);
+    }
+
+    /// Returns a receiver of changes of [`Handover::is_listening`].
+    pub(super) fn watch_listening(&self) -> watch::Receiver<bool> {
+        self.listening.subscribe()
+    }
+
+    // The service manager.
+
+    pub(super) fn is_main(&self) -> bool {
+        self.is_main.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn set_main(&self, is_main: bool) {
+        self.is_main.store(is_main, Ordering::SeqCst);
+    }
+
+    // Upgrades.
+
+    /// Begins an upgrade. Returns false if one is under way.
+    pub(super) fn begin(&self) -> bool {
+        !self.has_predecessor.load(Ordering::SeqCst) && !self.is_upgrading.swap(true, Ordering::SeqCst)
+    }
+
+    pub(super) fn end_upgrade(&self) {
+        self.is_upgrading.store(false, Ordering::SeqCst);
+    }
+
+    /// Returns true if commands of operators are refused.
+    pub(super) fn is_upgrading(&self) -> bool {
+        self.is_upgrading.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn predecessor_ended(&self) {
+        self.has_predecessor.store(false, Ordering::SeqCst);
+    }
+
+    // Stopping.
+
+    /// Sets the link over which the other supervisor hears that this one stops.
+    pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
+        *self.other.lock().unwrap_or_else(PoisonError::into_inner) = link;
+    }
+
+    /// Records that this supervisor stops because of a signal, and tells the other supervisor.
+    pub(super) fn signalled(&self) {
+        self.stopping.send_replace(true);
+        let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(Err(error)) = other.map(|link| link.send_now(kind::STOP)) {
+            tracing::warn!("failed to tell the other supervisor of the upgrade to stop: {error}");
+        }
+    }
+
+    /// Records a STOP message. Returns true if this supervisor must begin to stop, or must stop at once.
+    pub(super) fn stop_received(&self) -> bool {
+        let mut stops = self.stops.lock().unwrap_or_else(PoisonError::into_inner);
+        *stops += 1;
+        let was_stopping = self.stopping.send_replace(true);
+        !was_stopping || *stops > 1
+    }
+
+    /// Waits until this supervisor begins to stop.
+    pub(super) async fn stopping(&self) {
+        let _ = self.stopping.subscribe().wait_for(|is_stopping| *is_stopping).await;
+    }
+}
+
+/// The link to the other supervisor.
+#[derive(Debug)]
+pub(super) struct Link(AsyncFd<OwnedFd>);
+
+/// A received message and its descriptors.
+pub(super) struct Incoming {
+    bytes: Vec<u8>,
+    pub(super) kind: u8,
+}
+
+impl Incoming {
+    /// Decodes the metadata of the message.
+    pub(super) fn message<'a, M: Message<'a>>(&'a self) -> io::Result<M> {
+        let frame = Frame::decode(&self.bytes).map_err(invalid)?;
+        frame.message().map_err(invalid)
+    }
+}
+
+fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// Registers a descriptor with the runtime.
+#[expect(
+    deprecated,
+    reason = "the replacement is unsafe, and an owned descriptor stays open while it is registered"
+)]
+pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    AsyncFd::new(descriptor)
+}
+
+/// Waits until a pidfd or pipe reports that its process has ended.
+pub(super) async fn wait_for_end(descriptor: &AsyncFd<OwnedFd>) {
+    // An error means that the runtime of this process is ending.
+    if descriptor.readable().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+impl Link {
+    pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
+        Ok(Self(register(socket)?))
+    }
+
+    /// Sends a message.
+    pub(super) async fn send<'a>(
+        &self,
+        kind: u8,
+        message: &impl Message<'a>,
+        descriptor: Option<OwnedFd>,
+    ) -> io::Result<()> {
+        die_on_request("send", kind);
+        let mut outbox = Outbox::default();
+        outbox.push(encode(kind, message, &[]).map_err(invalid)?, descriptor.into_iter().collect());
+        while !outbox.flush(self.0.get_ref())? {
+            self.0.writable().await?.clear_ready();
+        }
+        Ok(())
+    }
+
+    /// Sends a message without contents. Returns an error if the socket is full.
+    fn send_now(&self, kind: u8) -> io::Result<()> {
+        let mut outbox = Outbox::default();
+        outbox.push(encode(kind, &Nothing {}, &[]).map_err(invalid)?, Vec::new());
+        if outbox.flush(self.0.get_ref())? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+
+    /// Receives the next message that this version knows. Returns `None` if the other supervisor has ended. The future
+    /// can be dropped without losing a message.
+    pub(super) async fn receive(&self) -> io::Result<Option<Incoming>> {
+        let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+        loop {
+            let received = packets::receive(self.0.get_ref(), &mut bytes)?;
+            let length = match received {
+                Received::Message(length, _) => length,
+                Received::Nothing => {
+                    self.0.readable().await?.clear_ready();
+                    continue;
+                }
+                Received::Closed => return Ok(None),
+            };
+            bytes.truncate(length);
+            let kind = Frame::decode(&bytes).map_err(invalid)?.kind;
+            die_on_request("receive", kind);
+            return Ok(Some(Incoming { bytes, kind }));
+        }
+    }
+}

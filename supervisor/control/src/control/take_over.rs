@@ -1,0 +1,161 @@
+//! The successor's side of an upgrade: starts all workers while the predecessor serves, then takes over.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use bulkhead_api::{EventKind, Severity, Word};
+use bulkhead_plane::command::{Command, Event};
+use bulkhead_plane::handover::{Failed, HandoverCommand, Held, Nothing, Quarantined, Switch, kind};
+use bulkhead_policy::BulkheadState;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::oneshot;
+
+use super::Shared;
+use super::handover::{Link, Predecessor, register, wait_for_end};
+
+/// Takes over from a predecessor. Stops this supervisor if that fails.
+pub(super) async fn run(control: Shared, predecessor: Predecessor) {
+    let Predecessor { link, pid, is_forced, bulkheads, tenants, lifeline, transfer, jobs } = predecessor;
+    let started = Link::new(link).and_then(|link| Ok((Arc::new(link), register(lifeline)?)));
+    let (link, lifeline) = match started {
+        Ok(started) => started,
+        Err(error) => return give_up(&control, &error.to_string()),
+    };
+    control.unrelated.set_other_root(Some(pid));
+    let was_ready: Vec<String> =
+        bulkheads.iter().filter(|state| state.is_ready).map(|state| state.name.clone()).collect();
+    let prepared = async {
+        let (reply, receiver) = oneshot::channel();
+        send(&control, HandoverCommand::Restore { bulkheads, tenants, reply })?;
+        receiver.await.map_err(|_| "the data plane has ended".to_owned())??;
+        control.handover.started.notified().await;
+        if is_forced { Ok(()) } else { check_states(&control, &was_ready).await }
+    };
+    let prepared = tokio::select! {
+        prepared = prepared => prepared,
+        () = ended(&link) => Err("the previous supervisor has ended".to_owned()),
+        () = control.handover.stopping() => Err("a signal has stopped the new program".to_owned()),
+    };
+    if let Err(why) = prepared {
+        let _ = link.send(kind::FAILED, &Failed { message: &why }, None).await;
+        return give_up(&control, &why);
+    }
+    if let Err(error) = take_over(&control, &link, transfer).await {
+        return give_up(&control, &error.to_string());
+    }
+    // From here on, this supervisor serves, whatever happens to the predecessor. The message comes before the first
+    // connection is accepted, so that a predecessor that has not received it knows that no job is here.
+    let _ = link.send(kind::ACTIVE, &Nothing {}, None).await;
+    if let Err(error) = control.commands.send(Command::Listen(jobs)) {
+        return give_up(&control, &error.to_string());
+    }
+    control.sockets.set_owner(true);
+    control.handover.set_other(Some(link.clone()));
+    control.handover.set_listening(true);
+    report(&control, |pid, version| EventKind::UpgradeSwitched { pid, version });
+    serve_beside(&control, &link, &lifeline).await;
+    // All workers of the predecessor have ended.
+    let _ = send(&control, HandoverCommand::PredecessorEnded);
+    control.unrelated.set_other_root(None);
+    control.reloads.lock_inherited_ids().await;
+    control.crashes.take_over();
+    control.handover.set_other(None);
+    control.handover.end.wait_for(None);
+    control.handover.predecessor_ended();
+    report(&control, |pid, version| EventKind::UpgradeFinished { pid, version });
+}
+
+fn report(control: &Shared, what: impl FnOnce(u32, String) -> EventKind) {
+    let what = what(std::process::id(), env!("CARGO_PKG_VERSION").to_owned());
+    control.events.add(Event::new(Severity::Info, None, what));
+}
+
+fn send(control: &Shared, command: HandoverCommand) -> Result<(), String> {
+    control.commands.send(Command::Handover(Box::new(command))).map_err(|error| error.to_string())
+}
+
+/// Ends this process with an error.
+fn give_up(control: &Shared, why: &str) {
+    tracing::error!("the upgrade has failed: {why}");
+    control.handover.end.fail();
+    for _ in 0..2 {
+        let _ = control.commands.stop();
+    }
+}
+
+/// Waits until the predecessor has closed the link. It sends nothing before the successor is ready.
+async fn ended(link: &Link) {
+    while let Ok(Some(_)) = link.receive().await {}
+}
+
+/// Returns an error if a bulkhead has no worker, but has one in the predecessor.
+async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), String> {
+    let snapshots = control.snapshots(None).await.ok_or("the data plane does not respond")?;
+    let has_failed = |state: &Word<BulkheadState>| {
+        [BulkheadState::Failed, BulkheadState::Degraded].iter().any(|failed| *state == *failed)
+    };
+    let failed = snapshots.into_iter().find(|snapshot| {
+        let was_ready = was_ready.iter().any(|name| *name == snapshot.name);
+        was_ready && snapshot.limit == 0 && has_failed(&snapshot.state)
+    });
+    match failed {
+        None => Ok(()),
+        Some(snapshot) => {
+            let detail = snapshot.detail.map(|detail| format!(": {detail}")).unwrap_or_default();
+            Err(format!(
+                "the bulkhead '{}' is ready in the previous supervisor, but no worker has started in the new one{detail}; \
+                 use --force to upgrade nevertheless",
+                snapshot.name
+            ))
+        }
+    }
+}
+
+/// Receives the permits of the predecessor, and takes over.
+async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Result<()> {
+    let (mut held, mut quarantined) = (Vec::<Held>::new(), Vec::<Quarantined>::new());
+    link.send(kind::READY, &Nothing {}, None).await?;
+    let switch: Switch = loop {
+        let message = tokio::select! {
+            message = link.receive() => message?,
+            () = control.handover.stopping() => return Err(io::Error::other("a signal has stopped the new program")),
+        };
+        let message = message.ok_or_else(|| io::Error::other("the previous supervisor has ended"))?;
+        match message.kind {
+            kind::HELD_AT_SWITCH => held.push(message.message()?),
+            kind::QUARANTINED => quarantined.push(message.message()?),
+            kind::SWITCH => break message.message()?,
+            _ => {}
+        }
+    };
+    control.events.continue_after(switch.events_after);
+    let (reply, receiver) = oneshot::channel();
+    let tokens = control.tokens.all();
+    let command = HandoverCommand::TakeOver { held, quarantined, switch, transfer, tokens, reply };
+    send(control, command).map_err(io::Error::other)?;
+    receiver.await.map_err(|_| io::Error::other("the data plane has ended"))
+}
+
+/// Handles the predecessor's messages until the predecessor and its keepers have ended.
+async fn serve_beside(control: &Shared, link: &Link, lifeline: &AsyncFd<OwnedFd>) {
+    let mut is_linked = true;
+    loop {
+        tokio::select! {
+            biased;
+            () = wait_for_end(lifeline) => return,
+            message = link.receive(), if is_linked => match message {
+                Ok(Some(message)) => match message.kind {
+                    kind::MAIN => {
+                        control.handover.set_main(true);
+                        let awaited = lifeline.as_fd().try_clone_to_owned().ok();
+                        control.handover.end.wait_for(awaited);
+                    }
+                    kind::STOP => control.stop_with_other(),
+                    _ => {}
+                },
+                Ok(None) | Err(_) => is_linked = false,
+            },
+        }
+    }
+}

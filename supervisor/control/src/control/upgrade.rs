@@ -1,0 +1,606 @@
+//! The predecessor's side of an upgrade: starts the new program, hands over to it, and serves on if a step fails.
+//!
+//! | ends | when | result |
+//! | --- | --- | --- |
+//! | the new program | before SWITCH | this supervisor has served all the time |
+//! | the new program | until the main process changes | it is killed, and this supervisor serves again |
+//! | the new program | afterwards | this supervisor ends with an error, so that the service manager restarts the service |
+//! | this supervisor | any | the new program serves on, unless the service manager ends it |
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::connect_info::ConnectInfo;
+use axum::extract::{Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bulkhead_api::{EventKind, Severity, UpgradeStep};
+use bulkhead_linux::packets::{self, Outbox};
+use bulkhead_linux::sibling;
+use bulkhead_plane::command::{Command, Event};
+use bulkhead_plane::handover::{
+    self, BulkheadState, Failed, HandoverCommand, Hello, InheritedName, MESSAGE_BYTES_MAX, Nothing, Numbers,
+    State as PredecessorState, SwitchState, TenantState, VERSION, WorkerId, inherited, kind,
+};
+use bulkhead_plane::program;
+use bulkhead_policy::RatePer;
+use futures_util::stream;
+use rustix::process::{Signal, pidfd_send_signal};
+use sd_notify::NotifyState;
+use serde::Deserialize;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout};
+
+use super::connections::Admission;
+use super::handover::{Incoming, Link, register, wait_for_end};
+use super::responses::{problem, switch};
+use super::{Control, Shared};
+
+/// Option of a program that is started as a successor. A descriptor number follows.
+pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
+
+/// Time limit for the first message of the new program.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time that the new program gets for its start in addition to the longest `start.ready`.
+const READY_MARGIN: Duration = Duration::from_secs(10);
+
+/// Time limit for the new program's confirmation that it serves.
+const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Time for which both programs run until the new one becomes the main process. Until then the upgrade can fail without
+/// a restart of the service.
+const PROBATION: Duration = Duration::from_secs(10);
+
+/// Time limit for the service manager's confirmation.
+const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Maximum time to wait for space in the queue of commands.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Interval between checks whether the last HTTP request has ended.
+const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Maximum number of steps that are reported to the client.
+const STEPS_MAX: usize = 16;
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct UpgradeQuery {
+    program: Option<PathBuf>,
+    #[serde(default, deserialize_with = "switch")]
+    force: Option<bool>,
+    #[serde(default, deserialize_with = "switch")]
+    unmanaged: Option<bool>,
+}
+
+/// Reason why an upgrade does not begin.
+#[derive(Debug)]
+enum Refusal {
+    UnderWay(String),
+    Impossible(String),
+}
+
+/// Handles `POST /v1/upgrade`. The response contains a line for each step.
+pub(super) async fn over_http(
+    State(control): State<Shared>,
+    ConnectInfo(admission): ConnectInfo<Admission>,
+    Query(query): Query<UpgradeQuery>,
+) -> Response {
+    admission.progress.lift_time_limit();
+    let steps = match begin(&control, query) {
+        Ok(steps) => steps,
+        Err(Refusal::UnderWay(why)) => return problem(StatusCode::CONFLICT, &why),
+        Err(Refusal::Impossible(why)) => return problem(StatusCode::UNPROCESSABLE_ENTITY, &why),
+    };
+    let lines = stream::unfold(steps, async |mut steps| {
+        let step: UpgradeStep = steps.recv().await?;
+        let mut line = serde_json::to_vec(&step).unwrap_or_default();
+        line.push(b'\n');
+        Some((Ok::<_, std::convert::Infallible>(Bytes::from(line)), steps))
+    });
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
+}
+
+/// Begins an upgrade because of SIGUSR2.
+pub(super) fn on_signal(control: &Shared) {
+    if let Err(Refusal::UnderWay(why) | Refusal::Impossible(why)) = begin(control, UpgradeQuery::default()) {
+        tracing::error!("SIGUSR2 had no effect: {why}");
+    }
+}
+
+/// Begins an upgrade in a separate task. Returns the receiver of its steps.
+fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<UpgradeStep>, Refusal> {
+    use std::sync::atomic::Ordering::SeqCst;
+    let impossible = |why: &str| Err(Refusal::Impossible(why.to_owned()));
+    let program = match &control.handover.program {
+        Ok(program) => program.clone(),
+        Err(why) => return impossible(why),
+    };
+    if std::env::var_os("NOTIFY_SOCKET").is_none() && query.unmanaged != Some(true) {
+        return impossible(
+            "no service manager has started this supervisor with NOTIFY_SOCKET, and one that watches the process id would \
+             take the change of the main process for a crash; if none watches it, use `bulkhead upgrade --unmanaged`",
+        );
+    }
+    if control.is_stopping.load(SeqCst) {
+        return impossible("the supervisor is stopping");
+    }
+    if !control.is_started.load(SeqCst) {
+        return Err(Refusal::UnderWay("the supervisor is starting; try again later".to_owned()));
+    }
+    if !control.handover.begin() {
+        let why = "an upgrade is under way, or the previous supervisor has not finished its last jobs; try again later";
+        return Err(Refusal::UnderWay(why.to_owned()));
+    }
+    let (sender, steps) = mpsc::channel(STEPS_MAX);
+    let mut program = program;
+    program.path = query.program.unwrap_or(program.path);
+    let upgrade = Upgrade {
+        control: control.clone(),
+        program,
+        is_forced: query.force == Some(true),
+        steps: Mutex::new(Some(sender)),
+    };
+    tokio::spawn(upgrade.run());
+    Ok(steps)
+}
+
+/// A step that has failed, and the reason.
+struct StepFailure(&'static str, String);
+
+fn failed(step: &'static str) -> impl Fn(io::Error) -> StepFailure {
+    move |error| StepFailure(step, error.to_string())
+}
+
+struct Upgrade {
+    control: Shared,
+    program: super::handover::SuccessorProgram,
+    is_forced: bool,
+    /// Channel to the client. `None` after the last step, which ends the response.
+    steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
+}
+
+/// The new program.
+struct Successor {
+    pid: u32,
+    pidfd: AsyncFd<OwnedFd>,
+    link: Arc<Link>,
+    /// Version of the program.
+    version: String,
+}
+
+/// How the time until the main process changes has ended.
+enum Probation {
+    Passed,
+    /// Both supervisors stop.
+    Stopping,
+}
+
+impl Upgrade {
+    async fn run(self) {
+        let mut successor = None;
+        let mut listener = None;
+        match self.hand_over(&mut successor, &mut listener).await {
+            Ok((successor, Probation::Passed)) => self.leave(successor).await,
+            // The signal has already stopped this supervisor.
+            Ok((successor, Probation::Stopping)) => self.watch_stop(successor).await,
+            Err(StepFailure(step, message)) => {
+                if let Some(successor) = &successor {
+                    successor.kill().await;
+                }
+                self.take_back(listener).await;
+                self.report_failure(step, message);
+            }
+        }
+    }
+
+    /// Serves again.
+    async fn take_back(&self, listener: Option<UnixListener>) {
+        let control = &self.control;
+        control.handover.end.wait_for(None);
+        control.handover.set_other(None);
+        self.send(HandoverCommand::TakeBack(listener.filter(|_| !control.handover.is_listening()))).await;
+        control.sockets.set_owner(true);
+        control.handover.set_listening(true);
+        control.unrelated.set_other_root(None);
+        control.handover.end_upgrade();
+    }
+
+    fn report_failure(&self, step: &'static str, message: String) {
+        let what = EventKind::UpgradeFailed { step: step.into(), message: message.clone() };
+        self.control.events.add(Event::new(Severity::Critical, None, what));
+        self.report(UpgradeStep { message: Some(message), ..UpgradeStep::new("failed") });
+    }
+
+    /// Reports a step to the client, which may have gone.
+    fn report(&self, step: UpgradeStep) {
+        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_last = matches!(&*step.step, "finished" | "failed");
+        if let Some(steps) = &*steps {
+            let _ = steps.try_send(step);
+        }
+        steps.take_if(|_| is_last);
+    }
+
+    async fn send(&self, command: HandoverCommand) {
+        let command = Command::Handover(Box::new(command));
+        // An error means that the data plane is stuck or has ended, which ends the supervisor.
+        if let Err(error) = self.control.commands.send_within(command, COMMAND_TIMEOUT).await {
+            tracing::error!("a step of the upgrade had no effect: {error}");
+        }
+    }
+
+    /// Hands over to a new program. After an error, the caller must kill the successor and take back.
+    async fn hand_over<'s>(
+        &self,
+        started: &'s mut Option<Successor>,
+        listener: &mut Option<UnixListener>,
+    ) -> Result<(&'s Successor, Probation), StepFailure> {
+        let control = &self.control;
+        let handover = &control.handover;
+        // The write end belongs to the data plane and its keepers alone.
+        let (lifeline, (bulkheads, tenants, jobs)) = {
+            let (reader, writer) = io::pipe().map_err(failed("start"))?;
+            let lifeline = Arc::new(OwnedFd::from(writer));
+            (OwnedFd::from(reader), self.prepare(lifeline).await?)
+        };
+        *listener = jobs;
+        let successor = started.insert(self.start_program()?);
+        control.unrelated.set_other_root(Some(successor.pid));
+        let what = EventKind::UpgradeStarted {
+            program: self.program.path.display().to_string(),
+            pid: successor.pid,
+        };
+        control.events.add(Event::new(Severity::Info, None, what));
+        self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("started") });
+
+        let version = self.greet(successor).await?;
+        successor.version = version;
+        let transfer = self
+            .send_state(successor, (&bulkheads, &tenants), lifeline, listener.as_ref())
+            .await
+            .map_err(failed("state"))?;
+        let limit = self.longest_start() + READY_MARGIN;
+        successor.expect(control, kind::READY, limit, "ready").await?;
+        self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("ready") });
+
+        // Nobody accepts until the successor does. The connections wait in the backlog.
+        handover.set_listening(false);
+        let state = self.switch(transfer).await?;
+        // From here on, this process ends after the successor.
+        handover.end.wait_for(successor.pidfd.get_ref().try_clone().ok());
+        self.send_switch(successor, state).await.map_err(failed("switch"))?;
+        successor.expect(control, kind::ACTIVE, ACTIVE_TIMEOUT, "active").await?;
+        control.sockets.set_owner(false);
+        handover.set_other(Some(successor.link.clone()));
+        self.send(HandoverCommand::Release).await;
+        let what = EventKind::UpgradeSwitched { pid: successor.pid, version: successor.version.clone() };
+        control.events.add(Event::new(Severity::Info, None, what));
+        self.report(UpgradeStep {
+            pid: Some(successor.pid),
+            version: Some(successor.version.clone()),
+            ..UpgradeStep::new("switched")
+        });
+        let probation = self.probation(successor).await?;
+        Ok((successor, probation))
+    }
+
+    async fn prepare(
+        &self,
+        lifeline: Arc<OwnedFd>,
+    ) -> Result<(Vec<BulkheadState>, Vec<TenantState>, Option<UnixListener>), StepFailure> {
+        let request = |reply| Command::Handover(Box::new(HandoverCommand::Prepare { lifeline, reply }));
+        let prepared = self.control.commands.request(request).await;
+        let stuck = || StepFailure("start", "the data plane does not respond".to_owned());
+        let prepared = prepared.ok_or_else(stuck)?;
+        let (mut bulkheads, mut tenants, listener) =
+            prepared.map_err(|error| StepFailure("start", error.to_string()))?;
+        let config = self.control.config();
+        for state in &mut bulkheads {
+            if let Some(bulkhead) = config.bulkheads.iter().find(|bulkhead| bulkhead.name == state.name) {
+                let limits = program::limits(bulkhead, &Arc::default());
+                let rate = limits.rate_limit.map(|it| (it.per_second, it.burst, it.per == RatePer::Tenant));
+                state.file = Numbers {
+                    processes: Some(limits.processes),
+                    max_in_flight: Some(limits.max_in_flight),
+                    max_queue: Some(limits.max_queue),
+                    rate_limit: rate,
+                };
+            }
+        }
+        for state in &mut tenants {
+            let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == state.bulkhead);
+            let own = bulkhead.and_then(|bulkhead| bulkhead.tenant.get(&state.tenant)).copied();
+            let own = own.unwrap_or_default();
+            let rate = own.rate_limit.map(|it| (it.per_second, it.burst, it.per == RatePer::Tenant));
+            state.file = Numbers {
+                processes: own.processes,
+                max_in_flight: own.max_in_flight,
+                max_queue: own.max_queue,
+                rate_limit: rate,
+            };
+        }
+        Ok((bulkheads, tenants, listener))
+    }
+
+    fn start_program(&self) -> Result<Successor, StepFailure> {
+        let (here, there) = packets::pair(MESSAGE_BYTES_MAX).map_err(failed("start"))?;
+        let mut arguments = self.program.arguments.clone();
+        arguments.extend([TAKE_OVER_ARGUMENT.into(), there.as_raw_fd().to_string().into()]);
+        // The watchdog is for each main process. The sockets are passed in messages.
+        let withheld = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
+        let started = sibling::spawn(&self.program.path, &arguments, &withheld, there.as_fd());
+        let child = started.map_err(|error| {
+            let path = self.program.path.display();
+            let help = match error.raw_os_error() {
+                Some(libc::EINVAL) => {
+                    "; the first process of a container or PID namespace cannot be upgraded, because nothing could \
+                     become the parent of the new program: start the supervisor under an init"
+                }
+                _ => "",
+            };
+            StepFailure("start", format!("{path} cannot be started: {error}{help}"))
+        })?;
+        Ok(Successor {
+            pid: child.pid.as_raw_pid() as u32,
+            pidfd: register(child.pidfd).map_err(failed("start"))?,
+            link: Arc::new(Link::new(here).map_err(failed("start"))?),
+            version: String::new(),
+        })
+    }
+
+    /// Receives HELLO. Returns the version of the program.
+    async fn greet(&self, successor: &Successor) -> Result<String, StepFailure> {
+        let hello = successor.expect(&self.control, kind::HELLO, HELLO_TIMEOUT, "hello").await?;
+        let Hello { oldest, newest, program } = hello.message().map_err(failed("hello"))?;
+        if !(oldest..=newest).contains(&VERSION) {
+            let message = format!(
+                "the program {program} speaks the versions {oldest} to {newest} of the handover, this supervisor speaks \
+                 {VERSION}: restart the service instead"
+            );
+            return Err(StepFailure("hello", message));
+        }
+        Ok(program.to_owned())
+    }
+
+    /// Sends the state and the descriptors. Returns this end of the transfer socket.
+    async fn send_state(
+        &self,
+        successor: &Successor,
+        (bulkheads, tenants): (&[BulkheadState], &[TenantState]),
+        lifeline: OwnedFd,
+        listener: Option<&UnixListener>,
+    ) -> io::Result<OwnedFd> {
+        let (control, link) = (&self.control, &successor.link);
+        let (here, there) = packets::pair(MESSAGE_BYTES_MAX)?;
+        let mut descriptors = control.sockets.descriptors()?;
+        descriptors.push((inherited::LIFELINE, String::new(), lifeline));
+        descriptors.push((inherited::TRANSFER, String::new(), there));
+        if let Some(listener) = listener {
+            descriptors.push((inherited::JOBS, String::new(), listener.try_clone()?.into()));
+        }
+        for (name, address, socket) in &control.handover.tcp {
+            descriptors.push((name, address.clone(), socket.try_clone()?));
+        }
+        if let Some(lock) = &control.handover.crashes_lock {
+            let folder = control.config().supervisor.crash_dir.clone().unwrap_or_default();
+            descriptors.push((inherited::CRASHES_LOCK, folder.display().to_string(), lock.try_clone()?));
+        }
+        for (name, place, descriptor) in descriptors {
+            let message = InheritedName { name, place: &place };
+            link.send(kind::INHERITED, &message, Some(descriptor)).await?;
+        }
+        for state in bulkheads {
+            link.send(kind::BULKHEAD, state, None).await?;
+        }
+        for state in tenants.iter().filter(|state| state.file != state.live) {
+            link.send(kind::TENANT, state, None).await?;
+        }
+        for (bulkhead, id) in control.reloads.permanent_ids().await {
+            link.send(kind::WORKER_ID, &WorkerId { bulkhead: &bulkhead, id }, None).await?;
+        }
+        let state = PredecessorState {
+            version: VERSION,
+            pid: std::process::id(),
+            is_forced: self.is_forced,
+            soft_limits: control.handover.soft_limits.clone(),
+            activated: control.inherited.names(),
+        };
+        link.send(kind::STATE, &state, None).await?;
+        Ok(here)
+    }
+
+    /// Returns the longest time that a bulkhead may take to start.
+    fn longest_start(&self) -> Duration {
+        let config = self.control.config();
+        config.bulkheads.iter().map(|bulkhead| bulkhead.start.ready).max().unwrap_or_default()
+    }
+
+    async fn switch(&self, transfer: OwnedFd) -> Result<SwitchState, StepFailure> {
+        let (reply, receiver) = oneshot::channel();
+        self.send(HandoverCommand::Switch { transfer, reply }).await;
+        // Leases are awaited for some seconds.
+        receiver.await.map_err(|_| StepFailure("switch", "the supervisor is stopping".to_owned()))
+    }
+
+    async fn send_switch(&self, successor: &Successor, state: SwitchState) -> io::Result<()> {
+        let SwitchState { held, quarantined, mut switch } = state;
+        switch.events_after += self.control.events.last_number();
+        for held in &held {
+            successor.link.send(kind::HELD_AT_SWITCH, held, None).await?;
+        }
+        for entry in &quarantined {
+            successor.link.send(kind::QUARANTINED, entry, None).await?;
+        }
+        successor.link.send(kind::SWITCH, &switch, None).await
+    }
+
+    /// Waits until the new program has served for some seconds.
+    async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
+        let control = &self.control;
+        let end = Instant::now() + PROBATION;
+        let ended = || StepFailure("serve", "the new program has ended".to_owned());
+        loop {
+            tokio::select! {
+                biased;
+                () = control.handover.stopping() => return Ok(Probation::Stopping),
+                message = successor.link.receive() => match message {
+                    Ok(Some(message)) if message.kind == kind::STOP => {
+                        control.stop_with_other();
+                        return Ok(Probation::Stopping);
+                    }
+                    Ok(Some(_)) => {}
+                    Ok(None) | Err(_) => return Err(ended()),
+                },
+                _ = successor.ended() => return Err(ended()),
+                () = tokio::time::sleep_until(end) => return Ok(Probation::Passed),
+            }
+        }
+    }
+
+    /// Makes the new program the main process, and ends after the last job.
+    async fn leave(&self, successor: &Successor) {
+        let control = &self.control;
+        let handover = &control.handover;
+        if let Err(error) = name_main_process(successor.pid).await {
+            tracing::warn!("failed to tell the service manager the new main process: {error}");
+        }
+        handover.set_main(false);
+        handover.end.wait_for(None);
+        let _ = successor.link.send(kind::MAIN, &Nothing {}, None).await;
+        let what = EventKind::UpgradeFinished { pid: successor.pid, version: successor.version.clone() };
+        control.events.add(Event::new(Severity::Info, None, what));
+        self.report(UpgradeStep {
+            pid: Some(successor.pid),
+            version: Some(successor.version.clone()),
+            ..UpgradeStep::new("finished")
+        });
+        let requests = async {
+            control.jobs_http.close_all().await;
+            while control.has_job_requests() {
+                tokio::time::sleep(REQUESTS_INTERVAL).await;
+            }
+            self.send(HandoverCommand::Leave).await;
+        };
+        let watched = self.watch_stop(successor);
+        tokio::join!(requests, watched);
+    }
+
+    /// Watches the new program until this supervisor has ended.
+    async fn watch_stop(&self, successor: &Successor) {
+        let control = &self.control;
+        loop {
+            let message = tokio::select! {
+                biased;
+                message = successor.link.receive() => message,
+                _ = successor.ended() => Ok(None),
+            };
+            match message {
+                Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),
+                Ok(Some(_)) => {}
+                Ok(None) => break,
+                // The runtime is ending, because this supervisor has stopped.
+                Err(_) => return,
+            }
+        }
+        // Before the change, the main process is this one, and both were told to stop.
+        if !control.handover.is_main() {
+            tracing::error!(
+                "the new program has ended: stopping, so that the service manager restarts the service"
+            );
+            control.handover.end.fail();
+            for _ in 0..2 {
+                let _ = control.commands.stop();
+            }
+        }
+    }
+}
+
+impl Successor {
+    /// Waits until the process has ended.
+    async fn ended(&self) {
+        wait_for_end(&self.pidfd).await;
+    }
+
+    async fn kill(&self) {
+        // Fails only if the process has already ended.
+        let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
+        self.ended().await;
+    }
+
+    /// Waits for a message of this kind.
+    async fn expect(
+        &self,
+        control: &Control,
+        wanted: u8,
+        limit: Duration,
+        step: &'static str,
+    ) -> Result<Incoming, StepFailure> {
+        let failure = |message: &str| StepFailure(step, message.to_owned());
+        let receive = async {
+            loop {
+                match self.link.receive().await.map_err(failed(step))? {
+                    Some(message) if message.kind == wanted => return Ok(message),
+                    Some(message) if message.kind == kind::FAILED => {
+                        let Failed { message } = message.message().map_err(failed(step))?;
+                        return Err(failure(message));
+                    }
+                    Some(_) => {}
+                    None => {
+                        return Err(failure(
+                            "the new program has ended; its messages are in the log of the supervisor",
+                        ));
+                    }
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            received = timeout(limit, receive) => match received {
+                Ok(received) => received,
+                Err(_) => Err(StepFailure(
+                    step,
+                    format!("the new program did not reach this step within {} s", limit.as_secs()),
+                )),
+            },
+            () = control.handover.stopping() => Err(failure("the supervisor is stopping")),
+        }
+    }
+}
+
+/// Tells the service manager the new main process, and waits until it has processed the message.
+async fn name_main_process(pid: u32) -> io::Result<()> {
+    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
+    sd_notify::notify(&[NotifyState::MainPid(pid)])?;
+    let address = match path.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        path => SocketAddr::from_pathname(OsStr::from_bytes(path)),
+    };
+    let socket = UnixDatagram::unbound()?;
+    socket.connect_addr(&address?)?;
+    let (reader, writer) = io::pipe()?;
+    let mut outbox = Outbox::default();
+    outbox.push(b"BARRIER=1".to_vec(), vec![writer.into()]);
+    if !outbox.flush(&socket)? {
+        return Err(io::ErrorKind::WouldBlock.into());
+    }
+    // The service manager closes its copy of the write end.
+    let reader = register(OwnedFd::from(reader))?;
+    match timeout(BARRIER_TIMEOUT, reader.readable()).await {
+        Ok(closed) => closed.map(drop),
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "the service manager does not respond")),
+    }
+}
+
+/// Version of the messages, for the documentation of the program.
+pub const HANDOVER_VERSION: u16 = handover::VERSION;

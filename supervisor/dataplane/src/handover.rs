@@ -1,0 +1,254 @@
+//! State of an upgrade: the steps in which this data plane hands over to a successor, and the permits that each side
+//! knows the other to need.
+//!
+//! This part neither reads nor writes sockets. `wiring` performs the steps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use bulkhead_linux::packets::Outbox;
+use bulkhead_plane::access::TokenGrant;
+use bulkhead_plane::handover::SwitchState;
+use bulkhead_policy::Time;
+use tokio::sync::oneshot;
+
+use super::slab::CompartmentIndex;
+
+/// Maximum time to wait until clients have returned their leases. Longer than the time after which a recalled lease is
+/// revoked, so that afterwards only leases remain that a job uses.
+const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// Maximum number of messages in the outbox of the transfer socket. Connections are passed on only below this number.
+const OUTBOX_MAX: usize = 64;
+
+/// Permits that a compartment needs, and jobs that wait in addition.
+pub(super) type Needs = (u32, u32);
+
+#[derive(Default)]
+pub(super) struct Handover {
+    phase: Phase,
+    /// Permits that the successor knows to be needed. The numbers only fall.
+    held: BTreeMap<CompartmentIndex, Needs>,
+    /// Compartments in which the predecessor needs permits.
+    predecessor: BTreeSet<CompartmentIndex>,
+    /// Socket to the data plane of the other supervisor.
+    pub(super) transfer: Option<Transfer>,
+    /// Permissions of the tokens, for connections that the predecessor passes on.
+    pub(super) tokens: Vec<TokenGrant>,
+    /// Number of upgrades that were begun.
+    pub(super) attempts: u64,
+}
+
+/// The transfer socket, and messages that it has not accepted yet.
+pub(super) struct Transfer {
+    pub(super) socket: OwnedFd,
+    pub(super) outbox: Outbox,
+}
+
+#[derive(Default)]
+enum Phase {
+    /// No upgrade is under way, or this is the successor.
+    #[default]
+    None,
+    /// The successor starts.
+    Preparing,
+    /// Waits until leases are returned.
+    Switching { since: Time, transfer: OwnedFd, reply: oneshot::Sender<SwitchState> },
+    /// The successor is about to serve. Nothing is read.
+    Switched,
+    /// The successor serves.
+    Released,
+    /// The successor serves, and nothing is taken back any more.
+    Leaving,
+}
+
+impl Handover {
+    /// Returns true if commands of operators are refused, and no files are lent.
+    pub(super) fn is_under_way(&self) -> bool {
+        !matches!(self.phase, Phase::None)
+    }
+
+    /// Returns true if no new job is accepted.
+    pub(super) fn has_switched(&self) -> bool {
+        matches!(self.phase, Phase::Switched | Phase::Released | Phase::Leaving)
+    }
+
+    /// Returns true if clients are not read.
+    pub(super) fn pauses_reading(&self) -> bool {
+        matches!(self.phase, Phase::Switched)
+    }
+
+    /// Returns true if new requests and idle connections belong to the successor.
+    pub(super) fn is_released(&self) -> bool {
+        matches!(self.phase, Phase::Released | Phase::Leaving)
+    }
+
+    pub(super) fn is_leaving(&self) -> bool {
+        matches!(self.phase, Phase::Leaving)
+    }
+
+    /// Returns true if the loop must check for time limits.
+    pub(super) fn needs_checks(&self) -> bool {
+        matches!(self.phase, Phase::Switching { .. }) || self.is_released()
+    }
+
+    // Steps of the predecessor.
+
+    pub(super) fn prepare(&mut self) {
+        self.phase = Phase::Preparing;
+        self.attempts += 1;
+    }
+
+    pub(super) fn begin_switch(
+        &mut self,
+        since: Time,
+        transfer: OwnedFd,
+        reply: oneshot::Sender<SwitchState>,
+    ) {
+        if matches!(self.phase, Phase::Preparing) {
+            self.phase = Phase::Switching { since, transfer, reply };
+        }
+    }
+
+    /// Ends the wait for leases. `has_idle_leases` is true if a lease is not used by a job.
+    pub(super) fn end_wait(
+        &mut self,
+        now: Time,
+        has_idle_leases: bool,
+    ) -> Option<oneshot::Sender<SwitchState>> {
+        match std::mem::take(&mut self.phase) {
+            Phase::Switching { since, transfer, reply }
+                if !has_idle_leases || now.since(since) >= LEASES_TIMEOUT =>
+            {
+                self.phase = Phase::Switched;
+                self.transfer = Some(Transfer { socket: transfer, outbox: Outbox::default() });
+                Some(reply)
+            }
+            phase => {
+                self.phase = phase;
+                None
+            }
+        }
+    }
+
+    pub(super) fn release(&mut self) {
+        if matches!(self.phase, Phase::Switched) {
+            self.phase = Phase::Released;
+        }
+    }
+
+    pub(super) fn leave(&mut self) {
+        if matches!(self.phase, Phase::Released) {
+            self.phase = Phase::Leaving;
+        }
+    }
+
+    /// Ends the upgrade. The caller must remove the limits on permits.
+    pub(super) fn take_back(&mut self) {
+        self.phase = Phase::None;
+        self.held.clear();
+    }
+
+    /// Sets the permits that a compartment needs at the switch.
+    pub(super) fn hold(&mut self, compartment: CompartmentIndex, needs: Needs) {
+        self.held.insert(compartment, needs);
+    }
+
+    /// Returns the compartments that may still need permits.
+    pub(super) fn holders(&self) -> Vec<CompartmentIndex> {
+        self.held.keys().copied().collect()
+    }
+
+    /// Records what a compartment needs now. Returns the numbers for the successor if they have fallen.
+    pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
+        let known = self.held.get_mut(&compartment)?;
+        let permits = known.0.min(needs.0 + needs.1);
+        let after = (permits, known.1.min(needs.0 + needs.1 - permits));
+        let before = std::mem::replace(known, after);
+        if after.0 == 0 {
+            self.held.remove(&compartment);
+        }
+        (after != before).then_some(after)
+    }
+
+    /// Returns true if another connection can be passed on.
+    pub(super) fn has_room(&self) -> bool {
+        self.transfer.as_ref().is_some_and(|transfer| transfer.outbox.len() < OUTBOX_MAX)
+    }
+
+    // The successor.
+
+    /// Records the permits that the predecessor needs in a compartment.
+    pub(super) fn predecessor_holds(&mut self, compartment: CompartmentIndex, permits: u32) {
+        let _ = if permits > 0 {
+            self.predecessor.insert(compartment)
+        } else {
+            self.predecessor.remove(&compartment)
+        };
+    }
+
+    /// Returns the compartments in which the predecessor needed permits, because it has ended.
+    pub(super) fn take_predecessor(&mut self) -> BTreeSet<CompartmentIndex> {
+        std::mem::take(&mut self.predecessor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::slab::SlabIndex;
+    use super::*;
+
+    fn at(ms: u64) -> Time {
+        Time::ZERO + Duration::from_millis(ms)
+    }
+
+    fn switching() -> (Handover, oneshot::Receiver<SwitchState>) {
+        let mut handover = Handover::default();
+        handover.prepare();
+        let (reply, receiver) = oneshot::channel();
+        let (here, _there) = bulkhead_linux::packets::pair(1024).unwrap();
+        handover.begin_switch(at(0), here, reply);
+        (handover, receiver)
+    }
+
+    #[test]
+    fn switch_waits_for_idle_leases_within_limit() {
+        let (mut handover, _receiver) = switching();
+        assert!(handover.end_wait(at(1), true).is_none() && !handover.has_switched());
+        assert!(handover.needs_checks() && !handover.pauses_reading());
+        assert!(handover.end_wait(at(2), false).is_some() && handover.pauses_reading());
+        handover.release();
+        assert!(handover.is_released() && !handover.pauses_reading());
+        let (mut handover, _receiver) = switching();
+        assert!(handover.end_wait(at(6000), true).is_some());
+    }
+
+    #[test]
+    fn steps_out_of_order_have_no_effect() {
+        let mut handover = Handover::default();
+        handover.release();
+        handover.leave();
+        assert!(!handover.is_under_way() && handover.end_wait(at(0), false).is_none());
+        let (mut handover, _receiver) = switching();
+        handover.leave();
+        handover.take_back();
+        assert!(!handover.is_under_way());
+    }
+
+    #[test]
+    fn needed_permits_only_fall() {
+        let compartment = CompartmentIndex::from_number(3);
+        let mut handover = Handover::default();
+        assert_eq!(handover.update(compartment, (1, 0)), None);
+        handover.hold(compartment, (4, 2));
+        assert_eq!(handover.update(compartment, (4, 2)), None);
+        assert_eq!(handover.update(compartment, (4, 1)), Some((4, 1)));
+        // Fewer workers are ready, but waiting jobs will need their permits later.
+        assert_eq!(handover.update(compartment, (2, 3)), None);
+        assert_eq!(handover.update(compartment, (3, 0)), Some((3, 0)));
+        assert_eq!(handover.update(compartment, (0, 0)), Some((0, 0)));
+        assert_eq!(handover.update(compartment, (1, 0)), None);
+        assert!(handover.holders().is_empty());
+    }
+}

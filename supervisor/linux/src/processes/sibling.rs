@@ -1,0 +1,86 @@
+//! Starts a program as a child of this process's parent. A supervisor starts its successor in this way: a child
+//! would be one of the descendants that the supervisor kills after the death of its keeper.
+
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+
+use rustix::fs::Access;
+
+use super::vfork::{self, Child};
+use crate::errno;
+
+/// Starts `program` with these arguments, the first of which is the program's name. The program inherits the
+/// environment without the variables `withheld`, the working directory, standard input, output and error, and
+/// the descriptor `inherited` under the same number.
+///
+/// Returns an error if the program cannot be executed, or if this process is the first process of a PID
+/// namespace (`EINVAL`).
+#[expect(unsafe_code, reason = "execve and the call before it have no safe wrapper")]
+pub fn spawn(
+    program: &Path,
+    arguments: &[OsString],
+    withheld: &[&str],
+    inherited: BorrowedFd<'_>,
+) -> io::Result<Child> {
+    // Checked first, because a process that fails to execute the program would be left to the parent.
+    rustix::fs::access(program, Access::EXEC_OK)?;
+    let path = CString::new(program.as_os_str().as_bytes())?;
+    let arguments: Vec<CString> =
+        arguments.iter().map(|argument| CString::new(argument.as_bytes())).collect::<Result<_, _>>()?;
+    let environment: Vec<CString> = std::env::vars_os()
+        .filter(|(name, _)| !withheld.iter().any(|withheld| name == withheld))
+        .filter_map(|(mut entry, value)| {
+            entry.push("=");
+            entry.push(value);
+            CString::new(entry.into_vec()).ok()
+        })
+        .collect();
+    let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));
+    let number = inherited.as_raw_fd();
+    // SAFETY: the child makes only two system calls. Their arguments were prepared before, and the lists end
+    // with a null pointer. The child has a copy of the table of descriptors.
+    let started = unsafe {
+        vfork::spawn_sibling(|| {
+            if libc::fcntl(number, libc::F_SETFD, 0) < 0 {
+                return errno::last();
+            }
+            libc::execve(path.as_ptr(), argv.as_ptr(), envp.as_ptr());
+            errno::last()
+        })
+    };
+    Ok(started?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn sibling_is_a_child_of_the_parent() {
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        let script = format!("echo $PPID >&{}; echo ${{WITHHELD-none}} >&{0}", writer.as_fd().as_raw_fd());
+        let arguments = ["sh", "-c", &script].map(OsString::from);
+        let child = spawn(Path::new("/bin/sh"), &arguments, &["WITHHELD"], writer.as_fd()).unwrap();
+        drop(writer);
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
+        assert_eq!(text, format!("{parent}\nnone\n"));
+        assert!(!crate::wait::is_child(child.pid.as_raw_pid() as u32));
+    }
+
+    #[test]
+    fn program_that_cannot_be_executed_is_an_error() {
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let missing = spawn(Path::new("/no/such/program"), &["x".into()], &[], writer.as_fd());
+        assert_eq!(missing.unwrap_err().kind(), io::ErrorKind::NotFound);
+        let denied = spawn(Path::new("/etc/passwd"), &["x".into()], &[], writer.as_fd());
+        assert_eq!(denied.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+}

@@ -1,0 +1,421 @@
+//! Messages of an upgrade, in which a supervisor hands over to its successor.
+//!
+//! There are two `SOCK_SEQPACKET` sockets. The control planes agree on the handover over the *link*. After that, the data
+//! planes use the *transfer socket*: the predecessor passes on connections and returns permits. Each message is one frame
+//! of the protocol (header, metadata, payload), and its descriptor comes with it. Unknown kinds are skipped unless they
+//! are critical, and unknown extensions likewise.
+//!
+//! This module only encodes and decodes. `docs/operations/upgrade.md` describes the order of the messages.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use bincode::{BorrowDecode, Encode};
+use bulkhead_policy::Digest;
+use bulkhead_shared::codec::{self, CodecError, Message};
+use bulkhead_shared::frame::{HEADER_BYTES, Header};
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
+use tokio::sync::oneshot;
+
+use crate::access::TokenGrant;
+use crate::command::SteerError;
+
+/// Version of the messages that this supervisor speaks.
+pub const VERSION: u16 = 1;
+
+/// Maximum size of a message in bytes. The largest message contains the unread bytes of a connection: an incomplete
+/// frame, and one further read.
+pub const MESSAGE_BYTES_MAX: usize =
+    2 * HEADER_BYTES + 2 * METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + READ_BYTES_MAX;
+
+/// Difference between the numbers of a supervisor's jobs, leases and events and those of its successor. A supervisor that
+/// takes over again after a failed upgrade continues with its own numbers. More than the successor can use in the ten
+/// seconds in which the upgrade can fail, and few enough for tens of thousands of upgrades, because a job's number has 40
+/// bits.
+pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
+
+/// Kinds of messages. The meaning of a number never changes.
+#[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
+pub mod kind {
+    // The link.
+    pub const HELLO: u8 = 1;
+    pub const INHERITED: u8 = 2;
+    pub const BULKHEAD: u8 = 3;
+    pub const TENANT: u8 = 4;
+    pub const WORKER_ID: u8 = 5;
+    pub const STATE: u8 = 6;
+    pub const READY: u8 = 7;
+    pub const HELD_AT_SWITCH: u8 = 8;
+    pub const QUARANTINED: u8 = 9;
+    pub const SWITCH: u8 = 10;
+    pub const ACTIVE: u8 = 11;
+    pub const MAIN: u8 = 12;
+    pub const STOP: u8 = 13;
+    pub const FAILED: u8 = 14;
+
+    // The transfer socket.
+    pub const SESSION: u8 = 32;
+    pub const HELD: u8 = 33;
+}
+
+/// HELLO, from the successor.
+#[derive(Debug, Encode, BorrowDecode)]
+pub struct Hello<'a> {
+    /// Oldest version of the messages that the successor speaks.
+    pub oldest: u16,
+    /// Newest version of the messages that the successor speaks.
+    pub newest: u16,
+    /// Version of the program.
+    pub program: &'a str,
+}
+
+/// INHERITED: a descriptor for the successor.
+#[derive(Debug, Encode, BorrowDecode)]
+pub struct InheritedName<'a> {
+    /// One of the names in [`inherited`].
+    pub name: &'a str,
+    /// Path or address of the socket, or path of the locked file or folder. Empty for the other descriptors.
+    pub place: &'a str,
+}
+
+/// Names of descriptors.
+#[expect(missing_docs, reason = "self-explanatory names")]
+pub mod inherited {
+    pub const JOBS: &str = "jobs";
+    pub const JOBS_LOCK: &str = "jobs lock";
+    pub const ADMIN: &str = "admin";
+    pub const ADMIN_LOCK: &str = "admin lock";
+    pub const HTTP: &str = "http";
+    pub const JOBS_HTTP: &str = "jobs_http";
+    pub const CRASHES_LOCK: &str = "crash_dir lock";
+    /// The read end of a pipe. The predecessor and its keepers hold the write end.
+    pub const LIFELINE: &str = "lifeline";
+    /// The successor's end of the transfer socket.
+    pub const TRANSFER: &str = "transfer";
+}
+
+/// Numbers that an operator can change while the supervisor runs.
+#[derive(Clone, Copy, Debug, PartialEq, Encode, BorrowDecode)]
+pub struct Numbers {
+    /// Number of worker processes.
+    pub processes: Option<u32>,
+    /// Maximum number of jobs in flight per worker.
+    pub max_in_flight: Option<u32>,
+    /// Maximum number of queued jobs.
+    pub max_queue: Option<u32>,
+    /// Cost per second, burst, and whether each tenant has a separate limit.
+    pub rate_limit: Option<(f64, u32, bool)>,
+}
+
+/// BULKHEAD: an operator's decisions about a bulkhead.
+#[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
+pub struct BulkheadState {
+    /// Name of the bulkhead.
+    pub name: String,
+    /// True if the bulkhead can run jobs.
+    pub is_ready: bool,
+    /// True if the bulkhead rejects new jobs.
+    pub is_draining: bool,
+    /// True if an operator has forced the breaker open.
+    pub is_forced_open: bool,
+    /// Numbers in the predecessor's configuration file.
+    pub file: Numbers,
+    /// Numbers in force.
+    pub live: Numbers,
+}
+
+/// TENANT: an operator's changes for one tenant.
+#[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
+pub struct TenantState {
+    /// Name of the bulkhead.
+    pub bulkhead: String,
+    /// Name of the tenant.
+    pub tenant: String,
+    /// Numbers in the predecessor's configuration file.
+    pub file: Numbers,
+    /// Numbers in force.
+    pub live: Numbers,
+}
+
+/// WORKER_ID: the user id that all workers of a bulkhead share, because they write files.
+#[derive(Debug, Encode, BorrowDecode)]
+pub struct WorkerId<'a> {
+    /// Name of the bulkhead.
+    pub bulkhead: &'a str,
+    /// User id.
+    pub id: u32,
+}
+
+/// STATE: the end of the messages about the predecessor's state.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct State {
+    /// Version of the messages that both speak.
+    pub version: u16,
+    /// Process id of the predecessor.
+    pub pid: u32,
+    /// True if the upgrade continues although a bulkhead that is ready in the predecessor has failed.
+    pub is_forced: bool,
+    /// Soft resource limits that applied before the predecessor raised them, by the number of the resource. `u64::MAX`
+    /// means unlimited.
+    pub soft_limits: Vec<(u32, u64)>,
+    /// Sockets that belong to the service manager, by the names of their descriptors.
+    pub activated: Vec<String>,
+}
+
+/// A compartment: a bulkhead, or an isolated tenant of the bulkhead.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, BorrowDecode)]
+pub struct CompartmentName {
+    /// Name of the bulkhead.
+    pub bulkhead: String,
+    /// Name of the isolated tenant, if any.
+    pub tenant: Option<String>,
+}
+
+/// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers only fall.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Held {
+    /// Compartment of the permits.
+    pub compartment: CompartmentName,
+    /// Number of permits.
+    pub permits: u32,
+    /// Number of jobs that wait in addition.
+    pub waiting: u32,
+}
+
+/// QUARANTINED: a payload in quarantine.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Quarantined {
+    /// Compartment of the quarantine.
+    pub compartment: CompartmentName,
+    /// Digest of the payload.
+    pub digest: [u8; 16],
+}
+
+impl Quarantined {
+    /// Returns the message about a payload.
+    pub fn new(compartment: CompartmentName, digest: Digest) -> Self {
+        Self { compartment, digest: u128::from(digest).to_le_bytes() }
+    }
+
+    /// Returns the digest of the payload.
+    pub fn digest(&self) -> Digest {
+        u128::from_le_bytes(self.digest).into()
+    }
+}
+
+/// SWITCH: from now on, the successor serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Switch {
+    /// Number that is lower than the numbers of the successor's jobs.
+    pub jobs_after: u64,
+    /// Number that is lower than the numbers of the successor's leases.
+    pub leases_after: u64,
+    /// Number that is lower than the sequence numbers of the successor's events.
+    pub events_after: u64,
+}
+
+/// SESSION: a connection, whose socket comes with the message. The payload are bytes that were read, but not processed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct SessionState {
+    /// True if the handshake is complete.
+    pub is_open: bool,
+    /// Capabilities that the predecessor promised in its welcome.
+    pub capabilities: u64,
+    /// Origin of the connection.
+    pub client: SessionClient,
+    /// True if the client understands GOAWAY.
+    pub takes_goaway: bool,
+    /// Number of SUBMIT frames that were taken on this connection.
+    pub submits: u64,
+}
+
+/// Origin of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub enum SessionClient {
+    /// The peer of the socket. Its credentials belong to the socket.
+    Peer,
+    /// The control plane, for a user of the admin API.
+    Operator {
+        /// Id of the user.
+        uid: u32,
+    },
+    /// The control plane, for a client with a token.
+    Token {
+        /// Number of the token.
+        id: u32,
+    },
+}
+
+/// FAILED: the reason why the successor ends.
+#[derive(Debug, Encode, BorrowDecode)]
+pub struct Failed<'a> {
+    /// The reason, as a sentence.
+    pub message: &'a str,
+}
+
+/// A message without contents.
+#[derive(Debug, Encode, BorrowDecode)]
+pub struct Nothing {}
+
+/// Encodes a message.
+pub fn encode<'a>(kind: u8, message: &impl Message<'a>, payload: &[u8]) -> Result<Vec<u8>, CodecError> {
+    let mut bytes = vec![0; HEADER_BYTES];
+    codec::encode(message, &[], &mut bytes)?;
+    let metadata = bytes.len() - HEADER_BYTES;
+    bytes.extend_from_slice(payload);
+    let header = Header {
+        length: (bytes.len() - HEADER_BYTES) as u32,
+        kind,
+        flags: 0,
+        metadata_length: metadata as u16,
+        number: 0,
+    };
+    bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
+    Ok(bytes)
+}
+
+/// A received message.
+#[derive(Debug)]
+pub struct Frame<'a> {
+    /// Kind of the message, from [`kind`] or from a later version.
+    pub kind: u8,
+    metadata: &'a [u8],
+    /// Payload of the message.
+    pub payload: &'a [u8],
+    is_critical: bool,
+}
+
+/// Reason why a message is not understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The bytes are not a message.
+    #[error("the message is cut off")]
+    CutOff,
+    /// The metadata does not fit the kind of message.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// The message must be understood, but this version does not know it.
+    #[error("this version does not know the message {0}")]
+    Unknown(u8),
+}
+
+impl<'a> Frame<'a> {
+    /// Splits a message into its parts.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self, FrameError> {
+        let (header, rest) = bytes.split_first_chunk::<HEADER_BYTES>().ok_or(FrameError::CutOff)?;
+        let header = Header::decode(header).check().map_err(|_| FrameError::CutOff)?;
+        if rest.len() != header.length as usize {
+            return Err(FrameError::CutOff);
+        }
+        let (metadata, payload) = rest.split_at(header.metadata_length.into());
+        Ok(Self { kind: header.kind, metadata, payload, is_critical: header.is_critical() })
+    }
+
+    /// Decodes the metadata.
+    pub fn message<M: Message<'a>>(&self) -> Result<M, FrameError> {
+        Ok(codec::decode(self.metadata, &[])?.0)
+    }
+
+    /// Returns an error if this version does not know the kind but must not skip the message.
+    pub fn skip(&self) -> Result<(), FrameError> {
+        if self.is_critical { Err(FrameError::Unknown(self.kind)) } else { Ok(()) }
+    }
+}
+
+/// Kills this process in debug builds if a file contains `deed` ("send" or "receive") and the kind of message. The path of
+/// the file is in the environment variable `BULKHEAD_UPGRADE_DEATH`. Removes the file first. Used by tests.
+pub fn die_on_request(deed: &str, kind: u8) {
+    let file = if cfg!(debug_assertions) { std::env::var_os("BULKHEAD_UPGRADE_DEATH") } else { None };
+    if let Some(file) = file
+        && std::fs::read_to_string(&file).is_ok_and(|wanted| wanted == format!("{deed} {kind}"))
+        && std::fs::remove_file(&file).is_ok()
+    {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    }
+}
+
+/// Commands of the control plane about an upgrade.
+#[derive(Debug)]
+pub enum HandoverCommand {
+    /// Prepare to hand over: refuse commands of operators, lend no files, and recall leases. The keeper holds the
+    /// lifeline.
+    Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, SteerError>> },
+    /// Accept and read no more, once the leases are back.
+    Switch {
+        /// This end of the transfer socket.
+        transfer: OwnedFd,
+        /// Receives the permits and numbers for the successor.
+        reply: oneshot::Sender<SwitchState>,
+    },
+    /// The successor serves: pass on connections, and read what concerns the jobs that were accepted before.
+    Release,
+    /// The successor has failed: serve again. Contains the listener of the jobs socket.
+    TakeBack(Option<std::os::unix::net::UnixListener>),
+    /// Nothing is taken back any more: end idle workers, and stop after the last job.
+    Leave,
+    /// Put an operator's decisions of the predecessor into force.
+    Restore {
+        bulkheads: Vec<BulkheadState>,
+        tenants: Vec<TenantState>,
+        /// Receives the reason why a decision cannot be put into force.
+        reply: oneshot::Sender<Result<(), String>>,
+    },
+    /// Take over from the predecessor.
+    TakeOver {
+        held: Vec<Held>,
+        quarantined: Vec<Quarantined>,
+        switch: Switch,
+        /// This end of the transfer socket.
+        transfer: OwnedFd,
+        /// Permissions of the tokens, for connections of HTTP clients.
+        tokens: Vec<TokenGrant>,
+        reply: oneshot::Sender<()>,
+    },
+    /// The predecessor and all of its workers have ended.
+    PredecessorEnded,
+}
+
+/// State of the bulkheads and of their tenants, with the numbers in force in the place of those of the file, and a
+/// duplicate of the listener of the jobs socket.
+pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix::net::UnixListener>);
+
+/// State of the data plane when it stops to serve.
+#[derive(Debug, Default)]
+pub struct SwitchState {
+    /// Permits that are still needed.
+    pub held: Vec<Held>,
+    /// Payloads in quarantine.
+    pub quarantined: Vec<Quarantined>,
+    /// Numbers of the last job and the last lease.
+    pub switch: Switch,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_survive_encoding() {
+        let compartment = CompartmentName { bulkhead: "b".into(), tenant: Some("t".into()) };
+        let held = Held { compartment, permits: 3, waiting: 4 };
+        let bytes = encode(kind::HELD, &held, b"rest").unwrap();
+        let frame = Frame::decode(&bytes).unwrap();
+        assert_eq!((frame.kind, frame.payload), (kind::HELD, &b"rest"[..]));
+        assert_eq!(frame.message::<Held>().unwrap(), held);
+        for length in 0..bytes.len() {
+            assert_eq!(Frame::decode(&bytes[..length]).unwrap_err(), FrameError::CutOff);
+        }
+        let quarantined = Quarantined::new(held.compartment, Digest::from(7 << 90 | 5));
+        let bytes = encode(kind::QUARANTINED, &quarantined, &[]).unwrap();
+        let decoded: Quarantined = Frame::decode(&bytes).unwrap().message().unwrap();
+        assert_eq!(decoded.digest(), Digest::from(7 << 90 | 5));
+    }
+
+    #[test]
+    fn unknown_message_is_skipped_unless_critical() {
+        let mut bytes = encode(200, &Nothing {}, &[]).unwrap();
+        Frame::decode(&bytes).unwrap().skip().unwrap();
+        bytes[5] = bulkhead_shared::frame::FLAG_CRITICAL;
+        assert_eq!(Frame::decode(&bytes).unwrap().skip(), Err(FrameError::Unknown(200)));
+    }
+}

@@ -1,0 +1,266 @@
+//! The beginning of an upgrade in the new program: receives state and descriptors of the predecessor before anything else
+//! is started. `bulkhead_control::control::take_over` continues when the supervisor runs.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
+use bulkhead_config::{SupervisorConfig, Token};
+use bulkhead_control::control::RunMode;
+use bulkhead_control::control::handover::Predecessor;
+use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
+use bulkhead_linux::packets::{self, Outbox, Received};
+use bulkhead_linux::wait::wait_until_readable;
+use bulkhead_plane::handover::{
+    BulkheadState, Failed, Frame, Hello, InheritedName, MESSAGE_BYTES_MAX, State, TenantState, VERSION,
+    WorkerId, die_on_request, encode, inherited, kind,
+};
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::supervisor::Listeners;
+
+/// Time limit for the predecessor's messages.
+const STATE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Resources whose soft limits a supervisor raises.
+const RAISED: [Resource; 4] = [Resource::Nofile, Resource::Fsize, Resource::As, Resource::Data];
+
+/// The link to the predecessor, which is a descriptor that this process has inherited.
+#[derive(Debug)]
+pub struct Link(OwnedFd);
+
+impl Link {
+    /// Takes over the inherited descriptor. Call this on the first thread, before any other code has opened a descriptor.
+    ///
+    /// Returns an error if the descriptor is not open.
+    #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
+    pub fn inherit(number: RawFd) -> io::Result<Self> {
+        if !Path::new(&format!("/proc/self/fd/{number}")).exists() {
+            return Err(io::Error::other(format!(
+                "descriptor {number} is not open; this option is for `bulkhead upgrade` only"
+            )));
+        }
+        // SAFETY: the descriptor is open, was inherited for this purpose, and no other code in this process knows of it.
+        let link = unsafe { OwnedFd::from_raw_fd(number) };
+        fcntl_setfd(&link, FdFlags::CLOEXEC)?;
+        Ok(Self(link))
+    }
+
+    /// Duplicates the descriptor. Returns the errors of `dup(2)`.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.try_clone()?))
+    }
+
+    /// Tells the predecessor why this program ends.
+    pub fn fail(&self, message: &str) {
+        // If the predecessor cannot be told, it notices the end of this process.
+        let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
+    }
+
+    fn send(&self, bytes: Vec<u8>) -> io::Result<()> {
+        let mut outbox = Outbox::default();
+        outbox.push(bytes, Vec::new());
+        outbox.flush(&self.0).map(drop)
+    }
+
+    /// Greets the predecessor, and receives its state.
+    pub fn take_over(&self) -> io::Result<TakeOver> {
+        die_on_request("send", kind::HELLO);
+        let hello = Hello { oldest: VERSION, newest: VERSION, program: env!("CARGO_PKG_VERSION") };
+        self.send(encode(kind::HELLO, &hello, &[]).map_err(invalid)?)?;
+        let end = Instant::now() + STATE_TIMEOUT;
+        let mut found = TakeOver::default();
+        let mut buffer = vec![0; MESSAGE_BYTES_MAX];
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if !wait_until_readable(&self.0, left)? {
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "the previous supervisor does not respond",
+                ));
+            }
+            let (length, descriptors) = match packets::receive(&self.0, &mut buffer)? {
+                Received::Message(length, descriptors) => (length, descriptors),
+                Received::Nothing => continue,
+                Received::Closed => return Err(io::Error::other("the previous supervisor has ended")),
+            };
+            let frame = Frame::decode(&buffer[..length]).map_err(invalid)?;
+            die_on_request("receive", frame.kind);
+            match frame.kind {
+                kind::INHERITED => {
+                    let InheritedName { name, place } = frame.message().map_err(invalid)?;
+                    let descriptor = descriptors.into_iter().next();
+                    let missing =
+                        || io::Error::other("a descriptor is missing: raise the limit on open files");
+                    let entry = (place.to_owned(), descriptor.ok_or_else(missing)?);
+                    found.descriptors.insert(name.to_owned(), entry);
+                }
+                kind::BULKHEAD => found.bulkheads.push(frame.message().map_err(invalid)?),
+                kind::TENANT => found.tenants.push(frame.message().map_err(invalid)?),
+                kind::WORKER_ID => {
+                    let WorkerId { bulkhead, id } = frame.message().map_err(invalid)?;
+                    found.permanent_ids.insert(bulkhead.to_owned(), id);
+                }
+                kind::STATE => {
+                    found.state = Some(frame.message().map_err(invalid)?);
+                    return Ok(found);
+                }
+                _ => frame.skip().map_err(invalid)?,
+            }
+        }
+    }
+}
+
+fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// What a supervisor takes over.
+#[derive(Debug, Default)]
+pub struct TakeOver {
+    /// Descriptors by name, each with its place.
+    descriptors: BTreeMap<String, (String, OwnedFd)>,
+    bulkheads: Vec<BulkheadState>,
+    tenants: Vec<TenantState>,
+    /// User ids that all workers of a bulkhead share, by name of the bulkhead.
+    pub(crate) permanent_ids: BTreeMap<String, u32>,
+    state: Option<State>,
+}
+
+impl TakeOver {
+    fn take(&mut self, name: &str) -> Option<(String, OwnedFd)> {
+        self.descriptors.remove(name)
+    }
+
+    /// Removes the descriptor of a key whose value must be the same in both supervisors. `now` is the value in this
+    /// supervisor's configuration, if the key is set.
+    fn take_same(&mut self, name: &str, key: &str, now: Option<&str>) -> io::Result<Option<OwnedFd>> {
+        let before = self.take(name);
+        let is_same = before.as_ref().map(|(place, _)| place.as_str()) == now;
+        if !is_same {
+            let value =
+                |value: Option<&str>| value.map_or_else(|| "not set".to_owned(), |it| format!("\"{it}\""));
+            return Err(io::Error::other(format!(
+                "`{key}` in [supervisor] is {} in the configuration file, but {} in the running supervisor: an upgrade \
+                 cannot change this key; restore the value, or restart the service",
+                value(now),
+                value(before.as_ref().map(|(place, _)| place.as_str())),
+            )));
+        }
+        Ok(before.map(|(_, descriptor)| descriptor))
+    }
+
+    /// Sets the soft limits that applied before the predecessor raised them, because workers get these limits.
+    pub(crate) fn restore_limits(&self) {
+        for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
+            if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
+                let current = Some(*soft).filter(|soft| *soft != u64::MAX);
+                // Fails only if the limit is above the hard limit, which has not changed.
+                let _ = setrlimit(resource, Rlimit { current, maximum: getrlimit(resource).maximum });
+            }
+        }
+    }
+
+    /// Removes the lock of the folder for crash reports.
+    pub(crate) fn crashes_lock(&mut self, config: &SupervisorConfig) -> io::Result<Option<OwnedFd>> {
+        let folder = config.crash_dir.as_ref().map(|folder| folder.display().to_string());
+        self.take_same(inherited::CRASHES_LOCK, "crash_dir", folder.as_deref())
+    }
+
+    /// Returns the listening sockets, which the predecessor still serves.
+    pub(crate) fn listeners(
+        mut self,
+        link: Link,
+        config: &SupervisorConfig,
+    ) -> io::Result<(Listeners, Predecessor)> {
+        let missing = || io::Error::other("the previous supervisor has not passed on all descriptors");
+        let path = |path: &Path| path.display().to_string();
+        let jobs_lock = self.take_same(inherited::JOBS_LOCK, "socket", Some(&path(&config.socket)))?;
+        let admin_lock = self.take_same(inherited::ADMIN_LOCK, "admin", Some(&path(&config.admin)))?;
+        let address = config.http.as_ref().map(|http| http.address.to_string());
+        let http = self.take_same(inherited::HTTP, "http", address.as_deref())?;
+        let address = config.jobs_http.map(|address| address.to_string());
+        let jobs_http = self.take_same(inherited::JOBS_HTTP, "jobs_http", address.as_deref())?;
+        let (_, jobs) = self.take(inherited::JOBS).ok_or_else(missing)?;
+        let (_, admin) = self.take(inherited::ADMIN).ok_or_else(missing)?;
+        let (_, lifeline) = self.take(inherited::LIFELINE).ok_or_else(missing)?;
+        let (_, transfer) = self.take(inherited::TRANSFER).ok_or_else(missing)?;
+        let state = self.state.ok_or_else(missing)?;
+        let (jobs, admin) = (UnixListener::from(jobs), UnixListener::from(admin));
+        let modes = (config.socket_mode, config.folder_mode);
+        let jobs_lock = jobs_lock.ok_or_else(missing)?;
+        let admin_lock = admin_lock.ok_or_else(missing)?;
+        let inherited = InheritedSockets::from_names(&state.activated);
+        let listener = (jobs.try_clone()?, inherited.jobs);
+        let bound_jobs = BoundSocket::take_over(&config.socket, modes, listener, jobs_lock);
+        let modes = (ADMIN_MODE, FOLDER_MODE);
+        let listener = (admin.try_clone()?, inherited.admin);
+        let bound_admin = BoundSocket::take_over(&config.admin, modes, listener, admin_lock);
+        let sockets = Sockets { jobs: bound_jobs.into(), admin: bound_admin.into() }.into();
+        let http = match (http, &config.http) {
+            (Some(socket), Some(http)) => {
+                let read = Token::read(&http.token_file);
+                let token = read.map_err(|(why, help)| io::Error::other(format!("{why}; {help}")))?;
+                Some((socket.into(), token))
+            }
+            _ => None,
+        };
+        let listeners = Listeners {
+            // The data plane gets the listener when this supervisor serves.
+            jobs: None,
+            mode: RunMode::Standalone { admin, sockets },
+            http,
+            jobs_http: jobs_http.map(Into::into),
+            inherited,
+        };
+        let predecessor = Predecessor {
+            link: link.0,
+            pid: state.pid,
+            is_forced: state.is_forced,
+            bulkheads: self.bulkheads,
+            tenants: self.tenants,
+            lifeline,
+            transfer,
+            jobs,
+        };
+        Ok((listeners, predecessor))
+    }
+}
+
+/// Returns the soft limits of the resources that a supervisor raises, by number.
+pub(crate) fn soft_limits() -> Vec<(u32, u64)> {
+    RAISED.map(|resource| (resource as u32, getrlimit(resource).current.unwrap_or(u64::MAX))).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    #[test]
+    fn key_that_an_upgrade_cannot_change_is_named() {
+        let mut found = TakeOver::default();
+        let null = || OwnedFd::from(File::open("/dev/null").unwrap());
+        found.descriptors.insert("http".to_owned(), ("127.0.0.1:1".to_owned(), null()));
+        let error = found.take_same("http", "http", None).unwrap_err().to_string();
+        assert!(
+            error.contains("`http` in [supervisor] is not set") && error.contains("\"127.0.0.1:1\""),
+            "{error}"
+        );
+        found.descriptors.insert("http".to_owned(), ("127.0.0.1:1".to_owned(), null()));
+        assert!(found.take_same("http", "http", Some("127.0.0.1:1")).unwrap().is_some());
+        assert!(found.take_same("http", "http", None).unwrap().is_none());
+    }
+
+    #[test]
+    fn descriptor_that_is_not_open_is_an_error() {
+        let error = Link::inherit(1_000_000).unwrap_err().to_string();
+        assert!(error.contains("not open"), "{error}");
+    }
+}

@@ -1,0 +1,214 @@
+//! A stand-in for the service manager: starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and
+//! restarts the service as systemd does with `Restart=on-failure` and `KillMode=mixed`.
+
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
+use tempfile::TempDir;
+
+use crate::{kill_pid, processes_with, programs, wait_for, write_config};
+
+/// A service, which is killed when dropped.
+pub struct Manager {
+    /// Folder with the configuration, the sockets and the log.
+    pub folder: TempDir,
+    state: Arc<Mutex<State>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct State {
+    main: u32,
+    /// True if the main process must not be started again.
+    is_stopping: bool,
+    /// Status of the main process after the service has stopped.
+    ended: Option<WaitStatus>,
+    restarts: u32,
+    is_ready: bool,
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Manager {
+    /// Starts a service, and waits until it is ready. `folder` can contain files that the configuration names.
+    pub fn start(
+        folder: TempDir,
+        supervisor_keys: &str,
+        bulkheads: &str,
+        variables: &[(&str, &str)],
+    ) -> Self {
+        write_config(folder.path(), supervisor_keys, bulkheads);
+        let socket = UnixDatagram::bind(folder.path().join("notify.sock")).expect("a writable folder");
+        socket.set_nonblocking(true).expect("an open socket");
+        let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        let service = Service { folder: folder.path().to_owned(), variables: variables.collect() };
+        let state = Arc::new(Mutex::new(State { main: service.spawn(), ..State::default() }));
+        let shared = state.clone();
+        let thread = std::thread::spawn(move || service.watch(&socket, &shared));
+        let manager = Self { folder, state, thread: Some(thread) };
+        wait_for("the service is ready", || lock(&manager.state).is_ready.then_some(()));
+        manager
+    }
+
+    /// Returns the main process.
+    pub fn main(&self) -> u32 {
+        lock(&self.state).main
+    }
+
+    /// Returns the number of restarts after a failure.
+    pub fn restarts(&self) -> u32 {
+        lock(&self.state).restarts
+    }
+
+    /// Returns the path of the jobs socket.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("jobs.sock")
+    }
+
+    /// Replaces the configuration file.
+    pub fn configure(&self, supervisor_keys: &str, bulkheads: &str) {
+        write_config(self.folder.path(), supervisor_keys, bulkheads);
+    }
+
+    /// Returns a `bulkhead` command that connects to the service.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(programs().join("bulkhead"));
+        command.arg("--socket").arg(self.socket());
+        command.arg("--admin").arg(self.folder.path().join("admin.sock"));
+        command
+    }
+
+    /// Returns the log of all processes.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// Returns the supervisors that run, without their keepers.
+    pub fn supervisors(&self) -> Vec<u32> {
+        processes_with(&self.folder.path().join("workers.toml").display().to_string())
+    }
+
+    /// Sends a signal to the main process.
+    pub fn signal(&self, signal: Signal) {
+        kill_pid(self.main(), signal);
+    }
+
+    /// Stops the service with SIGTERM, and returns the status of the main process.
+    pub fn stop(&self) -> WaitStatus {
+        lock(&self.state).is_stopping = true;
+        self.signal(Signal::SIGTERM);
+        wait_for("the service stops", || lock(&self.state).ended)
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("--- the log of the service:\n{}", self.log());
+        }
+        lock(&self.state).is_stopping = true;
+        for pid in self.supervisors() {
+            kill_pid(pid, Signal::SIGKILL);
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Service {
+    folder: PathBuf,
+    variables: Vec<(String, String)>,
+}
+
+impl Service {
+    fn spawn(&self) -> u32 {
+        let log = std::fs::OpenOptions::new().create(true).append(true).open(self.folder.join("log"));
+        let child = Command::new(programs().join("bulkhead-supervisor"))
+            .arg("--config")
+            .arg(self.folder.join("workers.toml"))
+            .env("NOTIFY_SOCKET", self.folder.join("notify.sock"))
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log.expect("a writable folder"))
+            .spawn();
+        child.expect("the supervisor's program runs").id()
+    }
+
+    /// Follows the main process until the service has stopped.
+    fn watch(&self, socket: &UnixDatagram, state: &Mutex<State>) {
+        loop {
+            while let Some(text) = receive(socket) {
+                let mut state = lock(state);
+                for line in text.lines() {
+                    if let Some(pid) = line.strip_prefix("MAINPID=").and_then(|pid| pid.parse().ok()) {
+                        // systemd ignores a process that has ended.
+                        state.main =
+                            if Path::new(&format!("/proc/{pid}")).exists() { pid } else { state.main };
+                    }
+                    state.is_ready |= line == "READY=1";
+                }
+            }
+            let main = lock(state).main;
+            let status = waitpid(Pid::from_raw(main as i32), Some(WaitPidFlag::WNOHANG));
+            match status {
+                Ok(WaitStatus::StillAlive) => {}
+                Ok(status) if self.main_ended(state, main, status) => return,
+                _ => {}
+            }
+            std::thread::park_timeout(Duration::from_millis(2));
+        }
+    }
+
+    /// Kills what is left of the service, and starts it again after a failure. Returns true if the service has stopped.
+    fn main_ended(&self, state: &Mutex<State>, main: u32, status: WaitStatus) -> bool {
+        // Another process may have become the main process at the last moment.
+        if lock(state).main != main {
+            return false;
+        }
+        let marker = self.folder.join("workers.toml").display().to_string();
+        wait_for("the rest of the service has ended", || {
+            let rest = processes_with(&marker);
+            rest.iter().for_each(|pid| kill_pid(*pid, Signal::SIGKILL));
+            rest.is_empty().then_some(())
+        });
+        let mut state = lock(state);
+        if state.is_stopping || matches!(status, WaitStatus::Exited(_, 0)) {
+            state.ended = Some(status);
+            return true;
+        }
+        state.restarts += 1;
+        state.main = self.spawn();
+        false
+    }
+}
+
+/// Receives a notification. Closes its descriptors, which answers a barrier.
+fn receive(socket: &UnixDatagram) -> Option<String> {
+    let mut bytes = [0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut slices = [IoSliceMut::new(&mut bytes)];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = recvmsg(socket, &mut slices, &mut ancillary, flags).ok()?;
+    for message in ancillary.drain() {
+        if let rustix::net::RecvAncillaryMessage::ScmRights(descriptors) = message {
+            descriptors.for_each(|descriptor: OwnedFd| drop(descriptor));
+        }
+    }
+    Some(String::from_utf8_lossy(&bytes[..received.bytes]).into_owned())
+}
