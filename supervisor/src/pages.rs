@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn links_are_replaced_with_text() {
-        let text = "See [the protocol](protocol.md#x); see [below](#fork). Done [here].";
+        let text = "See [the protocol](protocol.md); see [below](#fork). Done [here].";
         assert_eq!(without_links(text), "See the protocol; see fork in configuration.md. Done [here].");
         assert_eq!(inlines("`a` b"), [bold("a"), roman(" b")]);
     }

@@ -22,7 +22,7 @@ const QUOTED_CHARS_MAX: usize = 80;
 /// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
 pub struct ConfigErrors {
-    sources: Sources,
+    sources: Box<Sources>,
     problems: Vec<Problem>,
 }
 
@@ -185,7 +185,7 @@ impl Problems {
                 Problem { file: source.path.clone(), at, message, help: Some(help), span: start..end }
             })
             .collect();
-        ConfigErrors { sources, problems }
+        ConfigErrors { sources: Box::new(sources), problems }
     }
 }
 

@@ -350,16 +350,16 @@ fn workers_start_under_filter_for_containers() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
-    let file = concat!("@", env!("CARGO_MANIFEST_DIR"), "/../deploy/seccomp.json");
+    const FILTER: &str = concat!("@", env!("CARGO_MANIFEST_DIR"), "/../deploy/seccomp.json");
     for user in [None, Some(NOBODY)].into_iter().take(1 + usize::from(is_root())) {
         for sandbox in [DEFAULT, STRICT] {
             let bulkheads = bulkhead("x", WORKER, sandbox);
-            let start = |filter: &'static [&'static str]| {
+            let start = |filter: &[&str]| {
                 let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
                 let told = only(&place, "x");
                 (told.missing, told.namespaces, told.landlock, told.is_filtered)
             };
-            assert_eq!(start(&[file]), start(&[]), "{sandbox} as {user:?}");
+            assert_eq!(start(&[FILTER]), start(&[]), "{sandbox} as {user:?}");
         }
     }
 }

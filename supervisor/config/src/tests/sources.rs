@@ -111,7 +111,7 @@ fn all_files_are_reported_at_once_with_positions() {
     );
     let expected = [
         ("workers.toml", Some((7, 1)), "unknown key `deadlin` in [bulkhead.a]"),
-        ("1.toml", Some((4, 13)), "`processes` must be at least 1, not 0"),
+        ("1.toml", Some((4, 13)), "`processes` must be from 1 to 1024, not 0"),
         ("1.toml", Some((5, 13)), "`fallback` contains `nobody`, but there is no bulkhead of that name"),
         ("2.toml", Some((1, 2)), "[supervisor] is not allowed in conf.d"),
         ("2.toml", Some((3, 2)), "[defaults] is not allowed in conf.d"),
@@ -171,7 +171,7 @@ fn fragments_that_others_can_change_are_refused() {
     let told: Vec<_> = errors.problems().iter().map(|problem| (problem.file.clone(), problem.at)).collect();
     assert_eq!(
         told,
-        [(file("1.toml"), None), (file("3.toml"), Some(Position { line: 1, column: 1 }))],
+        [(file("1.toml"), None), (file("3.toml"), Some(Position { line: 1, column: 2 }))],
         "{errors}"
     );
     let first = &errors.problems()[0];
