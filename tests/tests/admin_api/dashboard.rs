@@ -588,7 +588,7 @@ impl Load {
 
 fn save(browser: &Browser, name: &str) {
     let picture = browser.picture();
-    assert!(picture.len() < 200_000, "{name} has {} bytes", picture.len());
+    assert!(picture.len() < 300_000, "{name} has {} bytes", picture.len());
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/images");
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join(name), picture).unwrap();

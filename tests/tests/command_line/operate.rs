@@ -326,7 +326,7 @@ fn restart_waits_until_all_workers_are_new() {
     assert!(after.len() == 3 && after.iter().all(|pid| !before.contains(pid)), "{before:?} {after:?}");
     supervisor.touch("flag");
     bulkhead(&supervisor, &["reset", "stuck"]).expect(0);
-    bulkhead(&supervisor, &["is-ready", "stuck", "--wait", "60s"]).expect(0);
+    supervisor.wait_number("stuck", "limit", 1);
     std::fs::remove_file(supervisor.folder.path().join("flag")).unwrap();
     let late = bulkhead(&supervisor, &["restart", "stuck", "--wait=200ms"]).expect(124);
     assert!(late.stderr.contains("old workers left: 1"), "{}", late.stderr);
