@@ -22,7 +22,8 @@ use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_shared::in_process;
 use tokio::sync::oneshot;
 
-use crate::supervisor::{Listeners, Prerequisites, Ready, RunError, SLICE, system};
+use crate::listeners::Listeners;
+use crate::supervisor::{Prerequisites, Ready, RunError, SLICE, system};
 
 mod local;
 mod parts;

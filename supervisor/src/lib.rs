@@ -17,6 +17,7 @@ pub mod check;
 pub mod doctor;
 mod embedded;
 mod inherited;
+mod listeners;
 pub mod own_folder;
 pub mod pages;
 pub mod supervisor;

@@ -31,6 +31,7 @@ use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_plane::worker_ids::IdUse;
 
 use crate::activation::ActivatedSockets;
+use crate::listeners::Listeners;
 use crate::take_over::{self, Link, TakeOver};
 
 /// Reason why a supervisor could not be started, or did not end cleanly.
@@ -201,20 +202,6 @@ pub(crate) struct Prerequisites {
     /// Program of a successor, or the reason why there can be none.
     pub(crate) program: Result<SuccessorProgram, String>,
     pub(crate) soft_limits: Vec<(u32, u64)>,
-}
-
-/// Listening sockets of a supervisor.
-pub(crate) struct Listeners {
-    /// The jobs socket.
-    pub(crate) jobs: Option<UnixListener>,
-    /// The mode, with the admin socket.
-    pub(crate) mode: RunMode,
-    /// The TCP listener of `http`, and its token.
-    pub(crate) http: Option<(std::net::TcpListener, Token)>,
-    /// The TCP listener of `jobs_http`.
-    pub(crate) jobs_http: Option<std::net::TcpListener>,
-    /// Sockets that belong to the service manager.
-    pub(crate) inherited: InheritedSockets,
 }
 
 /// A supervisor whose parts have been started, except for the data plane.

@@ -22,7 +22,7 @@ use bulkhead_plane::handover::{
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::supervisor::Listeners;
+use crate::listeners::Listeners;
 
 /// Time limit for the predecessor's messages.
 const STATE_TIMEOUT: Duration = Duration::from_secs(10);

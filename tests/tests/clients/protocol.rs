@@ -659,6 +659,11 @@ fn client_job_frames_have_pinned_bytes() {
         "1a000000 21 00 1a00 0201000000000000 0000803e 0600000000000000 706167652031 0000000000000000",
         &written(frame::kind::PROGRESS, 0x0102, &Progress { fraction: 0.25, text: "page 1" }, &[], b""),
     );
+    pin(
+        "GOAWAY",
+        "10000000 25 00 0800 0300000000000000 0000000000000000 0201000000000000",
+        &written(frame::kind::GOAWAY, 3, &Empty, &[], &0x0102_u64.to_le_bytes()),
+    );
 }
 
 #[test]
