@@ -677,7 +677,7 @@ impl State {
             _ if lease_ref.is_some() => Payload::NONE,
             // `Payload::Owned` avoids a copy of large payloads.
             Some(loaded) => Payload::Owned(loaded),
-            None => job.payload.to_send(),
+            None => job.payload.share(),
         };
         let submit = Submit::new(&job.bulkhead, &job.options);
         let trace = job.traceparent.as_ref().map(|text| (tag::TRACEPARENT, text.as_bytes()));
