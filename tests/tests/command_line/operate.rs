@@ -2,6 +2,7 @@
 //! hosts.
 
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
 
@@ -185,6 +186,16 @@ fn is_ready_reports_and_waits_for_readiness() {
 }
 
 #[test]
+fn is_ready_does_not_wait_for_a_silent_supervisor() {
+    let folder = tempfile::tempdir().unwrap();
+    let admin = folder.path().join("admin.sock");
+    let _listener = UnixListener::bind(&admin).unwrap();
+    let arguments = ["--admin", admin.to_str().unwrap(), "is-ready", "--wait", "50ms"];
+    let told = spawn(&mut plain(&arguments)).end().expect(69);
+    assert!(told.stderr.contains("did not respond in time"), "{}", told.stderr);
+}
+
+#[test]
 fn is_ready_waits_for_the_start_of_the_supervisor() {
     let folder = tempfile::tempdir().unwrap();
     let admin = folder.path().join("admin.sock");
@@ -258,6 +269,8 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     assert!(short.stderr.contains("1 younger jobs"), "{}", short.stderr);
     bulkhead(&supervisor, &["jobs", "nobody"]).expect(66);
 
+    let told = bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
+    assert!(told.stderr.contains("in the bulkhead `b`"), "{}", told.stderr);
     // The running job keeps the only permit, so that the queued job cannot begin before it is cancelled.
     let cancel =
         |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);
@@ -276,7 +289,6 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
         let told = cancel(gone).expect(66);
         assert!(told.stderr.contains("no such job"), "{}", told.stderr);
     }
-    bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
     bulkhead(&supervisor, &["cancel", "nobody", "1"]).expect(66);
     let events = supervisor.wait_events("job_cancelled", 2);
     assert_eq!((&events[0]["job"], &events[0]["state"]), (&second["job"], &"queued".into()));
@@ -459,6 +471,8 @@ fn commands_reach_a_supervisor_over_tcp() {
     };
     assert!(with("wrong", &["status"]).expect(77).stderr.contains("does not accept"));
     assert!(with("odd", &["status"]).expect(2).stderr.contains("nothing else"));
+    let endless = ["--host", &host, "--token-file", "/dev/zero", "status"];
+    assert!(spawn(&mut plain(&endless)).end().expect(2).stderr.contains("nothing else"));
     // A token that can only read.
     for arguments in [&["status"][..], &["jobs"], &["events"], &["logs", "b"], &["crashes"]] {
         with("read", arguments).expect(0);
