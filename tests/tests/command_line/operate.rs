@@ -1,6 +1,8 @@
 //! Operating a supervisor with the `bulkhead` command: logs, events, jobs, readiness, waiting, crash reports, and other
 //! hosts.
 
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -218,7 +220,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     let running = blocker(&supervisor, &["submit", "b", "yield", "--json", "--tenant", "acme"]);
     let queue = ["submit", "b", "echo", "--json", "--priority", "critical", "--payload-file", "-"];
     let mut queued = spawn(supervisor.command().args(queue));
-    std::io::Write::write_all(&mut queued.stdin.take().unwrap(), b"12345").unwrap();
+    queued.stdin.take().unwrap().write_all(b"12345").unwrap();
     supervisor.wait_number("b", "queued", 1);
 
     let listed = bulkhead(&supervisor, &["jobs", "--json"]).expect(0).object();
@@ -403,6 +405,28 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
 }
 
 // Other hosts.
+
+#[test]
+fn response_of_another_program_is_an_error() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let host = format!("http://{}", listener.local_addr().unwrap());
+    for (arguments, status, part) in [
+        (&["status"][..], "502 Bad Gateway", "check that this is a supervisor"),
+        (&["jobs"], "302 Found", "check that this is a supervisor"),
+        (&["status"], "200 OK", "failed to parse"),
+        (&["logs", "b"], "200 OK", "failed to parse"),
+        (&["events"], "200 OK", "failed to parse"),
+    ] {
+        let running = spawn(&mut plain(&[&["--host", &host], arguments].concat()));
+        let (mut stream, _) = listener.accept().unwrap();
+        let head = BufReader::new(&stream).lines().map_while(Result::ok);
+        assert!(head.take_while(|line| !line.is_empty()).count() > 1);
+        let response = format!("HTTP/1.1 {status}\r\nContent-Length: 7\r\nConnection: close\r\n\r\n<html>\n");
+        stream.write_all(response.as_bytes()).unwrap();
+        let told = running.end().expect(1);
+        assert!(told.stderr.contains(part), "{arguments:?}: {}", told.stderr);
+    }
+}
 
 const TOKEN: &str = "a-token-of-the-tests";
 
