@@ -88,7 +88,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
         return problems.report(start..start, message, "write several bulkheads into a single file");
     }
     for path in names {
-        let unreadable = |error| {
+        let unreadable = |error: io::Error| {
             let (message, _) = unreadable(&path, &error);
             (message, "make the path a file that this user can read, or remove the path".to_owned())
         };

@@ -309,7 +309,7 @@ pub enum SteerError {
     UnknownTenant,
     /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, such as a
     /// fallback.
-    #[error("this bulkhead has no such job: {}", place_of(holder))]
+    #[error("this bulkhead has no such job: {}", place_of(.holder))]
     UnknownJob { holder: Option<String> },
     /// The request conflicts with other settings. The text contains the reason and a way to resolve the
     /// conflict.

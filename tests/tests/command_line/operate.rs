@@ -412,10 +412,10 @@ fn response_of_another_program_is_an_error() {
     let host = format!("http://{}", listener.local_addr().unwrap());
     for (arguments, status, part) in [
         (&["status"][..], "502 Bad Gateway", "check that this is a supervisor"),
-        (&["jobs"], "302 Found", "check that this is a supervisor"),
-        (&["status"], "200 OK", "failed to parse"),
-        (&["logs", "b"], "200 OK", "failed to parse"),
-        (&["events"], "200 OK", "failed to parse"),
+        (&["jobs"][..], "302 Found", "check that this is a supervisor"),
+        (&["status"][..], "200 OK", "failed to parse"),
+        (&["logs", "b"][..], "200 OK", "failed to parse"),
+        (&["events"][..], "200 OK", "failed to parse"),
     ] {
         let running = spawn(&mut plain(&[&["--host", &host], arguments].concat()));
         let (mut stream, _) = listener.accept().unwrap();
