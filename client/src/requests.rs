@@ -71,7 +71,7 @@ enum Phase {
 #[derive(Default)]
 struct State {
     phase: Phase,
-    waiters: Waiters,
+    waiters: Waiters<PendingOutcome>,
     outbox: Outbox,
     /// Total number of bytes ever appended to the outbox.
     pushed_bytes: u64,
@@ -378,7 +378,12 @@ impl Requests {
 
     /// Polls for the outcome of a request. If the job may be retried, moves the job to `request` with the outcome.
     #[inline]
-    fn poll(&self, number: u64, cx: &Context<'_>, request: &mut Option<Box<JobRequest>>) -> Poll<Polled> {
+    fn poll(
+        &self,
+        number: u64,
+        cx: &Context<'_>,
+        request: &mut Option<Box<JobRequest>>,
+    ) -> Poll<Polled<PendingOutcome>> {
         // The replaced waker is dropped after the lock is released.
         let mut taken = Taken::default();
         let polled = self.lock().waiters.poll(number, cx, &mut taken);
@@ -514,6 +519,11 @@ impl Requests {
             state.detached.push_front(number);
         }
         let end = state.waiters.end_move(number, moved);
+        if let Some(unless_begun) = end.cancel
+            && let Some(sent) = state.waiters.cancel_elsewhere(number, unless_begun)
+        {
+            sent.cancel(unless_begun);
+        }
         self.notify_if_idle(&state);
         drop(state);
         if let Some(waker) = end.waker {

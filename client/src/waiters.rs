@@ -13,7 +13,6 @@ use tokio::sync::mpsc;
 use crate::job_request::JobRequest;
 use crate::leases::Lease;
 use crate::reply::{JobError, Progress, Reply};
-use crate::requests::PendingOutcome;
 
 pub(crate) type JobResult = Result<Reply, JobError>;
 
@@ -40,7 +39,7 @@ pub(crate) struct Waiter {
 }
 
 #[derive(Default)]
-enum SlotState {
+enum SlotState<M> {
     #[default]
     Free,
     Waiting(Waiter),
@@ -52,15 +51,14 @@ enum SlotState {
         cancel: Option<bool>,
     },
     /// The job was sent over another connection.
-    Moved(PendingOutcome),
+    Moved(M),
     Done(JobResult),
 }
 
-#[derive(Default)]
-struct Slot {
+struct Slot<M> {
     /// Number of requests that have used this slot. This is the upper half of a request's number.
     generation: u32,
-    state: SlotState,
+    state: SlotState<M>,
     /// Waker of the waiting task.
     waker: Option<Waker>,
     /// The job, until the outcome was taken. The task that takes the outcome drops the job, because memory is
@@ -79,11 +77,11 @@ impl Waiter {
 }
 
 /// Contents of a slot whose handle was dropped.
-pub(crate) struct Removed {
+pub(crate) struct Removed<M> {
     /// The waiter, if the outcome had not arrived.
     pub(crate) waiter: Option<Waiter>,
     pub(crate) request: JobRequest,
-    _rest: (SlotState, Option<Waker>),
+    _rest: (SlotState<M>, Option<Waker>),
 }
 
 /// Values taken from a slot by a poll, to be dropped after the lock is released.
@@ -97,10 +95,10 @@ pub(crate) struct Taken {
 
 /// Result of a poll for an outcome.
 #[derive(Debug)]
-pub(crate) enum Polled {
+pub(crate) enum Polled<M> {
     Outcome(JobResult),
     /// The job was sent over another connection.
-    Moved(PendingOutcome),
+    Moved(M),
     /// There is no such request.
     Missing,
 }
@@ -128,15 +126,20 @@ impl Ended {
     }
 }
 
-/// Slots for the pending jobs of one connection.
-#[derive(Default)]
-pub(crate) struct Waiters {
-    slots: Vec<Slot>,
+/// Slots for the pending jobs of one connection. `M` is the pending outcome of a job on another connection.
+pub(crate) struct Waiters<M> {
+    slots: Vec<Slot<M>>,
     free: Vec<u32>,
     waiting: usize,
 }
 
-impl Waiters {
+impl<M> Default for Waiters<M> {
+    fn default() -> Self {
+        Self { slots: Vec::new(), free: Vec::new(), waiting: 0 }
+    }
+}
+
+impl<M> Waiters<M> {
     /// Returns the number of jobs without an outcome.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting
@@ -146,7 +149,8 @@ impl Waiters {
     #[inline]
     pub(crate) fn insert(&mut self, request: JobRequest, waiter: Waiter, waker: Option<Waker>) -> u64 {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot::default());
+            let (state, request) = (SlotState::Free, JobRequest::default());
+            self.slots.push(Slot { generation: 0, state, waker: None, request });
             self.slots.len() as u32 - 1
         });
         let slot = &mut self.slots[index as usize];
@@ -157,7 +161,7 @@ impl Waiters {
     }
 
     #[inline]
-    fn slot(&mut self, number: u64) -> Option<&mut Slot> {
+    fn slot(&mut self, number: u64) -> Option<&mut Slot<M>> {
         let slot = self.slots.get_mut(number as u32 as usize)?;
         (u64::from(slot.generation) == number >> 32).then_some(slot)
     }
@@ -216,7 +220,7 @@ impl Waiters {
 
     /// Polls for the outcome of a request. If the outcome has not arrived, registers the task's waker.
     #[inline]
-    pub(crate) fn poll(&mut self, number: u64, cx: &Context<'_>, taken: &mut Taken) -> Poll<Polled> {
+    pub(crate) fn poll(&mut self, number: u64, cx: &Context<'_>, taken: &mut Taken) -> Poll<Polled<M>> {
         let Some(slot) = self.slot(number) else { return Poll::Ready(Polled::Missing) };
         if matches!(slot.state, SlotState::Waiting(_) | SlotState::Processing | SlotState::Moving { .. }) {
             if !slot.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
@@ -235,7 +239,7 @@ impl Waiters {
     }
 
     /// Removes a request whose handle was dropped.
-    pub(crate) fn remove(&mut self, number: u64) -> Option<Removed> {
+    pub(crate) fn remove(&mut self, number: u64) -> Option<Removed<M>> {
         let slot = self.slot(number)?;
         let state = std::mem::take(&mut slot.state);
         let (waker, request) = (slot.waker.take(), std::mem::take(&mut slot.request));
@@ -255,7 +259,7 @@ impl Waiters {
 
     /// Records a cancellation of a job that is not waiting in this connection. Returns the pending outcome on
     /// the other connection, if the job was moved.
-    pub(crate) fn cancel_elsewhere(&mut self, number: u64, unless_begun: bool) -> Option<&PendingOutcome> {
+    pub(crate) fn cancel_elsewhere(&mut self, number: u64, unless_begun: bool) -> Option<&M> {
         match &mut self.slot(number)?.state {
             SlotState::Moved(pending) => Some(pending),
             SlotState::Moving { cancel } => {
@@ -332,13 +336,11 @@ impl Waiters {
         Some((std::mem::take(&mut slot.request), progress))
     }
 
-    /// Ends the move of a job. The caller must drop the returned values after releasing the lock: the state
-    /// that was not stored because the handle was dropped, and the waker to call. If the job was cancelled
-    /// during the move, returns the argument of the cancellation.
-    pub(crate) fn end_move(&mut self, number: u64, moved: Move) -> MoveEnd {
+    /// Ends the move of a job.
+    pub(crate) fn end_move(&mut self, number: u64, moved: Move<M>) -> MoveEnd<M> {
         let slot = match self.slot(number) {
             Some(slot) if matches!(slot.state, SlotState::Moving { .. }) => slot,
-            _ => return MoveEnd { _dropped: Some(moved), waker: None },
+            _ => return MoveEnd { _dropped: Some(moved), waker: None, cancel: None },
         };
         let SlotState::Moving { cancel } = std::mem::take(&mut slot.state) else {
             unreachable!("checked above")
@@ -351,36 +353,34 @@ impl Waiters {
                         slot.request = *request;
                         let waiter = Waiter { progress, frame_end: DETACHED, ..Waiter::default() };
                         slot.state = SlotState::Waiting(waiter);
-                        return MoveEnd { _dropped: None, waker: None };
+                        return MoveEnd { _dropped: None, waker: None, cancel: None };
                     }
                 }
             }
-            Move::Sent(pending) => {
-                if let Some(unless_begun) = cancel {
-                    pending.cancel(unless_begun);
-                }
-                SlotState::Moved(pending)
-            }
+            Move::Sent(pending) => SlotState::Moved(pending),
             Move::Ended(error) => SlotState::Done(Err(error)),
         };
         let waker = slot.waker.take();
         self.waiting -= 1;
-        MoveEnd { _dropped: None, waker }
+        MoveEnd { _dropped: None, waker, cancel }
     }
 }
 
 /// End of an attempt to send a job over another connection.
-pub(crate) enum Move {
-    Sent(PendingOutcome),
+pub(crate) enum Move<M> {
+    Sent(M),
     Ended(JobError),
     /// The job could not be sent and stays where it is.
     PutBack(Box<JobRequest>, Option<mpsc::Sender<Progress>>),
 }
 
 /// Values to drop after the lock is released, and the waker to call.
-pub(crate) struct MoveEnd {
-    _dropped: Option<Move>,
+pub(crate) struct MoveEnd<M> {
+    /// Result of the move, if the handle was dropped during the move.
+    _dropped: Option<Move<M>>,
     pub(crate) waker: Option<Waker>,
+    /// Argument of a cancellation during the move, which is still to be applied to a job that was sent.
+    pub(crate) cancel: Option<bool>,
 }
 
 #[cfg(test)]
@@ -400,7 +400,7 @@ mod tests {
         }
     }
 
-    fn insert(waiters: &mut Waiters, waker: Option<Waker>) -> u64 {
+    fn insert(waiters: &mut Waiters<()>, waker: Option<Waker>) -> u64 {
         let request = JobRequest::new("resize".to_owned(), b"picture".to_vec());
         waiters.insert(request, Waiter::default(), waker)
     }
@@ -409,7 +409,7 @@ mod tests {
         Err(JobError::lost(bulkhead_shared::Executed::No, "test"))
     }
 
-    fn outcome(waiters: &mut Waiters, number: u64, cx: &Context<'_>) -> Option<JobResult> {
+    fn outcome(waiters: &mut Waiters<()>, number: u64, cx: &Context<'_>) -> Option<JobResult> {
         match waiters.poll(number, cx, &mut Taken::default()) {
             Poll::Ready(Polled::Outcome(result)) => Some(result),
             Poll::Ready(Polled::Missing) => None,
@@ -419,7 +419,7 @@ mod tests {
 
     #[test]
     fn only_last_waiting_task_receives_the_outcome() {
-        let mut waiters = Waiters::default();
+        let mut waiters = Waiters::<()>::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
         let number = insert(&mut waiters, Some(tasks[0].clone()));
@@ -444,7 +444,7 @@ mod tests {
 
     #[test]
     fn reused_slot_rejects_number_of_earlier_request() {
-        let mut waiters = Waiters::default();
+        let mut waiters = Waiters::<()>::default();
         let first = insert(&mut waiters, None);
         assert!(waiters.remove(first).unwrap().waiter.is_some());
         let second = insert(&mut waiters, None);
@@ -465,7 +465,7 @@ mod tests {
 
     #[test]
     fn detached_jobs_keep_results_received_earlier() {
-        let mut waiters = Waiters::default();
+        let mut waiters = Waiters::<()>::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| insert(&mut waiters, Some(task.clone()))).collect();
         waiters.take(numbers[1]);
@@ -482,7 +482,7 @@ mod tests {
 
     #[test]
     fn detached_jobs_are_sent_again_in_order_of_submission() {
-        let mut waiters = Waiters::default();
+        let mut waiters = Waiters::<()>::default();
         let numbers: Vec<u64> = (0..3).map(|_| insert(&mut waiters, None)).collect();
         for (number, frame_end) in numbers.iter().zip([30, 10, 20]) {
             waiters.get(*number).unwrap().frame_end = frame_end;
@@ -494,7 +494,7 @@ mod tests {
 
     #[test]
     fn cancellation_during_a_move_is_not_lost() {
-        let mut waiters = Waiters::default();
+        let mut waiters = Waiters::<()>::default();
         let cx = Context::from_waker(Waker::noop());
         for unless_begun in [false, true] {
             let number = insert(&mut waiters, None);

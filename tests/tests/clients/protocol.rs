@@ -354,7 +354,7 @@ fn by_hand(name: &str, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
         "[bulkhead.{name}]\n\
-         command = [{program:?}, \"protocol::worker_written_from_the_page\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
+         command = [{program:?}, \"clients::protocol::worker_written_from_the_page\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
          env = {{ BY_HAND = \"{name}\" }}\n{keys}\n"
     )
 }

@@ -334,6 +334,29 @@ fn jobs_of_the_old_program_count_towards_the_limit() {
 }
 
 #[test]
+fn job_of_the_old_program_delays_no_later_job_of_its_client() {
+    let manager = start(ONE);
+    let (gate, begun) = (manager.folder.path().join("gate"), manager.folder.path().join("begun"));
+    let client = Arc::new(Client::connect(manager.socket()).unwrap());
+    let operation = format!("steps:count {};wait {}", begun.display(), gate.display());
+    let long = {
+        let client = client.clone();
+        std::thread::spawn(move || client.job("b", "").operation(&operation).send().map(drop))
+    };
+    wait_for("the job runs", || begun.exists().then_some(()));
+    let output = upgrade(&manager, &[]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
+    for _ in 0..10 {
+        assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
+    }
+    assert!(!long.is_finished());
+    std::fs::write(&gate, "").unwrap();
+    long.join().unwrap().unwrap();
+    wait_for("the old program has ended", || (manager.supervisors() == [manager.main()]).then_some(()));
+    assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
+}
+
+#[test]
 fn decisions_of_operators_survive_an_upgrade() {
     let two = ONE.replace("bulkhead.b", "bulkhead.c");
     let manager = start(&format!("{ONE}{two}"));

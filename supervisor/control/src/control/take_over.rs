@@ -8,6 +8,7 @@ use bulkhead_api::{EventKind, Severity, Word};
 use bulkhead_plane::command::{Command, Event};
 use bulkhead_plane::handover::{Failed, HandoverCommand, Held, Nothing, Quarantined, Switch, kind};
 use bulkhead_policy::BulkheadState;
+use sd_notify::NotifyState;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
@@ -150,6 +151,8 @@ async fn serve_beside(control: &Shared, link: &Link, lifeline: &AsyncFd<OwnedFd>
                         control.handover.set_main(true);
                         let awaited = lifeline.as_fd().try_clone_to_owned().ok();
                         control.handover.end.wait_for(awaited);
+                        // The last message of the predecessor may be nearly as old as the watchdog's time limit.
+                        control.notify_systemd(&[NotifyState::Watchdog]);
                     }
                     kind::STOP => control.stop_with_other(),
                     _ => {}

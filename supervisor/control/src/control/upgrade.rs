@@ -499,18 +499,17 @@ impl Upgrade {
     /// Watches the new program until this supervisor has ended.
     async fn watch_stop(&self, successor: &Successor) {
         let control = &self.control;
+        // The new program closes the link when all workers of this one have ended.
+        let mut is_linked = true;
         loop {
-            let message = tokio::select! {
+            tokio::select! {
                 biased;
-                message = successor.link.receive() => message,
-                _ = successor.ended() => Ok(None),
-            };
-            match message {
-                Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),
-                Ok(Some(_)) => {}
-                Ok(None) => break,
-                // The runtime is ending, because this supervisor has stopped.
-                Err(_) => return,
+                () = successor.ended() => break,
+                message = successor.link.receive(), if is_linked => match message {
+                    Ok(Some(message)) if message.kind == kind::STOP => control.stop_with_other(),
+                    Ok(Some(_)) => {}
+                    Ok(None) | Err(_) => is_linked = false,
+                },
             }
         }
         // Before the change, the main process is this one, and both were told to stop.
