@@ -627,7 +627,9 @@ fn client_allocates_memory_only_for_received_bytes() {
     if std::env::var_os(ALONE).is_none() {
         // Runs this test again in a separate process, because concurrent tests would distort the measurement.
         let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
-        alone.args(["clients::client::client_allocates_memory_only_for_received_bytes", "--exact"]).env(ALONE, "1");
+        alone
+            .args(["clients::client::client_allocates_memory_only_for_received_bytes", "--exact"])
+            .env(ALONE, "1");
         let ran = alone.output().unwrap();
         assert!(ran.status.success(), "{ran:?}");
         assert!(String::from_utf8_lossy(&ran.stdout).contains("1 passed"), "{ran:?}");
