@@ -230,6 +230,9 @@ impl Ready {
         if let Some(ids) = support.subordinate() {
             keeper.send_subordinate_ids(ids).map_err(system("start the keeper"))?;
         }
+        if let Some(lifeline) = taken.as_mut().and_then(|(_, taken)| taken.own_lifeline()) {
+            keeper.send_lifeline(Arc::new(lifeline)).map_err(system("start the keeper"))?;
+        }
         let (file, support) = (Arc::new(config), Arc::new(support));
         let mut config = file.clone();
         open_files.lower_max_clients(&mut config);

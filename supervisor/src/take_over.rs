@@ -155,6 +155,11 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
+    /// Removes the descriptor that this process and its keepers hold until their end.
+    pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
+        self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
+    }
+
     /// Sets the soft limits that applied before the predecessor raised them, because workers get these limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {

@@ -54,6 +54,10 @@ const GOAWAY_JOBS_MAX: usize = 4096;
 /// Time for which a client that was sent GOAWAY may keep a connection without jobs.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Time in which a client without jobs must have read its last outcomes after an upgrade, because the old program ends
+/// after the last connection.
+const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
+
 /// Reciprocal of the share of processor time available for reading low-priority clients.
 const LOW_PRIORITY_PART: i64 = 16;
 
@@ -103,6 +107,8 @@ pub(super) struct Session {
     takes_goaway: bool,
     /// True if GOAWAY was sent. Further requests are dropped.
     pub(super) is_going_away: bool,
+    /// Time since which the client has no job, if another supervisor has taken over and the connection cannot move.
+    left_over_since: Option<Time>,
     /// Number of SUBMIT frames that were taken, including those of rejected jobs.
     submits: u64,
     owner: Owner,
@@ -221,9 +227,17 @@ impl Session {
         self.submits += 1;
     }
 
-    /// Returns true if the client has not closed the connection although it has no jobs since this time.
-    pub(super) fn is_left_over(&self, now: Time) -> bool {
-        self.is_going_away && self.requests.is_empty() && now.since(self.active_at) >= LEFT_OVER_TIMEOUT
+    /// Returns true if the client has had no jobs for too long, but has neither closed the connection nor read all
+    /// outcomes. Input does not extend the time, because the client could otherwise prevent the end of the supervisor.
+    /// Must be called repeatedly once another supervisor has taken over.
+    pub(super) fn is_left_over(&mut self, now: Time) -> bool {
+        if !self.requests.is_empty() || self.inbox.is_storing() {
+            self.left_over_since = None;
+            return false;
+        }
+        let since = *self.left_over_since.get_or_insert(now);
+        let is_read = self.is_going_away && self.outbox.is_empty();
+        now.since(since) >= if is_read { LEFT_OVER_TIMEOUT } else { LAST_READ_TIMEOUT }
     }
 
     /// Returns true if the client has closed its side of the connection.
@@ -338,6 +352,7 @@ impl Sessions {
             is_held_back: false,
             takes_goaway: false,
             is_going_away: false,
+            left_over_since: None,
             submits: 0,
             owner,
             active_at: now,
@@ -438,6 +453,7 @@ impl Sessions {
 
     /// Reads from the clients again whose requests were held back.
     pub(super) fn read_held_back(&mut self) {
+        self.slab.values_mut().for_each(|session| session.left_over_since = None);
         let held_back = |(index, session): (SessionIndex, &Session)| session.is_held_back.then_some(index);
         for index in self.slab.iter().filter_map(held_back).collect::<Vec<_>>() {
             self.slab[index].is_held_back = false;
@@ -495,6 +511,8 @@ impl Sessions {
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
         session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
+            // The client has sent the whole request, which waits for the end of the client's jobs.
+            _ if session.is_held_back => None,
             (true, Some(since)) if !is_another => Some(since),
             (true, _) => Some(now),
             (false, _) => None,

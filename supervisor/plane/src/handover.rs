@@ -90,6 +90,9 @@ pub mod inherited {
     pub const CRASHES_LOCK: &str = "crash_dir lock";
     /// The read end of a pipe. The predecessor and its keepers hold the write end.
     pub const LIFELINE: &str = "lifeline";
+    /// The write end of a pipe, for the successor and its keepers. If the upgrade fails, the predecessor waits for their
+    /// end before it uses the permits of their workers.
+    pub const SUCCESSOR_LIFELINE: &str = "successor lifeline";
     /// The successor's end of the transfer socket.
     pub const TRANSFER: &str = "transfer";
 }

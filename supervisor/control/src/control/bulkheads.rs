@@ -50,6 +50,9 @@ pub(super) async fn change(State(control): State<Shared>, Path(name): Path<Strin
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
+    if control.handover.is_upgrading() {
+        return done::<()>(&name, Some(Err(SteerError::Upgrading)));
+    }
     let bulkhead = name.clone();
     let changed = control.commands.request(|reply| Command::Change { bulkhead, change, reply }).await;
     done(&name, changed)
@@ -64,6 +67,9 @@ pub(super) async fn change_tenant(
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
+    if control.handover.is_upgrading() {
+        return done::<()>(&name, Some(Err(SteerError::Upgrading)));
+    }
     let bulkhead = name.clone();
     let command = |reply| Command::ChangeTenant { bulkhead, tenant, change, reply };
     done(&name, control.commands.request(command).await)
@@ -120,6 +126,9 @@ pub(super) async fn reset(State(control): State<Shared>, Path(name): Path<String
 }
 
 async fn steer(control: &Control, name: String, action: SteerAction, action_name: &'static str) -> Response {
+    if control.handover.is_upgrading() {
+        return done::<()>(&name, Some(Err(SteerError::Upgrading)));
+    }
     let bulkhead = name.clone();
     let steered = control.commands.request(|reply| Command::Steer { bulkhead, action, reply }).await;
     let document = |()| Done { bulkhead: name.clone(), done: action_name.into(), job: None };

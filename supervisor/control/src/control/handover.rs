@@ -98,6 +98,21 @@ impl ProcessEnd {
     }
 }
 
+/// Requests to stop. If a signal goes to both supervisors, as from a terminal or a service manager with
+/// `KillMode=control-group`, each gets the signal and the other one's STOP. Both are then one request.
+#[derive(Debug, Default)]
+struct StopRequests {
+    signals: u32,
+    messages: u32,
+}
+
+impl StopRequests {
+    /// Returns true if the last request is the first one, or asks to stop at once.
+    fn has_effect(&self) -> bool {
+        (self.signals, self.messages) != (1, 1)
+    }
+}
+
 /// State of an upgrade in the control plane.
 pub(super) struct Handover {
     pub(super) program: Result<SuccessorProgram, String>,
@@ -121,8 +136,8 @@ pub(super) struct Handover {
     pub(super) started: Notify,
     /// Link to the other supervisor, once both serve.
     other: Mutex<Option<Arc<Link>>>,
-    /// Number of STOP messages that have arrived.
-    stops: Mutex<u32>,
+    /// Requests to stop that have arrived.
+    stops: Mutex<StopRequests>,
 }
 
 impl Handover {
@@ -188,9 +203,11 @@ impl Handover {
         self.is_upgrading.store(false, Ordering::SeqCst);
     }
 
-    /// Returns true if commands of operators are refused.
+    /// Returns true if commands of operators are refused: from the beginning of an upgrade until it can no longer fail,
+    /// because a predecessor that takes back does not know the successor's commands.
     pub(super) fn is_upgrading(&self) -> bool {
-        self.is_upgrading.load(Ordering::SeqCst)
+        let can_fail = self.has_predecessor.load(Ordering::SeqCst) && !self.is_main();
+        can_fail || self.is_upgrading.load(Ordering::SeqCst)
     }
 
     pub(super) fn predecessor_ended(&self) {
@@ -204,21 +221,27 @@ impl Handover {
         *self.other.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 
-    /// Records that this supervisor stops because of a signal, and tells the other supervisor.
-    pub(super) fn signalled(&self) {
+    fn stop_requested(&self, record: impl FnOnce(&mut StopRequests)) -> bool {
         self.stopping.send_replace(true);
+        let mut stops = self.stops.lock().unwrap_or_else(PoisonError::into_inner);
+        record(&mut stops);
+        stops.has_effect()
+    }
+
+    /// Records a signal to stop, and tells the other supervisor. Returns true if this supervisor must begin to stop, or
+    /// must stop at once.
+    pub(super) fn signalled(&self) -> bool {
+        let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(Err(error)) = other.map(|link| link.send_now(kind::STOP)) {
             tracing::warn!("failed to tell the other supervisor of the upgrade to stop: {error}");
         }
+        has_effect
     }
 
     /// Records a STOP message. Returns true if this supervisor must begin to stop, or must stop at once.
     pub(super) fn stop_received(&self) -> bool {
-        let mut stops = self.stops.lock().unwrap_or_else(PoisonError::into_inner);
-        *stops += 1;
-        let was_stopping = self.stopping.send_replace(true);
-        !was_stopping || *stops > 1
+        self.stop_requested(|stops| stops.messages += 1)
     }
 
     /// Waits until this supervisor begins to stop.

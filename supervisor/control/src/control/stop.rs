@@ -29,10 +29,9 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
                 upgrade::on_signal(&control);
                 Ok(())
             }
-            _ => {
-                control.handover.signalled();
-                stop(&control, &mut notice)
-            }
+            _ if control.handover.signalled() => stop(&control, &mut notice),
+            // The other supervisor of an upgrade got the same signal, and its message was first.
+            _ => Ok(()),
         };
         if let Err(error) = sent {
             tracing::error!("signal {signal} had no effect: {error}");

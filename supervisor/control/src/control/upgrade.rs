@@ -61,11 +61,18 @@ const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
 /// a restart of the service.
 const PROBATION: Duration = Duration::from_secs(10);
 
+/// Maximum time to wait for the end of the workers of a new program that was killed. With `ACTIVE_TIMEOUT`, below the time
+/// limit for a client's hello, because nothing is read meanwhile.
+const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
+
 /// Time limit for the service manager's confirmation.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time to wait for space in the queue of commands.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time after the deadline of the last job over HTTP in which its client must have read the response.
+const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Interval between checks whether the last HTTP request has ended.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
@@ -175,6 +182,8 @@ struct Successor {
     pid: u32,
     pidfd: AsyncFd<OwnedFd>,
     link: Arc<Link>,
+    /// Becomes readable when the program and its keepers have ended.
+    lifeline: Option<AsyncFd<OwnedFd>>,
     /// Version of the program.
     version: String,
 }
@@ -266,8 +275,11 @@ impl Upgrade {
 
         let version = self.greet(successor).await?;
         successor.version = version;
+        let (reader, writer) = io::pipe().map_err(failed("state"))?;
+        successor.lifeline = Some(register(reader.into()).map_err(failed("state"))?);
+        let lifelines = (lifeline, OwnedFd::from(writer));
         let transfer = self
-            .send_state(successor, (&bulkheads, &tenants), lifeline, listener.as_ref())
+            .send_state(successor, (&bulkheads, &tenants), lifelines, listener.as_ref())
             .await
             .map_err(failed("state"))?;
         let limit = self.longest_start() + READY_MARGIN;
@@ -292,6 +304,11 @@ impl Upgrade {
             ..UpgradeStep::new("switched")
         });
         let probation = self.probation(successor).await?;
+        if matches!(probation, Probation::Passed) {
+            // If the service manager does not know the new main process, it would kill that process at the end of this
+            // one.
+            name_main_process(successor.pid).await.map_err(failed("main"))?;
+        }
         Ok((successor, probation))
     }
 
@@ -355,6 +372,7 @@ impl Upgrade {
             pid: child.pid.as_raw_pid() as u32,
             pidfd: register(child.pidfd).map_err(failed("start"))?,
             link: Arc::new(Link::new(here).map_err(failed("start"))?),
+            lifeline: None,
             version: String::new(),
         })
     }
@@ -378,13 +396,14 @@ impl Upgrade {
         &self,
         successor: &Successor,
         (bulkheads, tenants): (&[BulkheadState], &[TenantState]),
-        lifeline: OwnedFd,
+        (lifeline, of_successor): (OwnedFd, OwnedFd),
         listener: Option<&UnixListener>,
     ) -> io::Result<OwnedFd> {
         let (control, link) = (&self.control, &successor.link);
         let (here, there) = packets::pair(MESSAGE_BYTES_MAX)?;
         let mut descriptors = control.sockets.descriptors()?;
         descriptors.push((inherited::LIFELINE, String::new(), lifeline));
+        descriptors.push((inherited::SUCCESSOR_LIFELINE, String::new(), of_successor));
         descriptors.push((inherited::TRANSFER, String::new(), there));
         if let Some(listener) = listener {
             descriptors.push((inherited::JOBS, String::new(), listener.try_clone()?.into()));
@@ -424,6 +443,12 @@ impl Upgrade {
     fn longest_start(&self) -> Duration {
         let config = self.control.config();
         config.bulkheads.iter().map(|bulkhead| bulkhead.start.ready).max().unwrap_or_default()
+    }
+
+    /// Returns the longest deadline that a job can have.
+    fn longest_deadline(&self) -> Duration {
+        let config = self.control.config();
+        config.bulkheads.iter().map(|bulkhead| bulkhead.deadline_max).max().unwrap_or_default()
     }
 
     async fn switch(&self, transfer: OwnedFd) -> Result<SwitchState, StepFailure> {
@@ -472,9 +497,6 @@ impl Upgrade {
     async fn leave(&self, successor: &Successor) {
         let control = &self.control;
         let handover = &control.handover;
-        if let Err(error) = name_main_process(successor.pid).await {
-            tracing::warn!("failed to tell the service manager the new main process: {error}");
-        }
         handover.set_main(false);
         handover.end.wait_for(None);
         let _ = successor.link.send(kind::MAIN, &Nothing {}, None).await;
@@ -485,10 +507,18 @@ impl Upgrade {
             version: Some(successor.version.clone()),
             ..UpgradeStep::new("finished")
         });
-        let requests = async {
+        let ended = async {
             control.jobs_http.close_all().await;
             while control.has_job_requests() {
                 tokio::time::sleep(REQUESTS_INTERVAL).await;
+            }
+        };
+        let limit = self.longest_deadline() + LAST_RESPONSE_TIMEOUT;
+        let requests = async {
+            if timeout(limit, ended).await.is_err() {
+                tracing::warn!(
+                    "clients of jobs over HTTP have not read their responses; the connections are closed"
+                );
             }
             self.send(HandoverCommand::Leave).await;
         };
@@ -531,10 +561,16 @@ impl Successor {
         wait_for_end(&self.pidfd).await;
     }
 
+    /// Kills the program, and waits for the end of its workers.
     async fn kill(&self) {
         // Fails only if the process has already ended.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
         self.ended().await;
+        if let Some(lifeline) = &self.lifeline
+            && timeout(WORKERS_TIMEOUT, wait_for_end(lifeline)).await.is_err()
+        {
+            tracing::warn!("the workers of the new program have not ended in time");
+        }
     }
 
     /// Waits for a message of this kind.
@@ -577,10 +613,19 @@ impl Successor {
     }
 }
 
-/// Tells the service manager the new main process, and waits until it has processed the message.
+/// Tells the service manager the new main process, and waits until it has processed the message. Returns an error if the
+/// message could not be sent.
 async fn name_main_process(pid: u32) -> io::Result<()> {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
     sd_notify::notify(&[NotifyState::MainPid(pid)])?;
+    if let Err(error) = await_notification(&path).await {
+        tracing::warn!("failed to wait for the service manager: {error}");
+    }
+    Ok(())
+}
+
+/// Waits until the service manager has processed all earlier messages.
+async fn await_notification(path: &OsStr) -> io::Result<()> {
     let address = match path.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
         path => SocketAddr::from_pathname(OsStr::from_bytes(path)),

@@ -193,7 +193,8 @@ impl DataPlane {
     /// Passes idle connections on to the successor. Ends this data plane after the last job and connection if nothing is
     /// taken back any more. Runs after output was written.
     pub(crate) fn pass_on_sessions(&mut self) {
-        if !self.handover.is_released() {
+        // Both supervisors stop together. Further requests are rejected here, because the successor may have ended.
+        if !self.handover.is_released() || self.is_stopping {
             return;
         }
         let mut passed_on = 0;
@@ -204,7 +205,7 @@ impl DataPlane {
             if self.is_movable(index) {
                 self.pass_on(index);
                 passed_on += 1;
-            } else if self.sessions.get(index).is_some_and(|session| session.is_left_over(self.now)) {
+            } else if self.sessions.get_mut(index).is_some_and(|session| session.is_left_over(self.now)) {
                 self.close_session(index);
             } else if self.sessions.get(index).is_some_and(|session| session.can_go_away()) {
                 self.sessions.send_goaway(index);
@@ -215,7 +216,7 @@ impl DataPlane {
         if passed_on > 0 {
             self.flush_transfer();
         }
-        if self.handover.is_leaving() && !self.is_stopping {
+        if self.handover.is_leaving() {
             self.end_idle_workers();
         }
     }
