@@ -16,7 +16,7 @@ use crate::times;
 
 /// Submit jobs to a bulkhead-supervisor, and operate the supervisor
 #[derive(Debug, Parser)]
-#[command(name = "bulkhead", version, arg_required_else_help = true)]
+#[command(name = "bulkhead", version, arg_required_else_help = true, max_term_width = 80)]
 pub(crate) struct Args {
     /// Jobs socket of the supervisor
     #[arg(long, global = true, env = "BULKHEAD_SOCKET", value_name = "PATH")]

@@ -90,7 +90,10 @@ async fn failure_of(target: &Target, response: Response<Incoming>) -> Failure {
     }
     let body = read(response).await.unwrap_or_default();
     let problem: Problem = serde_json::from_slice(&body).unwrap_or_default();
-    let detail = if problem.detail.is_empty() { status.as_str() } else { &problem.detail };
+    let detail = match problem.detail.is_empty() {
+        true => format!("the response from {target} has status {status}: check that this is a supervisor"),
+        false => problem.detail,
+    };
     let code = match status {
         StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY => exit::INVALID,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::FORBIDDEN,
@@ -99,7 +102,7 @@ async fn failure_of(target: &Target, response: Response<Incoming>) -> Failure {
         StatusCode::SERVICE_UNAVAILABLE => exit::UNREACHABLE,
         _ => exit::FAILED,
     };
-    Failure::new(code, escape(detail))
+    Failure::new(code, escape(&detail))
 }
 
 pub(crate) fn unreachable(target: &Target, error: &dyn fmt::Display) -> Failure {
@@ -192,10 +195,17 @@ pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<
     document(&read(request(args, Method::GET, path).await?).await?)
 }
 
-/// Requests a response of lines from the supervisor.
+/// Requests a response of lines from the supervisor, each with a JSON object.
 pub(crate) async fn get_lines(args: &Args, path: &str) -> Result<Vec<String>, Failure> {
     let body = read(request(args, Method::GET, path).await?).await?;
-    Ok(String::from_utf8_lossy(&body).lines().map(str::to_owned).collect())
+    let lines: Vec<String> = String::from_utf8_lossy(&body).lines().map(str::to_owned).collect();
+    // Lines that begin with a colon are comments.
+    let is_foreign = |line: &String| !line.is_empty() && !line.starts_with(['{', ':']);
+    if lines.iter().any(is_foreign) {
+        let message = "failed to parse the supervisor's response: a line is not a JSON object";
+        return Err(Failure::new(exit::FAILED, message));
+    }
+    Ok(lines)
 }
 
 /// Parses the body of a response.

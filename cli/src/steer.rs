@@ -15,6 +15,9 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between two looks at a bulkhead for whose state the command waits.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Minimum time that a look may take, even if the wait ends earlier.
+const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
+
 /// Latest time of a wait, or `None` without a limit.
 #[derive(Clone, Copy)]
 struct WaitLimit(Option<Instant>);
@@ -26,6 +29,16 @@ impl WaitLimit {
 
     fn is_over(self) -> bool {
         self.0.is_some_and(|at| at <= Instant::now())
+    }
+
+    /// Waits for a response, so that a supervisor that is stopped or hangs does not extend the wait.
+    async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+        let Some(end) = self.0 else { return response.await };
+        let end = end.max(Instant::now() + LOOK_TIME_MIN);
+        tokio::time::timeout_at(end, response).await.unwrap_or_else(|_| {
+            let message = "the supervisor did not respond in time: check that the process is not stopped";
+            Err(Failure::new(exit::UNREACHABLE, message))
+        })
     }
 
     /// Waits until the next look is due.
@@ -93,7 +106,7 @@ pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
 
 async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result<(), Failure> {
     loop {
-        let bulkhead: Snapshot = get(args, &path_of(name)).await?;
+        let bulkhead: Snapshot = limit.look(get(args, &path_of(name))).await?;
         if bulkhead.state != BulkheadState::Draining {
             let message = format!("{}: the bulkhead was resumed before it was drained", escape(name));
             return Err(Failure::new(exit::FAILED, message));
@@ -143,7 +156,7 @@ async fn wait_until_replaced(
     limit: WaitLimit,
 ) -> Result<(), Failure> {
     loop {
-        let bulkhead: Snapshot = get(args, &path_of(name)).await?;
+        let bulkhead: Snapshot = limit.look(get(args, &path_of(name))).await?;
         let left = worker_keys(&bulkhead).filter(|key| old.contains(key)).count();
         let has_ready_workers =
             bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
@@ -176,7 +189,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
     let path = format!("/readyz{}", of.unwrap_or_default());
     let limit = WaitLimit::new(Some(is_ready.wait.unwrap_or_default()));
     let (is_now_ready, body) = loop {
-        match readiness(args, &path).await {
+        match limit.look(readiness(args, &path)).await {
             Ok((false, _)) if !limit.is_over() => {}
             Ok(readiness) => break readiness,
             // The supervisor may be starting.

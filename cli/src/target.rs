@@ -1,6 +1,8 @@
 //! Address of the admin API: a socket, or a host with a port and a token.
 
 use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::PathBuf;
 
 use hyper::Uri;
@@ -10,6 +12,9 @@ use crate::output::{Failure, exit};
 
 /// Maximum size of a token file in bytes, as in the supervisor.
 const TOKEN_BYTES_MAX: usize = 4096;
+
+/// Number of bytes to read of a token file, which can contain space around the token.
+const FILE_BYTES_MAX: u64 = 2 * TOKEN_BYTES_MAX as u64;
 
 /// Address of the admin API.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +52,7 @@ impl Host {
         match uri.scheme_str() {
             Some("http") => {}
             Some("https") => {
-                return Err("the supervisor does not speak TLS; connect to a forwarded port, as of \
+                return Err("the supervisor does not speak TLS; connect to a forwarded port, such as by \
                             `ssh -L 9464:127.0.0.1:9464 HOST`, or to a proxy on this machine"
                     .into());
             }
@@ -72,7 +77,10 @@ impl Host {
         let fail = |problem: &dyn fmt::Display| {
             Failure::new(exit::USAGE, format!("failed to read the token file {}: {problem}", file.display()))
         };
-        let text = std::fs::read_to_string(file).map_err(|error| fail(&error))?;
+        let mut text = String::new();
+        // A file such as /dev/zero has no end.
+        let read = File::open(file).and_then(|file| file.take(FILE_BYTES_MAX).read_to_string(&mut text));
+        read.map_err(|error| fail(&error))?;
         let token = text.trim();
         if token.is_empty() || token.len() > TOKEN_BYTES_MAX || !token.bytes().all(|b| b.is_ascii_graphic()) {
             return Err(fail(&"the file must contain the token and nothing else"));

@@ -527,7 +527,7 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
                 );
             }
             None if received == Received::Closed => {
-                return Err("the supervisor closed the connection before it sent a welcome frame"
+                return Err("the supervisor closed the connection before the welcome frame"
                     .to_owned()
                     .into());
             }

@@ -91,8 +91,8 @@ impl std::ops::Deref for KeptPayload {
 }
 
 impl KeptPayload {
-    /// Returns the payload for the send queue.
-    pub(crate) fn to_send(&mut self) -> Payload<'_> {
+    /// Returns the payload for the send queue, which shares a large payload.
+    pub(crate) fn share(&mut self) -> Payload<'_> {
         if let Self::Owned(bytes) = self
             && bytes.len() > INLINE_PAYLOAD_BYTES_MAX
         {

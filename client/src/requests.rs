@@ -24,7 +24,7 @@ use crate::job_request::JobRequest;
 use crate::leases::{Lease, LeaseOwner, LeaseSearch, Leases};
 use crate::reply::{JobError, Progress};
 use crate::transport::Transport;
-use crate::waiters::{Ended, Fate, JobResult, Move, Polled, Taken, Waiter, Waiters};
+use crate::waiters::{Decision, Ended, JobResult, Move, Polled, Taken, Waiter, Waiters};
 
 pub(crate) use frames::Frames;
 
@@ -429,7 +429,11 @@ impl Requests {
             // The supervisor begins a job only after the complete frame has arrived.
             job.lost(waiter.frame_end <= sent_bytes);
             let is_sent_again = is_replaced && !waiter.is_cancelled && job.can_be_sent_again();
-            if is_sent_again { Fate::SentAgain } else { Fate::Ends(JobError::lost(job.executed(), reason)) }
+            if is_sent_again {
+                Decision::SentAgain
+            } else {
+                Decision::Ends(JobError::lost(job.executed(), reason))
+            }
         });
         self.notify_if_idle(&state);
         drop(state);
@@ -445,13 +449,13 @@ impl Requests {
         }
         state.phase = Phase::Leaving;
         let (again, ended) = state.waiters.detach(|job| match job {
-            Some((waiter, _)) if waiter.is_detached() || waiter.submit_number <= taken => Fate::Stays,
-            Some((waiter, job)) if waiter.is_cancelled => Fate::Ends(JobError::lost(
+            Some((waiter, _)) if waiter.is_detached() || waiter.submit_number <= taken => Decision::Stays,
+            Some((waiter, job)) if waiter.is_cancelled => Decision::Ends(JobError::lost(
                 job.executed(),
-                "the job was cancelled before the supervisor took it",
+                "the job was cancelled before the supervisor accepted the job",
             )),
-            Some(_) => Fate::SentAgain,
-            None => Fate::Stays,
+            Some(_) => Decision::SentAgain,
+            None => Decision::Stays,
         });
         state.detached.extend(again);
         self.notify_if_idle(&state);
@@ -555,8 +559,10 @@ impl Requests {
         let now = Instant::now();
         let mut state = self.lock();
         let ended = state.detach(problem, |waiter, job| match job.waits_until {
-            Some(until) if waiter.is_detached() && until <= now => Fate::Ends(job.not_reconnected(problem)),
-            _ => Fate::Stays,
+            Some(until) if waiter.is_detached() && until <= now => {
+                Decision::Ends(job.not_reconnected(problem))
+            }
+            _ => Decision::Stays,
         });
         self.notify_if_idle(&state);
         drop(state);
@@ -615,11 +621,15 @@ impl LeaseOwner for Requests {
 
 impl State {
     /// Decides about every pending job. Jobs that are sent again are added to `detached`.
-    fn detach(&mut self, problem: &str, mut fate: impl FnMut(&mut Waiter, &mut JobRequest) -> Fate) -> Ended {
+    fn detach(
+        &mut self,
+        problem: &str,
+        mut decide: impl FnMut(&mut Waiter, &mut JobRequest) -> Decision,
+    ) -> Ended {
         let (again, ended) = self.waiters.detach(|job| match job {
-            Some((waiter, job)) => fate(waiter, job),
+            Some((waiter, job)) => decide(waiter, job),
             // The outcome could not be processed, because the supervisor violated the protocol.
-            None => Fate::Ends(JobError::lost(Executed::Unknown, problem)),
+            None => Decision::Ends(JobError::lost(Executed::Unknown, problem)),
         });
         self.detached.extend(again);
         ended
@@ -677,7 +687,7 @@ impl State {
             _ if lease_ref.is_some() => Payload::NONE,
             // `Payload::Owned` avoids a copy of large payloads.
             Some(loaded) => Payload::Owned(loaded),
-            None => job.payload.to_send(),
+            None => job.payload.share(),
         };
         let submit = Submit::new(&job.bulkhead, &job.options);
         let trace = job.traceparent.as_ref().map(|text| (tag::TRACEPARENT, text.as_bytes()));

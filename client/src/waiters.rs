@@ -103,8 +103,8 @@ pub(crate) enum Polled<M> {
     Missing,
 }
 
-/// The consequence of a lost connection for a job.
-pub(crate) enum Fate {
+/// Decision about a pending job when its connection is lost or replaced.
+pub(crate) enum Decision {
     /// The job stays, because the supervisor has accepted it.
     Stays,
     /// The job is sent again over another connection.
@@ -273,22 +273,22 @@ impl<M> Waiters<M> {
 
     // Jobs that leave the connection.
 
-    /// Decides about every job that waits. `fate` gets `None` for a job whose outcome was being processed when
+    /// Decides about every job that waits. `decide` gets `None` for a job whose outcome was being processed when
     /// the connection failed. Returns the numbers of the jobs to send again, in the order in which they were
     /// sent.
     pub(crate) fn detach(
         &mut self,
-        mut fate: impl FnMut(Option<(&mut Waiter, &mut JobRequest)>) -> Fate,
+        mut decide: impl FnMut(Option<(&mut Waiter, &mut JobRequest)>) -> Decision,
     ) -> (Vec<u64>, Ended) {
         let (mut again, mut ended) = (Vec::new(), Ended::default());
         for (index, slot) in self.slots.iter_mut().enumerate() {
             let decided = match &mut slot.state {
-                SlotState::Waiting(waiter) => fate(Some((waiter, &mut slot.request))),
-                SlotState::Processing => fate(None),
+                SlotState::Waiting(waiter) => decide(Some((waiter, &mut slot.request))),
+                SlotState::Processing => decide(None),
                 _ => continue,
             };
             match (decided, &mut slot.state) {
-                (Fate::Ends(error), state) => {
+                (Decision::Ends(error), state) => {
                     if let SlotState::Waiting(waiter) = std::mem::replace(state, SlotState::Done(Err(error)))
                     {
                         ended._waiters.push(waiter);
@@ -296,7 +296,7 @@ impl<M> Waiters<M> {
                     ended.wakers.extend(slot.waker.take());
                     self.waiting -= 1;
                 }
-                (Fate::SentAgain, SlotState::Waiting(waiter)) => {
+                (Decision::SentAgain, SlotState::Waiting(waiter)) => {
                     let number = u64::from(slot.generation) << 32 | index as u64;
                     again.push((waiter.frame_end, number));
                     waiter.frame_end = DETACHED;
@@ -472,7 +472,7 @@ mod tests {
         let revoked = || Err(JobError::result_revoked());
         waiters.finish(numbers[1], revoked()).unwrap();
         waiters.take(numbers[3]);
-        let (again, ended) = waiters.detach(|_| Fate::Ends(lost().unwrap_err()));
+        let (again, ended) = waiters.detach(|_| Decision::Ends(lost().unwrap_err()));
         assert_eq!((again.len(), ended._waiters.len(), ended.wakers.len()), (0, 2, 3));
         assert_eq!(waiters.waiting(), 0);
         let cx = Context::from_waker(&task);
@@ -487,7 +487,7 @@ mod tests {
         for (number, frame_end) in numbers.iter().zip([30, 10, 20]) {
             waiters.get(*number).unwrap().frame_end = frame_end;
         }
-        let (again, _) = waiters.detach(|_| Fate::SentAgain);
+        let (again, _) = waiters.detach(|_| Decision::SentAgain);
         assert_eq!(again, [numbers[1], numbers[2], numbers[0]]);
         assert_eq!(waiters.waiting(), 3, "a detached job still waits for an outcome");
     }

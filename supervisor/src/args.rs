@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 /// Runs untrusted code in bounded, confined worker processes.
 #[derive(Debug, Parser)]
-#[command(name = "bulkhead-supervisor", version)]
+#[command(name = "bulkhead-supervisor", version, max_term_width = 80)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
     /// Configuration file, which defines the bulkheads and their limits. Files in the folder conf.d next to it

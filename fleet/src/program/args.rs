@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 
 /// Run durable jobs on several hosts, over NATS JetStream
 #[derive(Debug, Parser)]
-#[command(name = "bulkhead-fleet", version, arg_required_else_help = true)]
+#[command(name = "bulkhead-fleet", version, arg_required_else_help = true, max_term_width = 80)]
 pub(crate) struct Args {
     /// Configuration file
     #[arg(

@@ -88,7 +88,11 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
         return problems.report(start..start, message, "write several bulkheads into a single file");
     }
     for path in names {
-        let read = open(&path).map_err(|error| unreadable(&path, &error)).and_then(|file| {
+        let unreadable = |error: io::Error| {
+            let (message, _) = unreadable(&path, &error);
+            (message, "make the path a file that this user can read, or remove the path".to_owned())
+        };
+        let read = open(&path).map_err(unreadable).and_then(|file| {
             check_owner(&path, &file)?;
             read_text(&path, file)
         });

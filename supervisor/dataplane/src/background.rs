@@ -93,7 +93,7 @@ impl Background {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
         // Fails only if the thread has exited. In that case, the whole supervisor is shutting down (see
-        // `Fate`).
+        // [`ThreadMonitor`]).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 

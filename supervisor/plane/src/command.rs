@@ -307,13 +307,21 @@ pub enum SteerError {
     /// The bulkhead does not know the tenant, because the tenant has not submitted any job recently.
     #[error("this tenant has sent no job to this bulkhead")]
     UnknownTenant,
-    /// The bulkhead has no such job.
-    #[error("this bulkhead has no such job: the job has ended, or is in another bulkhead")]
-    UnknownJob,
+    /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, such as a
+    /// fallback.
+    #[error("this bulkhead has no such job: {}", place_of(.holder))]
+    UnknownJob { holder: Option<String> },
     /// The request conflicts with other settings. The text contains the reason and a way to resolve the
     /// conflict.
     #[error("{0}")]
     Conflict(String),
+}
+
+fn place_of(holder: &Option<String>) -> String {
+    match holder {
+        Some(holder) => format!("the job is in the bulkhead `{holder}`"),
+        None => "the job has ended, or the number is wrong".to_owned(),
+    }
 }
 
 /// A job from a crash report that is to be run again.

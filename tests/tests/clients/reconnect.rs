@@ -59,7 +59,7 @@ fn killed_supervisor_repeats_only_idempotent_jobs() {
     };
     let job_of = |client: &blocking::Client, number: u64| {
         let job = client.job("b", payload_of(number)).operation("sleep 2000");
-        job.idempotent(number % 2 == 0).deadline(LONG)
+        job.idempotent(number.is_multiple_of(2)).deadline(LONG)
     };
     std::thread::scope(|scope| {
         for task in 0..TASKS {
@@ -70,7 +70,7 @@ fn killed_supervisor_repeats_only_idempotent_jobs() {
                 while !is_over.load(Ordering::SeqCst) {
                     number += 1;
                     let mut job = job_of(&client, number);
-                    if number % 50 == 0 {
+                    if number.is_multiple_of(50) {
                         // Only this job uses this part of the number space, so the file is written once.
                         let path = file.path().with_extension(number.to_string());
                         std::fs::write(&path, payload_of(number)).unwrap();
@@ -84,7 +84,7 @@ fn killed_supervisor_repeats_only_idempotent_jobs() {
                     };
                     let mut book = book.lock().unwrap();
                     let entry = book.entry(number).or_insert(Entry {
-                        is_idempotent: number % 2 == 0,
+                        is_idempotent: number.is_multiple_of(2),
                         outcomes: 0,
                         result,
                     });
@@ -453,13 +453,13 @@ fn is_full(result: Result<Reply, JobError>) -> bool {
 
 #[test]
 fn rejected_job_is_retried_with_remaining_time() {
-    let wait = Some(Duration::from_millis(20));
-    let times = while_rejected(3, wait, async |client| {
+    let wait = Duration::from_millis(20);
+    let times = while_rejected(3, Some(wait), async |client| {
         let job = client.job("b", vec![7; 100_000]).deadline(LONG).retry(true);
         assert_eq!(job.send().await.unwrap().payload(), b"done");
     });
     assert_eq!(times.len(), 4);
-    assert!(times.is_sorted_by(|before, after| *after + wait.unwrap() <= *before), "{times:?}");
+    assert!(times.is_sorted_by(|before, after| *after + wait <= *before), "{times:?}");
 
     // The client's default, a job without retries, and too many rejections.
     let times = while_rejected(5, Some(Duration::from_millis(1)), async |client| {
@@ -492,7 +492,7 @@ fn retries_stay_within_the_budget_of_the_client() {
     let retries = times.len() - JOBS;
     // The jobs take less than the window of ten seconds on a machine that is not busy. A longer run has the
     // minimum of ten retries in several windows.
-    assert!(retries >= JOBS / 5 && retries <= JOBS, "{retries} retries of {JOBS} jobs");
+    assert!((JOBS / 5..=JOBS).contains(&retries), "{retries} retries of {JOBS} jobs");
 }
 
 /// The outcome of a retry that did not run does not hide that the first attempt ran.

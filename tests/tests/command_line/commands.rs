@@ -857,17 +857,22 @@ fn every_shell_has_completions() {
 
 #[test]
 fn help_fits_into_80_columns() {
-    let help = |arguments: &[&str]| {
-        let ran = spawn(plain(arguments).env("COLUMNS", "80")).end().expect(0);
+    let help = |command: &mut Command| {
+        let ran = spawn(command).end().expect(0);
         for line in ran.text().lines() {
-            assert!(line.chars().count() <= 80, "{arguments:?}: {line}");
+            assert!(line.chars().count() <= 80, "{command:?}: {line}");
         }
-        assert!(ran.text().contains("Usage:"), "{arguments:?}");
+        assert!(ran.text().contains("Usage:"), "{command:?}");
     };
     for long in ["-h", "--help"] {
-        help(&[long]);
+        // The width also has a limit without a terminal, and in a wide terminal.
+        help(plain(&[long]).env_remove("COLUMNS"));
+        help(plain(&[long]).env("COLUMNS", "200"));
         for name in SUBCOMMANDS {
-            help(&[name, long]);
+            help(plain(&[name, long]).env("COLUMNS", "200"));
+        }
+        for program in ["bulkhead-supervisor", "bulkhead-fleet"] {
+            help(Command::new(programs().join(program)).arg(long).env("COLUMNS", "200"));
         }
     }
 }

@@ -1,7 +1,10 @@
 //! Operating a supervisor with the `bulkhead` command: logs, events, jobs, readiness, waiting, crash reports, and other
 //! hosts.
 
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
 
@@ -185,6 +188,16 @@ fn is_ready_reports_and_waits_for_readiness() {
 }
 
 #[test]
+fn is_ready_does_not_wait_for_a_silent_supervisor() {
+    let folder = tempfile::tempdir().unwrap();
+    let admin = folder.path().join("admin.sock");
+    let _listener = UnixListener::bind(&admin).unwrap();
+    let arguments = ["--admin", admin.to_str().unwrap(), "is-ready", "--wait", "50ms"];
+    let told = spawn(&mut plain(&arguments)).end().expect(69);
+    assert!(told.stderr.contains("did not respond in time"), "{}", told.stderr);
+}
+
+#[test]
 fn is_ready_waits_for_the_start_of_the_supervisor() {
     let folder = tempfile::tempdir().unwrap();
     let admin = folder.path().join("admin.sock");
@@ -207,7 +220,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     let running = blocker(&supervisor, &["submit", "b", "yield", "--json", "--tenant", "acme"]);
     let queue = ["submit", "b", "echo", "--json", "--priority", "critical", "--payload-file", "-"];
     let mut queued = spawn(supervisor.command().args(queue));
-    std::io::Write::write_all(&mut queued.stdin.take().unwrap(), b"12345").unwrap();
+    queued.stdin.take().unwrap().write_all(b"12345").unwrap();
     supervisor.wait_number("b", "queued", 1);
 
     let listed = bulkhead(&supervisor, &["jobs", "--json"]).expect(0).object();
@@ -258,6 +271,8 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
     assert!(short.stderr.contains("1 younger jobs"), "{}", short.stderr);
     bulkhead(&supervisor, &["jobs", "nobody"]).expect(66);
 
+    let told = bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
+    assert!(told.stderr.contains("in the bulkhead `b`"), "{}", told.stderr);
     // The running job keeps the only permit, so that the queued job cannot begin before it is cancelled.
     let cancel =
         |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);
@@ -276,7 +291,6 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
         let told = cancel(gone).expect(66);
         assert!(told.stderr.contains("no such job"), "{}", told.stderr);
     }
-    bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
     bulkhead(&supervisor, &["cancel", "nobody", "1"]).expect(66);
     let events = supervisor.wait_events("job_cancelled", 2);
     assert_eq!((&events[0]["job"], &events[0]["state"]), (&second["job"], &"queued".into()));
@@ -392,6 +406,28 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
 
 // Other hosts.
 
+#[test]
+fn response_of_another_program_is_an_error() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let host = format!("http://{}", listener.local_addr().unwrap());
+    for (arguments, status, part) in [
+        (&["status"][..], "502 Bad Gateway", "check that this is a supervisor"),
+        (&["jobs"][..], "302 Found", "check that this is a supervisor"),
+        (&["status"][..], "200 OK", "failed to parse"),
+        (&["logs", "b"][..], "200 OK", "failed to parse"),
+        (&["events"][..], "200 OK", "failed to parse"),
+    ] {
+        let running = spawn(&mut plain(&[&["--host", &host], arguments].concat()));
+        let (mut stream, _) = listener.accept().unwrap();
+        let head = BufReader::new(&stream).lines().map_while(Result::ok);
+        assert!(head.take_while(|line| !line.is_empty()).count() > 1);
+        let response = format!("HTTP/1.1 {status}\r\nContent-Length: 7\r\nConnection: close\r\n\r\n<html>\n");
+        stream.write_all(response.as_bytes()).unwrap();
+        let told = running.end().expect(1);
+        assert!(told.stderr.contains(part), "{arguments:?}: {}", told.stderr);
+    }
+}
+
 const TOKEN: &str = "a-token-of-the-tests";
 
 fn write_token(folder: &Path, name: &str, token: &str) {
@@ -459,6 +495,8 @@ fn commands_reach_a_supervisor_over_tcp() {
     };
     assert!(with("wrong", &["status"]).expect(77).stderr.contains("does not accept"));
     assert!(with("odd", &["status"]).expect(2).stderr.contains("nothing else"));
+    let endless = ["--host", &host, "--token-file", "/dev/zero", "status"];
+    assert!(spawn(&mut plain(&endless)).end().expect(2).stderr.contains("nothing else"));
     // A token that can only read.
     for arguments in [&["status"][..], &["jobs"], &["events"], &["logs", "b"], &["crashes"]] {
         with("read", arguments).expect(0);

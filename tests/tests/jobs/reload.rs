@@ -314,11 +314,13 @@ fn removed_bulkhead_finishes_accepted_jobs() {
         assert_eq!(outcome(&refused), "rejected/not_found");
         assert_eq!(supervisor.try_get("/v1/bulkheads/gone").unwrap().0, 404);
         assert_eq!(names(&supervisor), ["b"]);
+        assert_eq!(supervisor.get("/v1/jobs?bulkhead=gone")["total"], 4);
         assert!(is_alive(pids[0]));
         supervisor.touch("end");
         assert_eq!(outcomes(jobs).await, vec!["ok"; 4]);
         let gone = supervisor.wait_events("bulkhead_removed", 1);
         assert_eq!((&gone[0]["bulkhead"], &gone[0]["done"]), (&json!("gone"), &json!(4)));
+        assert_eq!(supervisor.try_get("/v1/jobs?bulkhead=gone").unwrap().0, 404);
         wait_for("the worker of the removed bulkhead has exited", || (!is_alive(pids[0])).then_some(()));
         // A new bulkhead with the removed name starts with empty counters.
         reload(&supervisor, &format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\n"));

@@ -78,7 +78,9 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
             problem(StatusCode::CONFLICT, &error.to_string())
         }
         Some(Err(error @ SteerError::UnknownTenant)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
-        Some(Err(error @ SteerError::UnknownJob)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
+        Some(Err(error @ SteerError::UnknownJob { .. })) => {
+            problem(StatusCode::NOT_FOUND, &error.to_string())
+        }
         Some(Err(SteerError::Conflict(sentence))) => problem(StatusCode::BAD_REQUEST, &sentence),
         None => stuck(),
     }
@@ -147,13 +149,15 @@ fn progress<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<JobProg
 }
 
 pub(super) async fn jobs(State(control): State<Shared>, Query(query): Query<JobsQuery>) -> Response {
-    if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.reloads.has(name)) {
-        return not_found(name);
-    }
+    let unknown = query.bulkhead.clone().filter(|name| !control.reloads.has(name));
     let limit = query.limit.unwrap_or(JOBS_LISTED_DEFAULT).min(JOBS_LISTED_MAX);
     let request = JobsRequest { bulkhead: query.bulkhead, progress: query.state, limit };
     match control.commands.request(|reply| Command::ListJobs { request, reply }).await {
-        Some(jobs) => axum::Json(json!(jobs)).into_response(),
+        // A bulkhead that was removed from the configuration can still have jobs.
+        Some(jobs) => match unknown.filter(|_| jobs.total == 0) {
+            Some(name) => not_found(&name),
+            None => axum::Json(json!(jobs)).into_response(),
+        },
         None => stuck(),
     }
 }
@@ -163,7 +167,7 @@ pub(super) async fn cancel(
     Path((name, job)): Path<(String, String)>,
 ) -> Response {
     let Ok(id) = job.parse::<JobId>() else {
-        return problem(StatusCode::NOT_FOUND, &SteerError::UnknownJob.to_string());
+        return problem(StatusCode::NOT_FOUND, &SteerError::UnknownJob { holder: None }.to_string());
     };
     let bulkhead = name.clone();
     let cancelled = control.commands.request(|reply| Command::CancelJob { bulkhead, job: id, reply }).await;

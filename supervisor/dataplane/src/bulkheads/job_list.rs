@@ -67,7 +67,16 @@ impl Bulkheads {
         }
         let mut indices = parts.into_iter().flatten();
         let found = indices.find_map(|index| Some((index, compartments[index].policy.job(now, job)?)));
-        found.ok_or(SteerError::UnknownJob)
+        found.ok_or_else(|| {
+            let has_job = |entry: &&BulkheadEntry| {
+                entry
+                    .compartments()
+                    .into_iter()
+                    .any(|index| compartments[index].policy.job(now, job).is_some())
+            };
+            let holder = self.slab.values().find(has_job).map(|entry| entry.name.to_string());
+            SteerError::UnknownJob { holder }
+        })
     }
 }
 
