@@ -18,7 +18,6 @@ use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ
 use tokio::sync::oneshot;
 
 use crate::access::TokenGrant;
-use crate::command::SteerError;
 
 /// Version of the messages that this supervisor speaks.
 pub const VERSION: u16 = 1;
@@ -342,7 +341,7 @@ pub fn die_on_request(deed: &str, kind: u8) {
 pub enum HandoverCommand {
     /// Prepare to hand over: refuse commands of operators, lend no files, and recall leases. The keeper holds the
     /// lifeline.
-    Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, SteerError>> },
+    Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, String>> },
     /// Accept and read no more, once the leases are back.
     Switch {
         /// This end of the transfer socket.

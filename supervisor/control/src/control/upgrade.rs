@@ -320,8 +320,7 @@ impl Upgrade {
         let prepared = self.control.commands.request(request).await;
         let stuck = || StepFailure("start", "the data plane does not respond".to_owned());
         let prepared = prepared.ok_or_else(stuck)?;
-        let (mut bulkheads, mut tenants, listener) =
-            prepared.map_err(|error| StepFailure("start", error.to_string()))?;
+        let (mut bulkheads, mut tenants, listener) = prepared.map_err(|error| StepFailure("start", error))?;
         let config = self.control.config();
         for state in &mut bulkheads {
             if let Some(bulkhead) = config.bulkheads.iter().find(|bulkhead| bulkhead.name == state.name) {

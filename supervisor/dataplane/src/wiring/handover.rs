@@ -37,7 +37,8 @@ impl DataPlane {
         // If the receiver of a reply has gone, the control plane ends the upgrade in another way.
         match command {
             HandoverCommand::Prepare { lifeline, reply } => {
-                let _ = reply.send(self.prepare_handover(lifeline));
+                let prepared = self.prepare_handover(lifeline);
+                let _ = reply.send(prepared.map_err(|error| error.to_string()));
             }
             HandoverCommand::Switch { transfer, reply } => {
                 self.handover.begin_switch(self.now, transfer, reply);
