@@ -278,7 +278,7 @@ impl Keeper {
 
     /// Returns true if orders are waiting for the socket to become writable.
     pub fn has_pending_orders(&self) -> bool {
-        self.outbox.len() > 0
+        !self.outbox.is_empty()
     }
 
     /// Returns the next report, or `None` if no report has arrived.

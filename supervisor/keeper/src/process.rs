@@ -504,7 +504,7 @@ impl EventLoop {
 
     /// Sends pending reports. If the socket is full, the loop wakes up when the socket is writable.
     fn flush(&mut self) -> io::Result<()> {
-        if self.outbox.len() == 0 {
+        if self.outbox.is_empty() {
             return Ok(());
         }
         let is_blocked = !self.outbox.flush(&self.socket)?;

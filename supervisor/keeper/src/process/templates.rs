@@ -294,7 +294,7 @@ impl EventLoop {
             let socket = template.socket.as_raw_fd();
             let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, false);
         }
-        if self.template_mut(pid).is_some_and(|template| template.outbox.len() > 0) {
+        if self.template_mut(pid).is_some_and(|template| !template.outbox.is_empty()) {
             self.send_template_orders(pid);
         }
     }

@@ -118,7 +118,7 @@ impl TemplateNamespace {
     /// Queues an order to kill leftover processes, unless one is already pending. Since the keeper repeats
     /// such orders, they would otherwise accumulate while the first process is stopped.
     fn order_unless_pending(&mut self, order: InitOrder<'_>) {
-        if self.outbox.len() == 0 {
+        if self.outbox.is_empty() {
             self.outbox.push(order.encode(), Vec::new());
         }
     }
