@@ -499,7 +499,7 @@ pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOn
 #[test]
 fn connect_fails_without_valid_welcome() {
     let no_welcome: &[(&str, Vec<u8>)] = &[
-        ("closed the connection before it sent a welcome", Vec::new()),
+        ("closed the connection before the welcome", Vec::new()),
         ("the supervisor refused the connection", refused("too many clients; try later")),
         ("instead of a welcome", outcome(1, b"")),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),

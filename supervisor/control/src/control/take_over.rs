@@ -100,7 +100,7 @@ async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), Stri
         [BulkheadState::Failed, BulkheadState::Degraded].iter().any(|failed| *state == *failed)
     };
     let failed = snapshots.into_iter().find(|snapshot| {
-        let was_ready = was_ready.iter().any(|name| *name == snapshot.name);
+        let was_ready = was_ready.contains(&snapshot.name);
         was_ready && snapshot.limit == 0 && has_failed(&snapshot.state)
     });
     match failed {
