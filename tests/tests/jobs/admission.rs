@@ -53,14 +53,19 @@ fn critical_jobs_have_reserved_permits_and_start_first() {
     supervisor.wait_number("b", "limit", 4);
     run(async {
         let client = connect(&supervisor).await;
-        let job = |priority| client.job("b", "").operation("hang").priority(priority);
+        let job =
+            |priority| client.job("b", "").operation("steps:count begun;sleep 3600000").priority(priority);
+        let begun = |count: usize| {
+            wait_for("the jobs have begun", || (supervisor.file_bytes("begun") == count).then_some(()));
+        };
         let mut running: Vec<_> = (0..3).map(|_| spawn(job(Priority::Normal))).collect();
-        supervisor.wait_number("b", "in_flight", 3);
+        // A job that has not begun could be recalled, and would then not get the reserved permit.
+        begun(3);
         // The fourth permit is reserved for critical jobs, so this job has to wait.
         running.push(spawn(job(Priority::Normal)));
         supervisor.wait_number("b", "queued", 1);
         running.push(spawn(job(Priority::Critical)));
-        supervisor.wait_number("b", "in_flight", 4);
+        begun(4);
 
         let shed = spawn(job(Priority::BestEffort));
         supervisor.wait_number("b", "queued", 2);

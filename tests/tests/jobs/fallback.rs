@@ -513,8 +513,9 @@ fn fallback_respects_tenant_and_priority() {
     supervisor.resize("entry", FORCED_OPEN);
     run(async {
         let client = connect(&supervisor).await;
-        let one = spawn(steps(&client, "wait end").tenant("one"));
-        supervisor.wait_number("safe", "in_flight", 1);
+        let one = spawn(steps(&client, "count begun;wait end").tenant("one"));
+        // A job that has not begun could be recalled, and its permit would not be available for a while.
+        wait_for("the job has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
         assert_eq!(supervisor.snapshot("safe")["tenants"][0]["name"], "one");
         // The tenant has reached its quota in the fallback, so the client gets the reject reason of the entry.
         let over = steps(&client, "echo").tenant("one").priority(Priority::Critical).send().await;
