@@ -144,7 +144,7 @@ pub struct Options {
     pub inherited: InheritedSockets,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
-    /// How the supervisor can be upgraded, and what it takes over.
+    /// Options for an upgrade of this supervisor, and the state of a predecessor.
     pub handover: HandoverOptions,
     /// Lock of the folder for crash reports.
     pub crashes_lock: Option<OwnedFd>,

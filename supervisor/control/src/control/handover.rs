@@ -23,7 +23,7 @@ use tokio::sync::{Notify, watch};
 /// Time in addition to `drain_timeout` after which the other supervisor is no longer awaited.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// How a supervisor can be upgraded, and what it takes over. Created by the program.
+/// Options for an upgrade of this supervisor, and the state of a predecessor. Created by the program.
 pub struct HandoverOptions {
     /// Program of a successor, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
@@ -203,8 +203,8 @@ impl Handover {
         self.is_upgrading.store(false, Ordering::SeqCst);
     }
 
-    /// Returns true if commands of operators are refused: from the beginning of an upgrade until it can no longer fail,
-    /// because a predecessor that takes back does not know the successor's commands.
+    /// Returns true from the beginning of an upgrade until it can no longer fail. Commands of operators are refused
+    /// meanwhile, because a predecessor that serves again would not know them.
     pub(super) fn is_upgrading(&self) -> bool {
         let can_fail = self.has_predecessor.load(Ordering::SeqCst) && !self.is_main();
         can_fail || self.is_upgrading.load(Ordering::SeqCst)

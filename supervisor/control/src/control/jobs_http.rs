@@ -47,7 +47,7 @@ pub(super) struct JobsHttpCounters {
 }
 
 impl JobsHttpCounters {
-    /// Closes each connection as soon as it serves no request, and waits until there is none.
+    /// Closes each connection as soon as it serves no request, and waits until all connections are closed.
     pub(super) async fn close_all(&self) {
         if let Some(active) = self.active.get() {
             active.close_all();
