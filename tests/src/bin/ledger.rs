@@ -7,6 +7,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bulkhead_supervisor::observe::logging::{self, LogFilter, LogFormat};
 use bulkhead_tests::ledger::{self, Findings, Plan};
 
 const EMBEDDED: [&str; 2] = ["embedded", "embedded-local"];
@@ -18,7 +19,12 @@ fn main() -> ExitCode {
     match arguments[..] {
         ["worker", notes, bulkhead, bound] => ledger::worker::serve(notes, bulkhead, bound),
         ["in", notes, ref rest @ .., mode] => match plan(rest) {
-            Some(plan) => told(&ledger::embedded::keep(notes.as_ref(), plan, mode == EMBEDDED[1])),
+            Some(plan) => {
+                // If the supervisor ends early, the log has the reason.
+                let filter = LogFilter { level: "error", has_output: false };
+                logging::init(LogFormat::Text, filter).expect("a valid level");
+                told(&ledger::embedded::keep(notes.as_ref(), plan, mode == EMBEDDED[1]))
+            }
             None => usage(),
         },
         [ref rest @ .., mode] if EMBEDDED.contains(&mode) && plan(rest).is_some() => {
