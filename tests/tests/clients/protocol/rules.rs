@@ -170,9 +170,9 @@ fn forever() -> ! {
 
 // Jobs begin once.
 
-/// "If a worker dies before it has read any byte of a job or reported progress, another worker gets the job". Regression
-/// test: a worker read header and metadata, reported progress and died without reading the payload. The job was sent to
-/// workers four times.
+/// "If a worker dies before it has read any byte of a job or reported progress, another worker gets the job".
+/// Regression test: a worker read header and metadata, reported progress and died without reading the payload. The job
+/// was sent to workers four times.
 #[test]
 fn partly_read_job_is_not_rerun() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
