@@ -46,7 +46,7 @@ pub(super) struct Sources {
 
 impl Sources {
     /// Creates a configuration that consists of the main file. `folder` is the absolute path of the file's
-    /// folder.
+    /// directory.
     pub(super) fn new(path: &Path, folder: &Path, text: &str) -> Self {
         Self { main: Source::new(path, folder.to_owned(), Some(text), 0), fragments: Vec::new() }
     }

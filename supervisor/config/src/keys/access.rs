@@ -24,15 +24,16 @@ table! {
     user: String as Kind::Text, without "none", such as "\"www-data\"";
     /// Name of the group that the rule applies to. The group must exist when the supervisor reads the file.
     group: String as Kind::Text, without "none", such as "\"www-data\"";
-    /// File with the token of requests that the entry applies to: 16 to 4096 visible ASCII characters. Only the
-    /// file's owner and group can have read permission. A reload reads the file again.
+    /// File with the token (16 to 4096 visible ASCII characters) of the requests that the entry applies to.
+    /// The file must be readable only by its owner and group. A reload rereads the file.
     token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/jobs-token\"";
-    /// Use of the token: `"jobs"` submits jobs to `jobs_http`, `"read"` can use every GET of the admin API on `http`,
-    /// without payloads. Needs `token_file`.
+    /// Permission that the token grants: `"jobs"` to submit jobs to `jobs_http`, `"read"` to send every GET
+    /// request of the admin API on `http`, without access to payloads. Needs `token_file`.
     role: Role as one_of::<Role>(), default Role::Jobs;
-    /// Bulkheads of this file that the user, group or token can use.
+    /// Bulkheads in this file that the user, group or token can use.
     bulkheads: Arguments as Kind::Names(BULKHEADS_MAX), without "all", such as "[\"thumbnail\"]";
-    /// Tenants that jobs of the user, group or token can name. If set, each of these jobs must name one.
+    /// Tenants that jobs from the user, group or token can name. If set, each of these jobs must name a
+    /// tenant.
     tenants: Arguments as Kind::Names(ACCESS_TENANTS_MAX), without "any, or none", such as "[\"acme\"]";
 }
 

@@ -33,7 +33,7 @@ section! {
     PressureKeys => Pressure, "bulkhead.NAME.pressure";
 
     /// Share of `max_queue` at which the supervisor emits the event `queue_pressure`. Must not exceed
-    /// `reject`. If `reject` is below the default, the default is the value of `reject`.
+    /// `reject`. If `reject` is below the default, `warn` defaults to the value of `reject`.
     warn: f64 as POSITIVE_SHARE, default 0.8;
     /// Share of `max_queue` above which normal and best-effort jobs are rejected as `backpressure`.
     reject: f64 as POSITIVE_SHARE, default 1.0;
@@ -45,7 +45,7 @@ section! {
 
     /// Sustained rate in jobs per second. Each job counts with its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
-    /// Maximum number of jobs that are admitted at once after a pause.
+    /// Maximum number of jobs admitted in one burst after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
     /// Scope of the rate limit. `"bulkhead"` applies it to all jobs of the bulkhead together, `"tenant"` to
     /// each tenant separately.
@@ -90,7 +90,7 @@ section! {
     /// Number of workers that a payload can kill before it is rejected as `quarantined`. The death of a
     /// worker counts only if a single job, with this payload, was in flight in the worker.
     crashes: u32 as count(1, POISON_CEILING), default 3;
-    /// Period in which the crashes of a payload are counted.
+    /// Period over which the crashes caused by a payload are counted.
     within: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(72 * 3600);
 }
 
@@ -102,12 +102,12 @@ section! {
     /// Minimum value of the adaptive limit. At most `max`.
     min: u32 as count(1, PERMITS_CEILING), default 1;
     /// Maximum and initial value of the adaptive limit. Must not exceed `processes` × `max_in_flight`,
-    /// neither with the values of an isolated tenant nor with those set by `resize`.
+    /// including values set for an isolated tenant or by `resize`.
     max: u32 as count(1, PERMITS_CEILING), without "required", such as "1";
-    /// Target for the 90th percentile of a tenant's run times. The limit falls if most tenants exceed the
-    /// target. It grows if they do not and jobs reach the limit. At most `deadline_max`.
+    /// Target for the 90th percentile of a tenant's run times. The limit decreases if most tenants exceed the
+    /// target. Otherwise, it increases when jobs reach the limit. At most `deadline_max`.
     target: Duration as at_least(POSITIVE_DURATION), without "required", such as "\"50ms\"";
-    /// Effect of the adaptive limit. `"enforce"` applies the limit; `"monitor"` only reports the value that
-    /// it would have.
+    /// Effect of the adaptive limit. `"enforce"` applies the limit; `"monitor"` only reports the limit that
+    /// would apply.
     mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;
 }

@@ -42,11 +42,11 @@ section! {
     /// `files.output`) after the program has exited. After this time, processes that still hold the output
     /// open are killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY_DURATION), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
-    /// Environment variables of the workers. Workers get only these variables and a few that the SDK needs.
+    /// Environment variables for the workers. Workers get only these variables and a few that the SDK needs.
     /// Names that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
     /// Working directory of the workers.
-    cwd: String as Kind::Path, without "the file's folder", such as "\"/srv/work\"", reload ReplacesWorkers;
+    cwd: String as Kind::Path, without "the file's directory", such as "\"/srv/work\"", reload ReplacesWorkers;
     /// Number of worker processes.
     processes: u32 as count(1, PROCESSES_CEILING), default 1;
     /// Maximum number of jobs in flight per worker process; 0 rejects every job. `processes` ×
@@ -57,9 +57,9 @@ section! {
     /// Maximum time that a job waits for a permit.
     queue_timeout: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"5s\"";
     /// Maximum run time of an attempt, counted from its dispatch, without the time in the queue. A client can
-    /// request less. After this time the worker is stopped as after a missed `deadline`, even if other jobs
-    /// are running in it. At most `deadline_max`. In `[defaults]` the value applies only to bulkheads whose
-    /// jobs can run that long.
+    /// request a shorter limit. After this time, the worker is stopped as after a missed `deadline`, even if
+    /// it is running other jobs. At most `deadline_max`. In `[defaults]` the value applies only to bulkheads
+    /// whose jobs can run that long.
     run_limit: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"1s\"";
     /// Maximum time from the receipt of a job to its outcome, including the time in the queue. A client can
     /// request another value.
@@ -67,13 +67,13 @@ section! {
     /// Maximum deadline that a client can request. Larger requested values are reduced to this maximum. At
     /// least `deadline`.
     deadline_max: Duration as at_least(POSITIVE_DURATION), without "`deadline`", such as "\"5s\"";
-    /// Time that a worker has to stop after a missed deadline before it is killed; `"0s"` kills the worker
-    /// immediately. With `exec` the program is killed immediately. The worker of the program is killed only
-    /// if the program is still there after 5 s while a client is waiting for another program in the worker.
+    /// Time that a worker gets to stop after a missed deadline before it is killed; `"0s"` kills the worker
+    /// immediately. With `exec`, the program is killed immediately. The program's worker is killed only if
+    /// the program still exists after 5 s and a client is waiting for another program in the worker.
     grace: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
     /// Amount of work, in expected run time, that is sent to a busy worker in advance, so that the worker is
-    /// not idle between two jobs. Applies to workers with the SDK, and therefore not with `exec`. `"0s"`
-    /// disables prefetching.
+    /// not idle between two jobs. Applies only to workers that use the SDK, not to `exec`. `"0s"` disables
+    /// prefetching.
     lookahead: Duration as at_least(ANY_DURATION), default Duration::from_millis(1);
     /// Maximum size of a job's payload. At most the supervisor's `max_payload`.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
@@ -85,8 +85,8 @@ section! {
     /// `max_queue` above 0.
     overflow: Overflow as one_of::<Overflow>(), default Overflow::Reject;
     /// Bulkheads that take over jobs which this bulkhead rejects as `circuit_open`, `queue_full`,
-    /// `backpressure`, `unavailable` or `draining`, and idempotent jobs whose worker crashed. They are tried
-    /// in order, each at most once per job.
+    /// `backpressure`, `unavailable` or `draining`, and idempotent jobs whose worker crashed. The fallbacks
+    /// are tried in order, each at most once per job.
     fallback: Arguments as Kind::Names(FALLBACKS_MAX), without "`[]`", such as "[\"other\"]";
 
     tables {

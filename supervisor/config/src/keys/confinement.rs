@@ -19,14 +19,14 @@ table! {
     profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
     /// True if the workers can use the network.
     network: bool as Kind::Boolean, default false, reload ReplacesWorkers;
-    /// Additional files and folders that the workers can read. The program, its libraries and its loader are
-    /// always readable.
+    /// Additional files and directories that the workers can read. The program, its libraries and its loader
+    /// are always readable.
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
-    /// Files and folders that the workers can write, besides their private `/tmp`.
+    /// Files and directories that the workers can write to, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Maximum size of each worker's private `/tmp`; 0 for none. With the profile `default`, the private
-    /// `/tmp` is a folder on disk whose path is in `TMPDIR`. Its size is checked every second, and a worker
-    /// that exceeds the maximum is killed as `crashed`/`violation`. For workers with user ids from
+    /// `/tmp` is a directory on disk whose path is in `TMPDIR`. Its size is checked every second, and a
+    /// worker that exceeds the maximum is killed as `crashed`/`violation`. For workers with user ids from
     /// `/etc/subuid`, `/tmp` is in memory.
     tmp: u64 as size(0, NUMBER_MAX), default 64 * 1024 * 1024, reload ReplacesWorkers;
     /// User that the workers run as. `"auto"`: an unprivileged user id for each worker, or one id for the

@@ -19,11 +19,11 @@ section! {
     /// Pause before the second consecutive restart of a worker; the first restart is immediate. The pause
     /// doubles with each further restart, with jitter.
     backoff: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
-    /// Maximum pause between restarts. Also the interval at which a failed worker slot starts a worker to
-    /// test whether it works again. At least `backoff`.
+    /// Maximum pause between restarts. Also the interval at which a worker is started in a failed slot to
+    /// test whether the slot works again. At least `backoff`.
     backoff_max: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
-    /// Maximum number of deaths in a worker slot within the period `within`. With one more death, the slot
-    /// has failed. Only deaths that suggest a faulty worker count.
+    /// Maximum number of deaths in a worker slot within the period `within`. One more death marks the slot as
+    /// failed. Only deaths that suggest a faulty worker count.
     max: u32 as count(1, RESTART_CEILING), default 5;
     /// Period over which deaths are counted for `max`.
     within: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(30);
@@ -33,13 +33,13 @@ section! {
     /// `start`: time limits for starting workers, template mode, and spares.
     StartKeys => Start, "bulkhead.NAME.start", by rows;
 
-    /// Maximum time from the start of a worker process until it sends HELLO. While the process has not been
-    /// started yet, the limit is at least one minute.
+    /// Maximum time from the start of a worker process until it sends HELLO. Until the process has been
+    /// started, the limit is at least one minute.
     handshake: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(5);
     /// Maximum time from a worker's HELLO until the worker is ready. The worker can ask for more time.
     ready: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(60);
-    /// Way in which worker processes are created: each as a new process (`"spawn"`), or forked from a
-    /// template that is initialised once (`"fork"`); see [below](#fork).
+    /// Method of creating worker processes: each as a new process (`"spawn"`), or forked from a template that
+    /// is initialised once (`"fork"`); see [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
     /// Number of additional workers that are kept ready, so that one can take over a worker slot immediately;
     /// see [below](#spares).

@@ -19,8 +19,8 @@ section! {
 
     /// Path of the Unix socket for jobs, at most 107 bytes.
     socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload NeedsRestart;
-    /// File mode of `socket`, in octal digits. With `[[access]]` the default is 0666. If the folder of the
-    /// socket does not exist, it is created with mode 0700, or with mode 0755 if `[[access]]` and the
+    /// File mode of `socket`, in octal digits. With `[[access]]` the default is 0666. If the socket's
+    /// directory does not exist, it is created with mode 0700, or with mode 0755 if `[[access]]` and the
     /// socket's mode let other users connect.
     socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload NeedsRestart;
     /// Path of the Unix socket for the admin API, at most 107 bytes and different from `socket`. The file
@@ -29,15 +29,16 @@ section! {
     /// Address and port at which the supervisor serves the admin API over TCP as well, such as
     /// `127.0.0.1:9464`. Needs `http_token_file`.
     http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload NeedsRestart, no field;
-    /// File with the token that requests over TCP must contain. The token has 16 to 4096 visible ASCII
-    /// characters. Only the owner and the group of the file can have read permission. Needs `http`.
+    /// File with the token that requests over TCP must contain. The token consists of 16 to 4096 visible
+    /// ASCII characters. The file must be readable only by its owner and group. Needs `http`.
     http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload NeedsRestart, no field;
     /// Address and port at which jobs are served over HTTP, such as `0.0.0.0:9465`: only
     /// `POST /v1/bulkheads/NAME/jobs`, `/healthz` and `/readyz`. Needs an `[[access]]` entry with `token_file`; see
     /// [behind a load balancer](load-balancer.md).
     jobs_http: String as Kind::Text, without "off", such as "\"0.0.0.0:9465\"", reload NeedsRestart;
-    /// Maximum number of connections to `jobs_http`. At the limit, the longest-idle connection is closed for a new
-    /// connection. If none is idle, the new connection gets the response 503 `overloaded`.
+    /// Maximum number of connections to `jobs_http`. At the limit, the longest-idle connection is closed to
+    /// make room for a new connection. If no connection is idle, the new connection gets the response 503
+    /// `overloaded`.
     jobs_http_max: usize as count(1, CLIENTS_CEILING), default 1024, reload NeedsRestart;
     /// Time between the signal to stop and the drain. `/readyz` responds 503, and jobs are still accepted, so that
     /// load balancers choose another host first.
@@ -52,21 +53,21 @@ section! {
     /// Maximum size of any job's payload, and upper bound for `max_payload` and `max_result` of each
     /// bulkhead.
     max_payload: u64 as size(1, PAYLOAD_MAX), default 64 * 1024 * 1024;
-    /// Maximum total size of the data that waits in the supervisor: received parts of payloads, names and
+    /// Maximum total size of the data buffered in the supervisor: received parts of payloads, names and
     /// records. Jobs that would exceed the maximum are rejected as `overloaded`. A single client can use all
-    /// of this memory. If a client that uses less than an equal share needs room, the client furthest above
+    /// of this memory. If a client that uses less than an equal share needs memory, the client furthest above
     /// its share gives up memory. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
-    /// Maximum total size of the memory files for large payloads and results, see
+    /// Maximum total size of the memory files for large payloads and results; see
     /// [protocol](protocol-extensions.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no
     /// job uses are freed when another client needs a memory file, and before a job is rejected as
     /// `overloaded`.
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
-    /// Folder for crash reports. If it does not exist, it is created with mode 0700. A crash report contains
-    /// the payload of the job.
+    /// Directory for crash reports. If the directory does not exist, it is created with mode 0700. A crash
+    /// report contains the payload of the job.
     crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
     /// Number of crash reports to keep. Older reports are deleted. Reports about workers that failed to start
-    /// do not count; the same number of those is kept in addition.
+    /// are counted separately, with the same limit.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;
     /// True if crash reports contain the payloads of jobs. Otherwise a report contains only the sizes of the
     /// payloads, and the jobs cannot be replayed.
@@ -77,8 +78,8 @@ section! {
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload NeedsRestart;
     /// First and last user id of the range from which workers with `sandbox.user = "auto"` get their ids.
     /// From 1 to 4294967294, at most 1000000 ids. Ids that belong to existing users, to processes or to other
-    /// supervisors on this host are skipped. If the supervisor has no privileges, the ids must be in the
-    /// range that `/etc/subuid` gives the supervisor's user.
+    /// supervisors on this host are skipped. If the supervisor is unprivileged, the ids must be in the range
+    /// that `/etc/subuid` assigns to the supervisor's user.
     worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
 }
 

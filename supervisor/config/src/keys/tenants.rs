@@ -27,9 +27,9 @@ table! {
     /// Maximum number of jobs that each tenant can have in the queue. Further jobs are rejected as
     /// `tenant_quota`.
     max_queue: u32 as count(0, QUEUE_CEILING), without "no limit", such as "20";
-    /// True if each tenant has separate workers. Then `processes`, `max_in_flight`, `max_queue`, `rate_limit`
-    /// (with any `per`), `breaker` and the restart history apply to each tenant separately, and the file must
-    /// not set `tenants.max_in_flight` or `tenants.max_queue`.
+    /// True if each tenant has separate workers. If true, `processes`, `max_in_flight`, `max_queue`,
+    /// `rate_limit` (with any `per`), `breaker` and the restart history apply to each tenant separately, and
+    /// the file must not set `tenants.max_in_flight` or `tenants.max_queue`.
     isolate: bool as Kind::Boolean, default false;
     /// Maximum number of isolated tenants that have workers at the same time. To make room for another
     /// tenant, the workers of the longest-idle tenant are stopped. If no tenant is idle, the job is rejected
@@ -43,12 +43,12 @@ section! {
     /// Keys of `[bulkhead.NAME.tenant.TENANT]`.
     TenantKeys => TenantConfig, TENANT;
 
-    /// Maximum number of jobs of this tenant in flight in the whole bulkhead. With `tenants.isolate`, the
+    /// Maximum number of this tenant's jobs in flight in the whole bulkhead. With `tenants.isolate`, the
     /// maximum per worker process, at most 4096.
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "as for every tenant", such as "2";
     /// Maximum number of queued jobs of this tenant.
     max_queue: u32 as count(0, QUEUE_CEILING), without "as for every tenant", such as "20";
-    /// Number of worker processes that this tenant has. Needs `tenants.isolate`.
+    /// Number of worker processes for this tenant. Needs `tenants.isolate`.
     processes: u32 as count(1, PROCESSES_CEILING), without "the bulkhead's `processes`", such as "2";
 
     tables { rate_limit: TenantRateKeys, }
@@ -61,7 +61,7 @@ table! {
 
     /// Sustained rate of this tenant in jobs per second. Each job counts with its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
-    /// Maximum number of jobs of this tenant that are admitted at once after a pause.
+    /// Maximum number of this tenant's jobs admitted in one burst after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
 
