@@ -116,7 +116,7 @@ events! {
     WorkerReady = "worker_ready" { pid: u32, generation: u32, after_ms: f64 };
     /// A worker's program could not be executed.
     WorkerNotStarted = "worker_not_started" { slot: u32, message: String };
-    /// A worker has ended.
+    /// A worker has exited.
     WorkerExited = "worker_exited" {
         pid: u32, slot: u32, generation: u32, exit_code: Option<i32>, signal: Option<Text>, killed: Option<String>,
         uptime_ms: f64, served: u64, in_flight: u32
@@ -147,7 +147,7 @@ events! {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, timeout_ms: f64, run_limit_ms: Option<f64>, actual_duration_ms: f64
     };
-    /// A worker has died while it had this job.
+    /// A worker has died with this job in flight.
     JobCrashed = "job_crashed" {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, reason: Option<Text>, message: Option<String>, attempts: u32
@@ -156,23 +156,23 @@ events! {
     JobCancelled = "job_cancelled" {
         job: String, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>, state: Word<JobProgress>
     };
-    /// The breaker has opened: jobs are rejected at once.
+    /// The breaker has opened, so jobs are rejected immediately.
     BreakerOpened = "breaker_opened" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
     /// The breaker admits a few jobs as probes.
     BreakerHalfOpen = "breaker_half_open" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// The breaker has closed: jobs are admitted again.
+    /// The breaker has closed, so jobs are admitted again.
     BreakerClosed = "breaker_closed" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// The queue has filled to the level that `pressure.warn` sets.
+    /// The queue has reached the level set by `pressure.warn`.
     QueuePressure = "queue_pressure" { queued: usize, queue_capacity: usize, percent: usize };
     /// Jobs exceed the rate limit of the tenant in `tenant` or, without this field, the rate limit of the
     /// bulkhead.
     TenantThrottled = "tenant_throttled" { limit: String, retry_after_ms: f64 } { tenant: String };
     /// A single tenant's jobs caused most of the recent evictions.
     TenantEvictions = "tenant_evictions" { tenant: String, share: f64 };
-    /// Jobs of a bulkhead are passed on to a fallback.
+    /// Jobs of a bulkhead are forwarded to a fallback.
     FallbackUsed = "fallback_used" { target: String, reason: Option<Text>, jobs: u64 };
     /// A worker made a system call that its sandbox forbids.
     SandboxViolation = "sandbox_violation" { pid: u32, process: u32, system_call: Text };
@@ -184,14 +184,15 @@ events! {
     AccessRefused = "access_refused" {
         socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
     };
-    /// Connections waited at least a second to be accepted, because too many clients connected at once.
+    /// Connections waited at least a second to be accepted, because too many clients connected at the same
+    /// time.
     ClientsDelayed = "clients_delayed" { for_ms: u64, accepted: u64 };
     /// The adaptive limit has changed. Reported at most once every ten seconds.
     LimitAdapted = "limit_adapted" { from: u32, to: u32, latency_ms: f64, target_ms: f64, min: u32, max: u32, mode: Text };
     /// An operator has changed limits.
     LimitsChanged = "limits_changed" {}
         { max_in_flight: u32, processes: u32, max_queue: u32, rate_limit: Option<Rate>, tenant: String };
-    /// Another version of the configuration file has been applied.
+    /// A new version of the configuration file has been applied.
     ConfigReloaded = "config_reloaded" { file: String, changes: Changes };
     /// The configuration file has errors and was not applied.
     ConfigRejected = "config_rejected" { file: String }
@@ -206,14 +207,14 @@ events! {
     Stopped = "stopped" {};
     /// An upgrade has started a new program.
     UpgradeStarted = "upgrade_started" { program: String, pid: u32 };
-    /// The new program serves. Both programs report this.
+    /// The new program has taken over. Both programs report this event.
     UpgradeSwitched = "upgrade_switched" { pid: u32, version: String };
-    /// The upgrade is complete: the old program reports that the new one is the main process, and the new program that the
-    /// old one has ended.
+    /// The upgrade is complete. The old program reports that the new program is the main process; the new
+    /// program reports that the old program has exited.
     UpgradeFinished = "upgrade_finished" { pid: u32, version: String };
-    /// The upgrade has failed at the step in `step`. The old program serves on.
+    /// The upgrade has failed at the step in `step`. The old program continues to serve.
     UpgradeFailed = "upgrade_failed" { step: Text, message: String };
-    /// No reports were written for a number of crashes, because too many occurred at once.
+    /// Some crashes were not reported, because too many occurred in a short time.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };
     /// The job of a crash report was run again.
     CrashReplayed = "crash_replayed" { report: Option<CrashId>, verdict: Word<ReplayVerdict> };
@@ -223,21 +224,21 @@ events! {
     SocketRenewed = "socket_renewed" { socket: String, path: String };
     /// The supervisor could not create the file of a listening socket again.
     SocketNotRenewed = "socket_not_renewed" { socket: String, path: String, message: String };
-    /// The supervisor did not run for a while: it was stopped, got no processor time, or the machine was
-    /// suspended.
+    /// The supervisor did not run for a while, because it was stopped, got no processor time, or the machine
+    /// was suspended.
     HeldUp = "held_up" { late_ms: u64 } { suspended_ms: u64 };
     /// An error occurred in the supervisor itself.
     SupervisorTrouble = "supervisor_trouble" { what: String, detail: String };
     /// Some events of the kind in `of` were suppressed.
     EventsSuppressed = "events_suppressed" { of: Text, suppressed: u64 };
-    /// The state of a bulkhead, on SIGUSR1.
+    /// The state of a bulkhead, reported on SIGUSR1.
     Summary = "summary" {
         state: Word<BulkheadState>, service: Option<Word<Service>>, service_cause: Option<String>, workers: usize,
         in_flight: u64, limit: u64, queued: u64, done: u64, failed: u64, crashed: u64, deadline_exceeded: u64,
         cancelled: u64, rejected: u64, restarts: u64
     };
     #[serde(skip_deserializing)]
-    /// The state of the whole supervisor, on SIGUSR1.
+    /// The state of the whole supervisor, reported on SIGUSR1.
     SummaryOfAll = "summary" { clients: usize, buffered_bytes: usize, undelivered_bytes: usize, keeper_pid: Option<u32> };
 }
 

@@ -60,15 +60,15 @@ families! {
     Counter "bulkhead_retries" ["bulkhead"] Single |of| of.counters.retries,
         "Jobs dispatched to another worker because the first worker died.";
     Counter "bulkhead_worker_restarts" ["bulkhead", "cause"] Several super::write_restarts,
-        "Workers that replaced another worker, by how the previous worker ended.";
+        "Workers started to replace another worker, by how the previous worker ended.";
     Counter "bulkhead_breaker_transitions" ["bulkhead", "from", "to"] Several super::write_transitions,
         "State changes of the breaker.";
     Counter "bulkhead_late_replies" ["bulkhead"] Single |of| of.counters.late_replies,
-        "Replies from workers for jobs that already had an outcome or that the worker never had.";
+        "Replies from workers for jobs that already had an outcome or that were never sent to the worker.";
     Counter "bulkhead_config_reloads" ["result"] Global super::write_reloads,
         "Attempts to reload the configuration, by result.";
     Gauge "bulkhead_active_calls" ["bulkhead"] Single |of| of.active,
-        "Jobs that a worker has and for which a client is waiting.";
+        "Jobs in flight in workers for which a client is waiting.";
     Gauge "bulkhead_limit" ["bulkhead"] Single |of| of.limit,
         "Current maximum number of concurrent jobs: max_in_flight for each ready worker, but at most the \
          adaptive limit.";
@@ -81,7 +81,7 @@ families! {
     Gauge "bulkhead_queue_capacity" ["bulkhead"] Single |of| of.queue_capacity,
         "Maximum number of queued jobs. With isolated tenants: the sum over all tenants with workers.";
     Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_fallback, of.counters.elsewhere),
-        "Jobs of this bulkhead that a fallback has now and whose outcome will count here. Absent without a \
+        "Jobs of this bulkhead that are currently at a fallback and whose outcome will count here. Absent without a \
          fallback.";
     Gauge "bulkhead_jobs_guests" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_guests, of.counters.guests),
         "Jobs of other bulkheads that are active or queued here as their fallback. Absent if this bulkhead \
@@ -91,7 +91,7 @@ families! {
     Gauge "bulkhead_state" ["bulkhead", "state"] Several super::write_state,
         "1 for the state of the workers (starting, ready, degraded, failed, draining), 0 for the others.";
     Gauge "bulkhead_service" ["bulkhead", "state"] Several super::write_service,
-        "1 for the service state (ok, degraded, failing: by the outcomes of the last minute), 0 for the others.";
+        "1 for the service state (ok, degraded or failing, based on the outcomes of the last minute), 0 for the others.";
     Gauge "bulkhead_workers" ["bulkhead", "state"] Several super::write_workers,
         "Worker processes by state. States other than ready and busy are present only while a worker is in that state.";
     Gauge "bulkhead_spares" ["bulkhead"] Optional super::spares,
@@ -106,7 +106,7 @@ families! {
     Gauge "bulkhead_jobs_http_connections" [] Global super::write_jobs_http_connections,
         "Connections to jobs_http; at most jobs_http_max. Absent without jobs_http.";
     Counter "bulkhead_jobs_http_refused" ["reason"] Global super::write_jobs_http_refused,
-        "Connections that jobs_http refused because all were in use (overloaded), and jobs without a valid token (unauthenticated). Absent without jobs_http.";
+        "Connections that jobs_http rejected because all connections were in use (overloaded), and jobs without a valid token (unauthenticated). Absent without jobs_http.";
     Gauge "bulkhead_buffered_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.buffered_bytes),
         "Total size of waiting payloads, names and records, in bytes. At max_buffered, jobs are rejected as overloaded.";
     Gauge "bulkhead_memory_file_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.memory_file_bytes),
@@ -114,11 +114,11 @@ families! {
     Gauge "bulkhead_build_info" ["version"] Global |page, _| page.sample(&[env!("CARGO_PKG_VERSION")], 1),
         "Always 1; the version is in the label.";
     Gauge "bulkhead_config_last_reload_successful" [] Global |page, inputs| page.sample(&[], u8::from(inputs.reloads.was_successful)),
-        "1 if the configuration that was read last is in force, otherwise 0.";
+        "1 if the most recently read configuration is in effect, otherwise 0.";
     Histogram "bulkhead_queue_wait_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.queue_wait),
         "Time that accepted jobs waited, including jobs that never ran.";
     Histogram "bulkhead_execution_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.execution),
-        "Time that workers had a job until they replied, summed over all attempts.";
+        "Time that jobs spent in workers until the reply, summed over all attempts.";
     Histogram "bulkhead_job_duration_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.duration),
         "Time from the arrival of an accepted job to its outcome.";
     Counter "process_cpu_seconds" [] Process |own| Some(own.cpu_seconds),
