@@ -66,7 +66,8 @@ const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "pid namespace");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor rejects workers");
 /// Result of attempts that the kernel refuses since Linux 6.16; see [`KERNELS_OWN`].
-const NOT_TAKEN: Expected = Refused(&["EPERM"], "the kernel; before Linux 6.16, the worker crashes: `protocol`");
+const NOT_TAKEN: Expected =
+    Refused(&["EPERM"], "the kernel; before Linux 6.16, the worker crashes: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
 const NOT_PERMITTED: Expected = Refused(&["EPERM"], FILTER);
 const NOT_TRACEABLE: Expected = Refused(&["EACCES", "EPERM"], "Landlock: no tracing");
