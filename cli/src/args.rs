@@ -106,12 +106,13 @@ pub(crate) enum Command {
         #[arg(long)]
         dry_run: bool,
     },
-    /// Replace the supervisor's program without losing, refusing or repeating a job
+    /// Replace the supervisor's program without losing, rejecting or repeating a job
     ///
     /// The running program starts the new one beside it, hands over when every bulkhead is ready, and finishes the jobs
-    /// that it has accepted. If a step fails, the old program serves on. Both sets of workers run at the same time, so the
-    /// machine needs memory for both. The exit status is 0 ten seconds after the new program has begun to serve, 1 if the
-    /// old program serves on, 2 if the supervisor cannot be upgraded, and 75 if an upgrade is under way.
+    /// that it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same
+    /// time, so the machine needs memory for both. The exit status is 0 ten seconds after the new program has begun to
+    /// serve, 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded, and 75 if an upgrade is
+    /// under way.
     Upgrade(Upgrade),
     /// List crash reports, or show one
     Crashes(Crashes),
@@ -478,7 +479,7 @@ pub(crate) struct Submit {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) repeat: Option<u64>,
 
-    /// Number of jobs in flight at once
+    /// Number of jobs in flight
     #[arg(long, default_value_t = 1, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) concurrency: u32,
 }
@@ -488,7 +489,7 @@ pub(crate) struct Bench {
     #[command(flatten)]
     pub(crate) request: Request,
 
-    /// Number of jobs in flight at once
+    /// Number of jobs in flight
     #[arg(long, default_value_t = 16, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) concurrency: u32,
 

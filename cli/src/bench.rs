@@ -85,7 +85,7 @@ fn print(args: &Args, bench: &Bench, stats: &JobStats, seconds: f64) -> Result<(
         return output::json(&object);
     }
     output::line(&format!(
-        "{} jobs in {seconds:.2} s with {} at once: {rate:.0} jobs/s",
+        "{} jobs in {seconds:.2} s with {} in flight: {rate:.0} jobs/s",
         stats.jobs(),
         bench.concurrency
     ))?;

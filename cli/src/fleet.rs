@@ -19,7 +19,7 @@ pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     }
     let error = command.args(arguments).exec();
     let message = format!(
-        "failed to run {}: {error}; install {PROGRAM} in the folder of bulkhead or in PATH",
+        "failed to run {}: {error}; install {PROGRAM} next to bulkhead or in PATH",
         program.display()
     );
     Failure::new(exit::FAILED, message)

@@ -41,7 +41,7 @@ pub(crate) async fn list(args: &Args, list: &ListJobs) -> Result<u8, Failure> {
     output::line(&table.trim_fmt())?;
     let omitted = total.saturating_sub(jobs.len() as u64);
     if omitted > 0 {
-        output::to_stderr(&format!("{omitted} younger jobs are not listed; use -n, a name or --state"));
+        output::to_stderr(&format!("{omitted} newer jobs are not listed; use -n, a name or --state"));
     }
     Ok(exit::OK)
 }

@@ -109,7 +109,7 @@ pub(crate) fn unreachable(target: &Target, error: &dyn fmt::Display) -> Failure 
     let message = match target {
         Target::Socket(path) => format!(
             "failed to reach the admin socket {}: {error}; is the supervisor running? If the socket is \
-             elsewhere, use --admin or BULKHEAD_ADMIN, or name the jobs socket in the same folder with --socket \
+             elsewhere, use --admin or BULKHEAD_ADMIN, or name the jobs socket in the same directory with --socket \
              or BULKHEAD_SOCKET",
             path.display()
         ),

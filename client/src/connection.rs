@@ -674,7 +674,7 @@ impl Driver {
             tokio::time::sleep_until(Instant::from_std(first).max(earliest)).await;
             let reason = match &*self.current.borrow() {
                 Connection::Down(loss) => loss.reason.clone(),
-                Connection::Up(_) => "too many jobs wait to be sent".to_owned(),
+                Connection::Up(_) => "too many jobs are waiting to be sent".to_owned(),
             };
             let problem = self.target.problem(&reason);
             self.lost.iter().for_each(|lost| lost.end_overdue(&problem));

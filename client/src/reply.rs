@@ -265,8 +265,8 @@ impl fmt::Display for JobError {
                 }
                 write!(
                     f,
-                    "{outcome}: the job did not finish within {limit_ms} ms; raise the deadline, or send \
-                     fewer jobs at once"
+                    "{outcome}: the job did not finish within {limit_ms} ms; raise the deadline, or \
+                     send fewer jobs concurrently"
                 )
             }
             Self::Crashed(outcome) => {

@@ -74,7 +74,7 @@ pub enum AgentError {
     #[error("failed to listen on {0}: {1}")]
     Listen(std::net::SocketAddr, std::io::Error),
     /// An essential task ended unexpectedly.
-    #[error("an essential task ended: {0}; the log has the reason")]
+    #[error("an essential task ended: {0}; see the log for the reason")]
     TaskEnded(String),
 }
 

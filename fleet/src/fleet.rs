@@ -96,7 +96,7 @@ impl fmt::Display for FleetError {
             ),
             Self::Unreachable { id, message } => write!(
                 f,
-                "the servers of the fleet do not answer: {message}; whether the job was accepted is unknown; submit \
+                "the fleet's servers do not respond: {message}; whether the job was accepted is unknown; submit \
                  again with the same id ({id}), and the job runs once"
             ),
         }
@@ -244,7 +244,8 @@ impl FleetJob {
         options.check().map_err(|message| self.rejected(RejectReason::Invalid, message))?;
         let max = fleet.client.max_payload().saturating_sub(HEADER_BYTES_RESERVED);
         if self.payload.len() > max {
-            let message = format!("the payload has {} bytes; the fleet accepts {max}", self.payload.len());
+            let message =
+                format!("the payload has {} bytes; the fleet accepts at most {max}", self.payload.len());
             return Err(self.rejected(RejectReason::TooLarge, message).into());
         }
         // Subscribes before submitting the job, so that no notice is missed.
@@ -273,7 +274,7 @@ impl FleetJob {
                 Published::SubjectFull => {
                     (RejectReason::TenantQuota, "the tenant has too many waiting jobs".into())
                 }
-                Published::StreamFull => (RejectReason::QueueFull, "the stream of jobs is full".into()),
+                Published::StreamFull => (RejectReason::QueueFull, "the job stream is full".into()),
                 Published::TooLarge => (RejectReason::TooLarge, "the server refuses the size".into()),
                 Published::Refused(message) => (RejectReason::Forbidden, message),
                 Published::Unavailable(message) => (RejectReason::Unavailable, message),
@@ -283,7 +284,7 @@ impl FleetJob {
                         tokio::time::sleep(REPEAT_DELAY).await;
                         continue;
                     }
-                    false => (RejectReason::Unavailable, "the stream of jobs has no leader".into()),
+                    false => (RejectReason::Unavailable, "the job stream has no leader".into()),
                 },
                 Published::Unknown(_) | Published::Conflict(_) | Published::Pending if has_time => {
                     may_be_stored = true;

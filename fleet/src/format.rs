@@ -45,7 +45,7 @@ pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
 /// Decodes a record. Returns a description of the error if the message is not a valid record.
 pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String> {
     let text = |name: &str| headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("no {name}"));
-    let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is no number"));
+    let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is not a number"));
     let outcome = || parse_outcome(text(OUTCOME)?);
     let phase = match text(PHASE)? {
         "claimed" => Phase::Claimed {

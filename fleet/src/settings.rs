@@ -182,7 +182,7 @@ impl Settings {
             let is_name = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"._-".contains(&b);
             if !(1..=64).contains(&name.len()) || !name.bytes().all(is_name) {
                 errors.push(format!(
-                    "[bulkhead.{name}] is no name of a bulkhead: use 1 to 64 of a-z, 0-9, '.', '_' and '-'"
+                    "[bulkhead.{name}] is not a valid bulkhead name: use 1 to 64 of the characters a-z, 0-9, '.', '_' and '-'"
                 ));
             }
         }
@@ -250,7 +250,7 @@ impl Nats {
             errors.push("[nats] servers is empty: add a server, such as \"nats://127.0.0.1:4222\"".into());
         }
         if self.credentials.is_some() && self.nkey.is_some() {
-            errors.push("[nats] has credentials and nkey: remove credentials or nkey".into());
+            errors.push("[nats] sets both credentials and nkey: remove one of the two keys".into());
         }
         let is_tls = self.servers.iter().any(|server| server.starts_with("tls://"));
         if self.ca.is_some() && !is_tls {

@@ -105,4 +105,4 @@ def test_template_reports_a_missing_temporary_folder() -> None:
     keys = sandboxed("strict")
     keys["sandbox"]["read"].append("/tmp")
     with running(one={**keys, "start": {"mode": "fork"}}) as own:
-        wait_for("the error is logged", lambda: "fork: temporary folder: Read-only file system" in own.log())
+        wait_for("the error is logged", lambda: "fork: temporary directory: Read-only file system" in own.log())

@@ -45,7 +45,9 @@ impl ActivatedSockets {
             }
         };
         if is_second {
-            Err(format!("there are two sockets `{name}`: give each socket unit another FileDescriptorName="))
+            Err(format!(
+                "there are two sockets named `{name}`: give each socket unit a different FileDescriptorName="
+            ))
         } else {
             Ok(())
         }

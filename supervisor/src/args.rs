@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(name = "bulkhead-supervisor", version, max_term_width = 80)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
-    /// Configuration file, which defines the bulkheads and their limits. Files in the folder conf.d next to it
-    /// add bulkheads [default: $BULKHEAD_CONFIG, else /etc/bulkhead/workers.toml for root, else
+    /// Configuration file, which defines the bulkheads and their limits. Files in the directory conf.d next
+    /// to it add bulkheads [default: $BULKHEAD_CONFIG, else /etc/bulkhead/workers.toml for root, else
     /// ~/.config/bulkhead/workers.toml]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
     pub while_open: Option<i32>,
 
-    /// Remove this folder with all its contents when the supervisor ends. The folder must belong to the
+    /// Remove this directory with all its contents when the supervisor ends. The directory must belong to the
     /// supervisor's user and have mode 0700
     #[arg(long, value_name = "FOLDER", requires = "while_open")]
     pub own_folder: Option<PathBuf>,

@@ -297,7 +297,7 @@ impl StartCheck {
                     status = Some(text)
                 }
                 Some(None) => return Ok(Err(StartFailure::Closed(status))),
-                None => return Ok(Err(StartFailure::Other("does not become ready in time".into()))),
+                None => return Ok(Err(StartFailure::Other("did not become ready in time".into()))),
             }
         }
     }
@@ -347,7 +347,7 @@ fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
 }
 
 fn keeper_timeout() -> String {
-    format!("the keeper did not answer within {ORDER_TIMEOUT:?}")
+    format!("the keeper did not respond within {ORDER_TIMEOUT:?}")
 }
 
 fn describe_exit(exit: keeper::Exit) -> String {
@@ -434,7 +434,7 @@ fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> R
         let (header, metadata) = match frame(link, deadline) {
             Ok(frame) => frame,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                return Err(StartFailure::Other("does not become ready in time".into()));
+                return Err(StartFailure::Other("did not become ready in time".into()));
             }
             Err(_) => return Err(StartFailure::Closed(status)),
         };

@@ -25,13 +25,13 @@ impl OwnFolder {
         let path = std::path::absolute(path).map_err(|error| error.to_string())?;
         let shown = path.display();
         let opened = rustix::fs::open(&path, folder::FOLDER_FLAGS | OFlags::RDONLY, Mode::empty());
-        let folder = opened.map_err(|errno| format!("failed to open the folder {shown}: {errno}"))?;
+        let folder = opened.map_err(|errno| format!("failed to open the directory {shown}: {errno}"))?;
         let found =
             rustix::fs::fstat(&folder).map_err(|errno| format!("failed to inspect {shown}: {errno}"))?;
         let is_own = found.st_uid == rustix::process::geteuid().as_raw();
         if !is_own || Mode::from_raw_mode(found.st_mode) != Mode::RWXU {
             return Err(format!(
-                "the folder {shown} is removed when the supervisor ends, so it must belong to this user and \
+                "the directory {shown} is removed when the supervisor ends, so it must belong to this user and \
                  have mode 0700"
             ));
         }
@@ -47,7 +47,7 @@ impl Drop for OwnFolder {
         if let Err(errno) = removed
             && errno != rustix::io::Errno::NOENT
         {
-            tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own folder: {errno}");
+            tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own directory: {errno}");
             // The warning must be written now, because the program exits next and ends the logging thread.
             bulkhead_control::observe::logging::finish();
         }

@@ -68,7 +68,7 @@ fn worker_page() -> Roff {
         &[
             "The supervisor starts this program for each worker of a bulkhead with `exec` or `library`. With `exec`, it \
              starts a program for each job. With `library`, it loads a C library and calls a function for each job.",
-            "Users need not start this program. The supervisor looks for the program in the supervisor's own folder, and then in \
+            "Users need not start this program. The supervisor looks for the program in its own directory, and then in \
              PATH.",
         ],
     );
@@ -100,7 +100,7 @@ fn configuration_page() -> Roff {
             "A TOML file with the bulkheads of a supervisor and their limits. `bulkhead-supervisor --check` verifies the \
              file, and prints it with all defaults. `bulkhead reload` applies a changed file without losing a job.",
             "Durations are strings such as \"500ms\" or \"1m 30s\". Sizes are strings such as \"64KiB\", or numbers of \
-             bytes. Relative paths start at the folder of the file that contains them.",
+             bytes. Relative paths start at the directory of the file that contains them.",
         ],
     );
     section(
@@ -126,7 +126,7 @@ fn configuration_page() -> Roff {
     section(
         &mut page,
         "SEE ALSO",
-        &["`bulkhead`(1), `bulkhead-supervisor`(8), and the page configuration.md of the documentation"],
+        &["`bulkhead`(1), `bulkhead-supervisor`(8), and the page configuration.md in the documentation"],
     );
     page
 }

@@ -59,7 +59,7 @@ pub enum RunError {
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
     /// The other supervisor of an upgrade has ended, so that this one could not go on.
-    #[error("failed to complete the upgrade; the log has the reason")]
+    #[error("failed to complete the upgrade; see the log for the reason")]
     Upgrade,
     /// A system call failed.
     #[error("failed to {0}: {1}")]
@@ -163,7 +163,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
 /// Returns the program of a successor, or the reason why this supervisor cannot be upgraded.
 fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> {
     if ends_with_other {
-        return Err("a supervisor with --while-open ends with the program that has started it, so it cannot be upgraded: \
+        return Err("a supervisor with --while-open ends with the program that started it, so it cannot be upgraded: \
                     upgrade that program"
             .to_owned());
     }
@@ -415,8 +415,8 @@ fn warn_about_closed_folder(socket: &Path) {
     let mode = std::fs::metadata(folder).map_or(OTHERS_SEARCH, |found| found.permissions().mode());
     if mode & OTHERS_SEARCH == 0 {
         tracing::warn!(
-            "the folder {} has the mode {:04o}, so other users cannot reach the jobs socket: run `chmod 755` on the \
-             folder to let in the users of [[access]]",
+            "the directory {} has the mode {:04o}, so other users cannot reach the jobs socket: run `chmod 755` on \
+             the directory to let in the users in [[access]]",
             folder.display(),
             mode & 0o7777
         );

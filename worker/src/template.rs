@@ -69,7 +69,7 @@ impl Template {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
             duplicate_to(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
             if rules.exposes_temporary_files() {
-                eprintln!("workers can access each other's temporary folders: check `read` and `write`");
+                eprintln!("workers can access each other's temporary directories: check `read` and `write`");
             }
         }
         Ok(Self { socket: ManuallyDrop::new(socket), parent: rustix::process::getppid(), rules })
@@ -211,7 +211,7 @@ impl Template {
         }
         Err(format!(
             "`start.mode = \"fork\"` needs a process with a single thread, but `init` or `before_fork` left \
-             {}: start threads in `after_fork`, or leave `start.mode` out",
+             {}: start threads in `after_fork`, or remove `start.mode`",
             others.join(", ")
         ))
     }
@@ -248,7 +248,7 @@ impl Template {
             let name = folder_name(worker, secret);
             Ok((temporary.path.join(&name), temporary.make(&name)?))
         });
-        let folder = folder.transpose().map_err(in_step("temporary folder"))?;
+        let folder = folder.transpose().map_err(in_step("temporary directory"))?;
         let failed = |error: io::Error| ("landlock", errno::from_io(&error, Errno::IO));
         let ruleset =
             self.rules.for_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;

@@ -81,8 +81,8 @@ impl Metrics {
         }
         let _ = write!(
             text,
-            "# TYPE bulkhead_fleet_clock_offset_seconds gauge\n# HELP bulkhead_fleet_clock_offset_seconds Clock of the \
-             server minus clock of this host.\nbulkhead_fleet_clock_offset_seconds {clock_offset_seconds}\n# EOF\n"
+            "# TYPE bulkhead_fleet_clock_offset_seconds gauge\n# HELP bulkhead_fleet_clock_offset_seconds Server \
+             clock minus host clock, in seconds.\nbulkhead_fleet_clock_offset_seconds {clock_offset_seconds}\n# EOF\n"
         );
         text
     }

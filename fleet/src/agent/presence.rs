@@ -45,7 +45,7 @@ async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Time
     let published = publish(&shared.client, key.to_owned(), HeaderMap::new(), body, None).await;
     let after = own_time();
     let Published::Stored(sequence) = published else {
-        tracing::warn!("the presence of this agent was not stored: {published:?}");
+        tracing::warn!("failed to store this agent's presence: {published:?}");
         return None;
     };
     let message = read_last(&shared.client, &format!("KV_{AGENTS}"), key).await.ok()??;

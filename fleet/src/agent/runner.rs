@@ -168,7 +168,7 @@ impl Run {
                 // Stores the dead letter without the payload, which is the only part that can be too large.
                 Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
                 other => {
-                    tracing::warn!("a dead letter was not stored: {other:?}; trying again");
+                    tracing::warn!("failed to store a dead letter: {other:?}; trying again");
                     return false;
                 }
             }

@@ -77,7 +77,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
     let mut was_reachable = true;
     loop {
         let answer = tokio::time::timeout(POLL_TIMEOUT, supervisor.bulkheads()).await;
-        let answer = answer.unwrap_or_else(|_| Err(format!("no answer within {POLL_TIMEOUT:?}")));
+        let answer = answer.unwrap_or_else(|_| Err(format!("no response within {POLL_TIMEOUT:?}")));
         if answer.is_ok() {
             supervisor.connect().await;
         }
@@ -86,7 +86,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
         {
             let admin = supervisor.admin.display();
             tracing::warn!(
-                "the supervisor at {admin} cannot be reached: {error}; the agent takes no jobs until the supervisor answers"
+                "the supervisor at {admin} cannot be reached: {error}; the agent takes no jobs until the supervisor responds"
             );
         }
         was_reachable = answer.is_ok();

@@ -42,7 +42,7 @@ fn apply_ratio(shared: &Shared, ratio: f64) {
     let has_space = ratio < LEDGER_RATIO_MAX;
     if !has_space {
         tracing::error!(
-            "the ledger is {:.0} % full: no jobs are taken, so that running jobs can be recorded; raise max_bytes of \
+            "the ledger is {:.0} % full: no new jobs are accepted, so that running jobs can be recorded; raise max_bytes of \
              the stream {LEDGER}, or wait until records expire",
             ratio * 100.0
         );

@@ -124,7 +124,7 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     if bytes <= max {
         return ending;
     }
-    let message = format!("the result has {bytes} bytes; the server of the fleet accepts {max}");
+    let message = format!("the result has {bytes} bytes; the fleet's server accepts at most {max}");
     let failure = HandlerFailure {
         code: RESULT_TOO_LARGE.to_owned(),
         message,

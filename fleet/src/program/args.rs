@@ -48,7 +48,7 @@ pub(crate) enum Command {
     Status,
     /// List, show, resubmit or remove jobs that did not end ok
     Dead(Dead),
-    /// Start a server, a supervisor and two agents in a temporary folder, to try a fleet
+    /// Start a server, a supervisor and two agents in a temporary directory, to try a fleet
     ///
     /// Submits a hundred jobs and kills one agent in the middle. Shows that each job has exactly one outcome.
     Try(Try),
@@ -125,7 +125,7 @@ pub(crate) struct Submit {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) repeat: Option<u64>,
 
-    /// Number of jobs in progress at once
+    /// Number of jobs in progress at the same time
     #[arg(long, default_value_t = 1, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) concurrency: u32,
 }

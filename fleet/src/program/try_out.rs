@@ -32,8 +32,9 @@ const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.soc
 pub(crate) async fn run(options: &Try) -> Result<u8, Failure> {
     let server = server_program(options).await?;
     let folder = tempfile::Builder::new().prefix("bulkhead-fleet-try-").tempdir();
-    let folder =
-        folder.map_err(|error| Failure::new(exit::FAILED, format!("no temporary folder: {error}")))?;
+    let folder = folder.map_err(|error| {
+        Failure::new(exit::FAILED, format!("failed to create a temporary directory: {error}"))
+    })?;
     let mut demo = Demo::start(&server, folder.path()).await?;
     demo.submit_all().await
 }
@@ -215,7 +216,7 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     }
     Err(Failure::new(
         exit::USAGE,
-        format!("{} is missing: install the program in this folder", program.display()),
+        format!("{} is missing: install the program in this directory", program.display()),
     ))
 }
 

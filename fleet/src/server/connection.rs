@@ -109,7 +109,7 @@ fn check_secret(file: &Path) -> Result<(), ConnectError> {
 
 fn report(event: &Event) {
     match event {
-        Event::Connected => tracing::info!("connected to a server of the fleet"),
+        Event::Connected => tracing::info!("connected to a fleet server"),
         Event::Disconnected => tracing::warn!("the connection to the server is lost; connecting again"),
         other => tracing::warn!("server connection: {other}"),
     }

@@ -26,7 +26,7 @@ pub(crate) async fn write(client: &Client, subject: &str, write: &Write) -> Writ
         Published::Conflict(last) => WriteResult::Conflict(last),
         Published::Pending => WriteResult::Pending,
         other => {
-            tracing::warn!("the ledger did not take a record of {subject}: {other:?}; trying again");
+            tracing::warn!("failed to store a record of {subject} in the ledger: {other:?}; trying again");
             WriteResult::Unknown
         }
     }

@@ -86,7 +86,7 @@ pub(crate) async fn publish(
 
 fn classify(payload: &[u8]) -> Published {
     let Ok(answer) = serde_json::from_slice::<Answer>(payload) else {
-        return Published::Unknown("the server's answer is no acknowledgement".into());
+        return Published::Unknown("the server's response is not an acknowledgement".into());
     };
     let Some(error) = answer.error else { return Published::Stored(answer.seq) };
     match error.err_code {
@@ -143,7 +143,7 @@ fn stored_message(message: Message) -> Result<StoredMessage, String> {
     };
     Ok(StoredMessage {
         subject: text("Nats-Subject")?,
-        sequence: text("Nats-Sequence")?.parse().map_err(|_| "the sequence is no number".to_owned())?,
+        sequence: text("Nats-Sequence")?.parse().map_err(|_| "the sequence is not a number".to_owned())?,
         stored_at: text("Nats-Time-Stamp")?,
         body: message.payload,
         headers,
@@ -161,11 +161,11 @@ pub(crate) async fn api<T: DeserializeOwned>(
     let answer =
         client.request(format!("$JS.API.{call}"), body).await.map_err(|error| local(error.to_string()))?;
     let value: Value = serde_json::from_slice(&answer.payload)
-        .map_err(|error| local(format!("the answer is no JSON: {error}")))?;
+        .map_err(|error| local(format!("the response is not JSON: {error}")))?;
     if let Some(error) = value.get("error") {
         return Err(serde_json::from_value(error.clone()).unwrap_or_default());
     }
-    serde_json::from_value(value).map_err(|error| local(format!("the answer is unknown: {error}")))
+    serde_json::from_value(value).map_err(|error| local(format!("the response is unknown: {error}")))
 }
 
 /// Delay before a publication is retried.

@@ -51,7 +51,7 @@ pub enum InitError {
 impl fmt::Display for InitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoBulkhead => f.write_str("the configuration has no bulkhead: add a table [bulkhead.NAME]"),
+            Self::NoBulkhead => f.write_str("no bulkheads configured: add a [bulkhead.NAME] table"),
             Self::Version(text) | Self::Server(text) => f.write_str(text),
         }
     }
@@ -286,7 +286,7 @@ async fn remove_other_lanes(
     let waiting = waiting(client, name).await?;
     if waiting > 0 {
         return Err(InitError::Server(format!(
-            "[bulkhead.{name}] lanes cannot change while {waiting} jobs wait; stop submitting, wait until \
+            "[bulkhead.{name}] lanes cannot change while {waiting} jobs are waiting; stop submitting jobs, wait until \
              `bulkhead fleet status` shows no pending job, and try again"
         )));
     }

@@ -143,7 +143,7 @@ def _make_folder(outer: str | None) -> str:
             return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
         except OSError as error:
             tried.append(f"{parent}: {error.strerror}")
-    raise SupervisorFailed("a folder for the supervisor's sockets could not be created: " + "; ".join(tried))
+    raise SupervisorFailed("failed to create a directory for the supervisor's sockets: " + "; ".join(tried))
 
 
 class PrivateSupervisor:

@@ -238,7 +238,7 @@ def _check_threads() -> None:
     if names:
         raise _CannotFork(
             f'`start.mode = "fork"` needs a process with a single thread, but `init` left {", ".join(names[:8])}: '
-            "start threads in `after_fork`, or leave `start.mode` out"
+            "start threads in `after_fork`, or remove `start.mode`"
         )
 
 
@@ -305,7 +305,7 @@ class _ForkedWorker:
             os.dup2(stderr, 2)
             step = "random numbers"
             self._system.reseed()
-            step = "temporary folder"
+            step = "temporary directory"
             name = _folder_name(worker, secret)
             temporary = None if self._rules is None else self._rules.temporary
             folder = None if temporary is None else temporary.make(name)

@@ -245,7 +245,7 @@ def _sentence(outcome: Outcome) -> str:
         if outcome.run_limit is not None and outcome.ran >= outcome.run_limit:
             advice = "raise the run limit, or give the job less work"
             return f"{text}: the job reached the run limit of {outcome.run_limit:g} s; {advice}"
-        advice = "raise the deadline, or send fewer jobs at once"
+        advice = "raise the deadline, or send fewer jobs concurrently"
         return f"{text}: the job did not finish within {outcome.deadline:g} s; {advice}"
     if outcome.outcome == "crashed":
         see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""

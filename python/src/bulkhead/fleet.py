@@ -160,7 +160,7 @@ class AsyncFleet:
             await asyncio.sleep(0.25)
         if may_be_stored:
             raise Disconnected(
-                f"the servers do not answer: {cause}; whether the job was accepted is unknown; submit the job again "
+                f"the servers do not respond: {cause}; whether the job was accepted is unknown; submit the job again "
                 f"with the same id ({headers['Bulkhead-Id']}), and it runs once",
                 "unknown",
             )

@@ -94,7 +94,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     if missing || bulkheads_table.is_some_and(|bulkheads_table| bulkheads_table.is_empty()) {
         let position = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
         let help = "add a section [bulkhead.NAME] with a program, as in `command = [\"./worker\"]`";
-        problems.report(position, "the configuration file contains no bulkhead", help);
+        problems.report(position, "the configuration file contains no bulkheads", help);
     }
     RawFile { supervisor, access, bulkheads, names }
 }

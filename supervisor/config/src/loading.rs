@@ -31,15 +31,16 @@ pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors
         Ok(absolute) => absolute,
         Err(error) => {
             let path = shown(&path.to_string_lossy());
-            let message = format!("cannot find the folder of \"{path}\": {error}");
+            let message = format!("cannot find the directory of \"{path}\": {error}");
             return fail(message, "pass the absolute path of the configuration file");
         }
     };
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {
         // Paths in the checked configuration must be UTF-8, because they are also shown as text.
-        let message = format!("the name of the folder \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
-        return fail(message, "rename the folder, or move the file to another folder");
+        let message =
+            format!("the name of the directory \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
+        return fail(message, "rename the directory, or move the file to another directory");
     }
     Ok(Sources::new(path, folder, text))
 }
@@ -73,7 +74,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
         Err(error) => {
             let start = sources.add_fragment(&folder, None);
             let (message, _) = unreadable(&folder, &error);
-            let help = "make the path a folder that this user can read, or remove the path";
+            let help = "make the path a directory that this user can read, or remove the path";
             return problems.report(start..start, message, help);
         }
     };
@@ -135,7 +136,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
         if matches!(&*name, "supervisor" | "defaults") {
             let message = format!("[{name}] is not allowed in {}", defaults::FRAGMENTS_FOLDER);
             let help = format!(
-                "move the section to {}; a file in {} has only [bulkhead.NAME] and [[access]]",
+                "move the section to {}; a file in {} can contain only [bulkhead.NAME] and [[access]]",
                 sources.main().path.display(),
                 defaults::FRAGMENTS_FOLDER
             );

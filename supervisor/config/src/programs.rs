@@ -41,7 +41,7 @@ pub(super) fn program(
     }
     let searched = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(":");
     let help = if runs(&folder.join(name)) {
-        format!("the program is in the folder of the configuration file: write \"./{}\"", shown(name))
+        format!("the program is in the directory of the configuration file: write \"./{}\"", shown(name))
     } else if name.contains(char::is_whitespace) {
         split_help(label.trim_end_matches("[0]"), name)
     } else {
@@ -93,12 +93,12 @@ pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), Val
 
 /// Checks that a folder can be the working directory of workers.
 pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
-    let found = look_up(label, "folder", path, folder)?;
+    let found = look_up(label, "directory", path, folder)?;
     if !found.is_dir() {
         let parent = path.parent().unwrap_or(Path::new("/"));
         return Err(ValueError::new(
-            format!("`{label}`: {} is not a folder", path.display()),
-            format!("write the path of a folder, as in \"{}\"", parent.display()),
+            format!("`{label}`: {} is not a directory", path.display()),
+            format!("write the path of a directory, as in \"{}\"", parent.display()),
         ));
     }
     check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
@@ -108,8 +108,8 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
 pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> {
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(ValueError::new(
-            format!("`{label}`: {} is not a folder", path.display()),
-            "write the path of a folder, or a path that does not exist yet",
+            format!("`{label}`: {} is not a directory", path.display()),
+            "write the path of a directory, or a path that does not exist yet",
         )),
         Ok(_) => check_access(label, path, Access::WRITE_OK | Access::EXEC_OK, ("written to", "writable")),
         Err(_) => Ok(()),
@@ -118,12 +118,12 @@ pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> 
 
 /// Checks that a file or folder exists.
 pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
-    look_up(label, "file or folder", path, folder).map(drop)
+    look_up(label, "file or directory", path, folder).map(drop)
 }
 
 /// Checks that a file or folder exists and can be changed. Devices can be used on any file system.
 pub(super) fn writable(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
-    let found = look_up(label, "file or folder", path, folder)?;
+    let found = look_up(label, "file or directory", path, folder)?;
     let is_on_disk = found.is_file() || found.is_dir();
     let is_read_only = || statvfs(path).is_ok_and(|about| about.f_flag.contains(StatVfsMountFlags::RDONLY));
     if is_on_disk && is_read_only() {
@@ -144,7 +144,7 @@ fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Re
     if found.is_file() {
         return Ok(());
     }
-    let kind = if found.is_dir() { "a folder" } else { "not a regular file" };
+    let kind = if found.is_dir() { "a directory" } else { "not a regular file" };
     Err(ValueError::new(
         format!("`{label}`: {} is {kind}, not a {what}", path.display()),
         format!("write the path of the {what} itself"),
@@ -155,11 +155,11 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
     fs::metadata(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => ValueError::new(
             format!("`{label}`: there is no {what} {}", path.display()),
-            format!("relative paths start at the folder of the configuration file, {}", folder.display()),
+            format!("relative paths start at the directory of the configuration file, {}", folder.display()),
         ),
         _ => ValueError::new(
             format!("`{label}`: {} cannot be inspected: {error}", path.display()),
-            "make each parent folder accessible for the supervisor's user",
+            "make each parent directory accessible for the supervisor's user",
         ),
     })
 }
@@ -179,9 +179,9 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     }
     if path.file_name().is_none() || path.is_dir() {
         return Err(ValueError::new(
-            format!("`{label}`: {} is a folder, not a socket", path.display()),
+            format!("`{label}`: {} is a directory, not a socket", path.display()),
             format!(
-                "write the path of a file in that folder, as in \"{}\"",
+                "write the path of a file in that directory, as in \"{}\"",
                 path.join(defaults::SOCKET_NAME).display()
             ),
         ));

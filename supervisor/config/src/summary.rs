@@ -122,7 +122,7 @@ impl Lines {
             self.entry(entry);
             if key == "socket_mode" {
                 self.comment(format_args!(
-                    "the socket's folder, if missing, is created with mode {:04o}",
+                    "the socket's directory, if missing, is created with mode {:04o}",
                     supervisor.folder_mode
                 ));
             }
@@ -190,7 +190,7 @@ impl Lines {
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
                 // `cwd` is only shown as a comment, because the parser rejects `cwd` together with `files`.
-                ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the folder of each job"),
+                ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the directory of each job"),
                 _ => self.entry(entry),
             }
         }
@@ -209,9 +209,9 @@ impl Lines {
         if sandbox.profile == Profile::Default && sandbox.tmp_bytes > 0 {
             self.comment(match self.ids {
                 WorkerIds::Subordinate if sandbox.wants_own_ids() => {
-                    "sandbox.tmp: in memory, for ids of /etc/subuid"
+                    "sandbox.tmp: in memory, for ids from /etc/subuid"
                 }
-                _ => "sandbox.tmp: a folder on disk, which is checked every second",
+                _ => "sandbox.tmp: a directory on disk, which is checked every second",
             });
         }
     }

@@ -296,7 +296,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             }
             tokio::spawn(tasks.wrap_task("reload", reload::watch(control.clone())));
             tokio::spawn(tasks.wrap_task("sockets", sockets::watch(control.clone())));
-            tokio::spawn(tasks.wrap_task("temporary folders", temporary::watch(control.clone())));
+            tokio::spawn(tasks.wrap_task("temporary directories", temporary::watch(control.clone())));
             tokio::spawn(tasks.wrap_task("memory", watch_memory(control.clone())));
             tokio::spawn(tasks.wrap_task("advice", advice::watch(control.clone())));
             tokio::spawn(tasks.wrap_task("events", report_suppressed(control.clone())));
@@ -411,7 +411,7 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
         let now_dropped = counters.notices_dropped.load(Ordering::Relaxed);
         if now_dropped > dropped {
             tracing::error!(
-                "{} events were dropped because too many occurred at once",
+                "{} events were dropped because too many occurred in a short time",
                 now_dropped - dropped
             );
             dropped = now_dropped;

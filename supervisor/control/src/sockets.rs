@@ -236,7 +236,7 @@ fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
         let made = made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(mode)));
         match made {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                return Err(format!("the folder {} cannot be created: {error}", folder.display()));
+                return Err(format!("the directory {} cannot be created: {error}", folder.display()));
             }
             _ => {}
         }

@@ -141,7 +141,7 @@ impl Replay {
     }
 
     fn fail_unread(&mut self) {
-        let how = self.cause.as_ref().map_or("the worker was ended", |cause| &cause.message);
+        let how = self.cause.as_ref().map_or("the worker was stopped", |cause| &cause.message);
         self.fail(format!("the worker ended before receiving the job: {how}"));
     }
 

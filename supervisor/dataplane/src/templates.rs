@@ -253,7 +253,7 @@ impl Templates {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         if template.order.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most) {
             template.last_status =
-                Some("the temporary folder contains more than `sandbox.tmp` allows".to_owned());
+                Some("the temporary directory contains more than `sandbox.tmp` allows".to_owned());
             self.effects.push_back(Effect::Kill(spawn));
         }
     }

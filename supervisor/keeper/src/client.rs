@@ -51,7 +51,7 @@ pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
 }
 
 const INACCESSIBLE_PATH_ADVICE: &str =
-    " (check that the worker's user can access the path and every folder above)";
+    " (check that the worker's user can access the path and every directory above)";
 
 /// The supervisor's handle to a keeper process.
 ///

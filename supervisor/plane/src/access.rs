@@ -224,7 +224,7 @@ pub fn rejection_message(
         "" => format!("each of your jobs for bulkhead '{name}' must name a permitted tenant"),
         tenant => {
             let tenant = tenant.escape_debug();
-            format!("you cannot send jobs of tenant '{tenant}' to bulkhead '{name}'")
+            format!("you cannot send jobs for tenant '{tenant}' to bulkhead '{name}'")
         }
     })
 }

@@ -399,8 +399,8 @@ fn warnings(
     }
     if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
         warnings.push(
-            "workers run as root, without capabilities, and can change files of root where the sandbox permits \
-             writing; without `user` in `sandbox`, workers have separate ids"
+            "workers run as root, without capabilities, and can change root's files where the sandbox \
+             permits writing; without `user` in `sandbox`, workers have separate ids"
                 .to_owned(),
         );
     }

@@ -237,7 +237,7 @@ impl IdAllocator {
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
             "no id of {} is free for {wanted_by}, because users of this system, processes, and workers of this and \
-             other supervisors use the whole range: write another or a larger range as `worker_uids` in [supervisor], \
+             other supervisors use the whole range: set another or a larger range in `worker_uids` in [supervisor], \
              or {or}",
             self.range
         ))
@@ -386,7 +386,7 @@ fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
     let useless = |why: &str| {
         format!(
-            "a file in the user's home folder locks ids, so that no two workers share an id, but {} {why}",
+            "a file in the user's home directory locks ids, so that no two workers share an id, but {} {why}",
             home.display()
         )
     };

@@ -126,7 +126,7 @@ impl KillReason {
             Self::Deadline => "a job in the worker continued after the deadline, run limit or cancellation, \
                                or after a result that was too large"
                 .into(),
-            Self::Hung => "the worker no longer sent heartbeats".into(),
+            Self::Hung => "the worker stopped sending heartbeats".into(),
             Self::Protocol(how) => format!("protocol violation: {how}"),
             Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
                               built with the worker SDK needs `exec` instead of `command`"
@@ -218,7 +218,10 @@ impl fmt::Display for Death {
             ),
             Self::Violation(call) => write!(f, "made the system call {call}, which the sandbox forbids"),
             Self::TmpFull => {
-                write!(f, "ended by the supervisor: the temporary folder held more than sandbox.tmp allows")
+                write!(
+                    f,
+                    "ended by the supervisor: the temporary directory held more than sandbox.tmp allows"
+                )
             }
             Self::Oom => write!(f, "killed by the kernel: the memory limit was exceeded"),
         }

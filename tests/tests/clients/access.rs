@@ -164,7 +164,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
         submit(&supervisor, bob, &["front", "--tenant", tenant]).is_ok();
     }
     let other = submit(&supervisor, bob, &["back", "--tenant", "acme2"]);
-    other.is_forbidden("you cannot send jobs of tenant 'acme2' to bulkhead 'back'");
+    other.is_forbidden("you cannot send jobs for tenant 'acme2' to bulkhead 'back'");
     submit(&supervisor, bob, &["front"]).is_forbidden("must name a permitted tenant");
     let missing = submit(&supervisor, bob, &["missing", "--tenant", "acme"]);
     assert_eq!(missing.end(), (66, "rejected/not_found".into()));

@@ -439,7 +439,7 @@ fn check_uses_the_start_timeout_of_the_supervisor() {
     let output = command.output().unwrap();
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(2), "{out}{error}");
-    assert_eq!(error.matches("does not become ready in time").count(), 2, "{error}");
+    assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
 /// An ELF program of `exec`, and a library without dependencies in its folder, need no path.

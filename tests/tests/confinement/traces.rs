@@ -313,7 +313,7 @@ fn booby_trapped_temporary_folder_is_removed_safely() {
             std::fs::write(&precious, "x").unwrap();
             let ended = place.attempt(&place.client(), "x", "booby-trap-temporary-folder", &targets);
             // The size check can reject the worker first, because the folder is too deep.
-            let is_seen = |why: &String| why.contains("temporary folder");
+            let is_seen = |why: &String| why.contains("temporary directory");
             let folder = match &ended {
                 Ended::Succeeded(folder) => folder,
                 Ended::Violation(why) if is_seen(why) => "the folder",

@@ -153,7 +153,7 @@ fn mount_in_own_folder_is_not_emptied() {
     let ended = supervisor.wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&ended.stderr);
     assert_eq!(std::fs::read(data.join("file")).ok().as_deref(), Some(&b"x"[..]), "{told}");
-    assert!(told.contains("failed to remove the supervisor's own folder"), "{told}");
+    assert!(told.contains("failed to remove the supervisor's own directory"), "{told}");
 }
 
 /// The test kills the supervisor at many moments during its start.

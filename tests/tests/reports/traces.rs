@@ -326,7 +326,7 @@ fn unserved() -> (SocketAddr, OwnedFd) {
 
 /// Returns the total number of lost spans that the log reports.
 fn lost(log: &str) -> u64 {
-    let before = log.lines().filter_map(|line| line.split_once(" spans of jobs were dropped"));
+    let before = log.lines().filter_map(|line| line.split_once(" job spans were dropped"));
     before.map(|(line, _)| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
 }
 

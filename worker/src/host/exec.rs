@@ -149,11 +149,11 @@ impl Host {
             None => plan.program.clone(),
         };
         // Creates the rules once at startup, to detect errors that would affect every program.
-        rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
+        rules.for_program(None).map_err(|error| failed("create Landlock rules for a program", error))?;
         if rules.exposes_temporary_files() {
             eprintln!(
                 "programs of this worker can read each other's temporary files, because `read` or `write` \
-                 grants a parent folder of these files"
+                 grants a parent directory of these files"
             );
         }
         let rules = Arc::new(rules);
@@ -209,7 +209,7 @@ impl Host {
                 format!("the program exited and left no result in the file `{name}`: {why}"),
             )
         };
-        let folder = folder.ok_or_else(|| none(&"the job has no folder"))?;
+        let folder = folder.ok_or_else(|| none(&"the job has no directory"))?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         folder.restore_owner_rights();
         let file = match openat(folder.place(), name, flags, Mode::empty()) {

@@ -66,7 +66,7 @@ impl Checker<'_> {
                 self.problems.report(
                     given.span.clone(),
                     format!(
-                        "`files.{name}` must be the name of a file in the job's own folder, not `{}`",
+                        "`files.{name}` must be the name of a file in the job's own directory, not `{}`",
                         shown(file)
                     ),
                     format!(
@@ -91,7 +91,7 @@ impl Checker<'_> {
         if let Some(cwd) = raw.cwd.given().filter(|cwd| cwd.origin >= files.origin) {
             self.problems.report(
                 cwd.span.clone(),
-                "`cwd` and `files` cannot be combined: with `files`, each job's own folder is the working \
+                "`cwd` and `files` cannot be combined: with `files`, each job's own directory is the working \
                  directory",
                 "remove `cwd`, and use absolute paths for other files",
             );
@@ -101,7 +101,7 @@ impl Checker<'_> {
             let position = raw.sandbox.tmp.given().map_or(&files.span, |tmp| &tmp.span);
             self.problems.report(
                 position.clone(),
-                "`files` needs a temporary folder, and `sandbox.tmp` is 0",
+                "`files` needs a temporary directory, and `sandbox.tmp` is 0",
                 "write `tmp = \"64MiB\"` or more, so that a payload and a result fit",
             );
         }

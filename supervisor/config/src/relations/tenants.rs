@@ -212,7 +212,7 @@ impl Checker<'_> {
         self.problems.report(
             processes.span.clone(),
             format!(
-                "with `tenant.{}.processes` ({}) there can be {workers} workers at once, above {}",
+                "with `tenant.{}.processes` ({}) there can be {workers} workers at the same time, above {}",
                 shown_key(&largest.name),
                 processes.value,
                 defaults::ISOLATED_WORKERS_CEILING

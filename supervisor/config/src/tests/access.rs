@@ -59,7 +59,7 @@ fn access_rules_open_socket_unless_mode_is_set() {
     let summary = Folder::new().accept(&entry("uid = 5")).summary();
     assert!(
         summary.contains(
-            "socket_mode = \"0666\"\n# the socket's folder, if missing, is created with mode 0755\n"
+            "socket_mode = \"0666\"\n# the socket's directory, if missing, is created with mode 0755\n"
         ),
         "{summary}"
     );

@@ -129,8 +129,8 @@ fn sandbox_paths_must_exist() {
         folder.reject_one(
             &sandbox(&format!("{name} = [\"none\"]")),
             at,
-            &format!("`sandbox.{name}`: there is no file or folder {}", folder.path("none").display()),
-            "relative paths start at the folder of the configuration file",
+            &format!("`sandbox.{name}`: there is no file or directory {}", folder.path("none").display()),
+            "relative paths start at the directory of the configuration file",
         );
         folder.reject_one(
             &sandbox(&format!("{name} = [\"\"]")),
@@ -364,7 +364,7 @@ fn summary_explains_tmp_check_of_default_profile() {
     ] {
         let config = folder.accept(&bulkhead(&format!("sandbox = {{ {entries} }}")));
         let summary = config.summary();
-        let comment = "\n# sandbox.tmp: a folder on disk, which is checked every second\n";
+        let comment = "\n# sandbox.tmp: a directory on disk, which is checked every second\n";
         assert_eq!(summary.contains(comment), is_told, "{entries}: {summary}");
         assert_eq!(folder.accept(&summary), config, "{entries}");
     }

@@ -51,7 +51,7 @@ fn job_files_must_have_plain_names() {
     let folder = Folder::new();
     for name in ["a/b", "/etc/passwd", ".", "..", "a/"] {
         let text = bulkhead(&format!("files = {{ input = \"{name}\" }}"));
-        let message = format!("the name of a file in the job's own folder, not `{name}`");
+        let message = format!("the name of a file in the job's own directory, not `{name}`");
         folder.reject_one(&text, (3, 19), &message, "input = \"input.txt\"");
     }
     let long = bulkhead(&format!("files = {{ input = \"{}\" }}", "n".repeat(256)));
@@ -76,7 +76,7 @@ fn job_files_exclude_cwd_and_require_temporary_folder() {
     folder.reject_one(&text, (3, 7), "`cwd` and `files` cannot be combined", "remove `cwd`");
     folder.accept(&format!("[defaults]\ncwd = \"work\"\n{}", bulkhead(files)));
     let text = bulkhead(&format!("{files}\nsandbox = {{ tmp = 0 }}"));
-    folder.reject_one(&text, (4, 19), "`files` needs a temporary folder", "tmp = \"64MiB\"");
+    folder.reject_one(&text, (4, 19), "`files` needs a temporary directory", "tmp = \"64MiB\"");
     folder.accept(&bulkhead(&format!("{files}\nsandbox = {{ profile = \"none\" }}")));
 }
 

@@ -64,7 +64,7 @@ fn is_of_shape(problem: &Problem) -> bool {
         " has no effect: the limit of a tenant always applies per tenant",
         " must be one of ",
         " must be a duration with a unit, not a bare number",
-        "the configuration file contains no bulkhead",
+        "the configuration file contains no bulkheads",
         " is reserved: the supervisor sets",
     ];
     of_another_type || words.iter().any(|words| message.contains(words))

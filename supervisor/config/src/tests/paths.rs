@@ -24,11 +24,11 @@ fn missing_program_error_shows_searched_path() {
         (2, 12),
         &format!("`command[0]`: there is no program {there}"),
         &format!(
-            "relative paths start at the folder of the configuration file, {}",
+            "relative paths start at the directory of the configuration file, {}",
             folder.dir.path().display()
         ),
     );
-    folder.reject_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a folder, not a program", "");
+    folder.reject_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a directory, not a program", "");
     folder.reject_one("[bulkhead.a]\nexec = [\"./libthumb.so\"]\n", (2, 9), "is not executable", "chmod +x");
     folder.reject_one(
         "[bulkhead.a]\nexec = [\"/dev/null\"]\n",
@@ -52,7 +52,7 @@ fn bare_program_name_is_searched_only_in_path() {
         "[bulkhead.a]\nexec = [\"thumbnail-worker\"]\n",
         (2, 9),
         "there is no program `thumbnail-worker` in PATH",
-        "the program is in the folder of the configuration file: write \"./thumbnail-worker\"",
+        "the program is in the directory of the configuration file: write \"./thumbnail-worker\"",
     );
 }
 
@@ -96,10 +96,10 @@ fn library_and_working_directory_must_exist() {
         "`library`: there is no library",
         "relative paths start",
     );
-    folder.reject_one(&library("work"), (2, 11), "is a folder, not a library", "");
+    folder.reject_one(&library("work"), (2, 11), "is a directory, not a library", "");
     folder.reject_one(&library(""), (2, 11), "`library` is empty", "write `library = \"./libworker.so\"`");
-    folder.reject_one(&bulkhead("cwd = \"none\""), (3, 7), "`cwd`: there is no folder", "");
-    folder.reject_one(&bulkhead("cwd = \"libthumb.so\""), (3, 7), "is not a folder", "");
+    folder.reject_one(&bulkhead("cwd = \"none\""), (3, 7), "`cwd`: there is no directory", "");
+    folder.reject_one(&bulkhead("cwd = \"libthumb.so\""), (3, 7), "is not a directory", "");
     folder.reject_one(&bulkhead("cwd = \"libthumb.so/x\""), (3, 7), "`cwd`: ", "");
 }
 
@@ -120,7 +120,7 @@ fn socket_path_has_at_most_107_bytes() {
     let text = format!("[supervisor]\nadmin = \"{}\"\n{}", "y".repeat(100), bulkhead(""));
     folder.reject_one(&text, (2, 9), "`admin`: the path of a Unix socket has at most 107", "");
     let text = format!("[supervisor]\nsocket = \"work\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (2, 10), "is a folder, not a socket", "jobs.sock");
+    folder.reject_one(&text, (2, 10), "is a directory, not a socket", "jobs.sock");
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn folder_name_that_is_not_utf8_is_rejected() {
     let path = odd.join("workers.toml");
     fs::write(&path, "[bulkhead.a]\nexec = [\"cat\"]\n").unwrap();
     let actual = load(&path).unwrap_err().to_string();
-    assert!(actual.contains("is not UTF-8") && actual.contains("rename the folder"), "{actual}");
+    assert!(actual.contains("is not UTF-8") && actual.contains("rename the directory"), "{actual}");
 }
 
 #[test]

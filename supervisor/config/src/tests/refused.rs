@@ -175,9 +175,9 @@ fn syntax_errors_have_position_and_help() {
 #[test]
 fn configuration_requires_at_least_one_bulkhead() {
     let folder = Folder::new();
-    folder.reject_one("", (1, 1), "the configuration file contains no bulkhead", "[bulkhead.NAME]");
-    folder.reject_one("# nothing\n", (1, 1), "the configuration file contains no bulkhead", "");
-    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the configuration file contains no bulkhead", "");
+    folder.reject_one("", (1, 1), "the configuration file contains no bulkheads", "[bulkhead.NAME]");
+    folder.reject_one("# nothing\n", (1, 1), "the configuration file contains no bulkheads", "");
+    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the configuration file contains no bulkheads", "");
     folder.reject_one(
         "bulkhead = 3\n",
         (1, 12),
@@ -299,7 +299,7 @@ fn invalid_default_is_reported_once() {
     let problems = folder.reject(&text);
     assert_eq!(problems.len(), 2, "{problems:#?}");
     assert_problem(&problems[0], (8, 9), "`grace` must be a duration", "write `grace = \"1s\"`");
-    assert_problem(&problems[1], (9, 7), "`cwd`: there is no folder", "");
+    assert_problem(&problems[1], (9, 7), "`cwd`: there is no directory", "");
 }
 
 /// Returns an otherwise valid file with `line` added to the table `table`. The added key is on line 1.

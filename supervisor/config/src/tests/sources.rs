@@ -215,7 +215,7 @@ fn unreadable_fragments_are_errors() {
         assert!(errors.to_string().contains(part), "{part}: {errors}");
     }
     fs::remove_dir_all(folder.path("conf.d")).unwrap();
-    assert_eq!(load(&path).unwrap().bulkheads.len(), 1, "the folder is optional");
+    assert_eq!(load(&path).unwrap().bulkheads.len(), 1, "the directory is optional");
     fs::write(folder.path("conf.d"), "").unwrap();
     let errors = load(&path).unwrap_err();
     assert!(errors.to_string().contains("conf.d: Not a directory"), "{errors}");

@@ -169,7 +169,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
     folder.reject_one(
         &format!("{}{tenants}", text(16, 1024)),
         (6, 13),
-        "with `tenant.x.processes` (20) there can be 16390 workers at once, above 16384",
+        "with `tenant.x.processes` (20) there can be 16390 workers at the same time, above 16384",
         "write fewer `processes`",
     );
     assert_eq!(folder.accept(&format!("{}{tenants}", text(2, 3))).bulkheads[0].workers_max(), 53);

@@ -9,8 +9,8 @@ pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
         format!(
-            "the adaptive limit ({} of at most {}) is the bottleneck: more jobs can run at once only if jobs take \
-             less time",
+            "the adaptive limit ({} of at most {}) is the bottleneck: more jobs can run concurrently only \
+             if jobs take less time",
             adaptive.limit,
             total(adaptive, adaptive.max)
         )
@@ -42,7 +42,7 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
     let is_late = latency > *target_ms;
     let verdict = match &adaptive.mode {
         mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
-            format!("with mode = \"enforce\" the limit would let {limit} jobs run at once")
+            format!("with mode = \"enforce\" the limit would let {limit} jobs run concurrently")
         }
         mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" the limit would delay no job".to_owned(),
         _ if is_late && *limit <= min => {
@@ -50,8 +50,8 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
              check why jobs wait, or set a longer target"
                 .to_owned()
         }
-        _ if !is_below_max(adaptive) => format!("so all {max} jobs can run at once"),
-        _ => format!("and {limit} jobs can run at once"),
+        _ if !is_below_max(adaptive) => format!("so all {max} jobs can run concurrently"),
+        _ => format!("and {limit} jobs can run concurrently"),
     };
     format!("{took}; {verdict}; {steps}")
 }

@@ -229,7 +229,7 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
             machine.processors
         ),
         (_, memory) => format!(
-            "; but more than {memory} jobs at once could need over {} of this machine's memory ({})",
+            "; but more than {memory} concurrent jobs could need over {} of this machine's memory ({})",
             percent(MEMORY_SHARE),
             size(machine.memory_bytes.unwrap_or(0))
         ),

@@ -108,7 +108,7 @@ fn adaptive_limit_prevents_advice_for_more_processes() {
     assert!(least.contains("80 ms, with a target of 50 ms") && least.contains("longer target"), "{least}");
     let monitored = bulkhead_api::Adaptive { mode: AdaptiveMode::Monitor.into(), limit: 2, ..adaptive };
     assert!(proposed(overloaded(), &with(monitored.clone()), "processes").is_some());
-    assert!(kept(overloaded(), &with(monitored), "adaptive").contains("would let 2 jobs run at once"));
+    assert!(kept(overloaded(), &with(monitored), "adaptive").contains("would let 2 jobs run concurrently"));
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn advice_sums_adaptive_limits_of_isolated_tenants() {
     };
     assert!(kept(overloaded(), &of_three(6), "processes").contains("6 of at most 12"));
     assert!(kept(overloaded(), &of_three(3), "adaptive").contains("although the limit is at the minimum"));
-    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 jobs can run at once"));
+    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 jobs can run concurrently"));
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn proposed_processes_fit_processors_and_memory() {
     assert!(reason.contains("80 % of this machine's memory (16GiB)"), "{reason}");
     let tenants = Settings { worker_sets: 64, ..settings() };
     let reason = kept(overloaded(), &tenants, "processes");
-    assert!(reason.contains("more than 2 jobs at once could need"), "{reason}");
+    assert!(reason.contains("more than 2 concurrent jobs could need"), "{reason}");
 }
 
 #[test]

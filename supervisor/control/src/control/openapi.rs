@@ -188,7 +188,7 @@ fn status_description(status: u16) -> &'static str {
         422 => "The handler failed, or the request cannot be executed.",
         429 => "Too many requests.",
         499 => "The job was cancelled.",
-        502 => "The worker that had the job died.",
+        502 => "The job's worker died.",
         503 => "Temporarily unavailable.",
         504 => "The deadline has passed.",
         _ => "Unexpected error.",

@@ -93,7 +93,7 @@ enum ReloadError {
     #[error("{0}")]
     Config(#[from] ConfigErrors),
     #[error(
-        "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
+        "failed to find the program bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
          install bulkhead-worker next to bulkhead-supervisor, or in PATH"
     )]
     HostNotFound(String),
@@ -103,7 +103,7 @@ enum ReloadError {
     Stuck,
     #[error(
         "reading the configuration and the files that it names did not finish within {READ_TIMEOUT:?}: check \
-         whether a file system with the configuration, a program or a folder hangs"
+         whether a file system with the configuration, a program or a directory hangs"
     )]
     ReadTimeout,
     #[error("failed to read the configuration: {0}")]

@@ -296,25 +296,25 @@ impl CrashFolder {
             .recursive(true)
             .mode(0o700)
             .create(path)
-            .map_err(|error| format!("the folder for crash reports cannot be created: {error}"))?;
+            .map_err(|error| format!("the directory for crash reports cannot be created: {error}"))?;
         let about = std::fs::metadata(path).map_err(|error| error.to_string())?;
         let own = rustix::process::geteuid().as_raw();
         if about.uid() != own {
             let owner = about.uid();
             return Err(format!(
-                "the folder for crash reports belongs to user {owner}, but reports contain payloads of jobs: \
-                 run `chown` to give the folder to user {own}, or configure another `crash_dir`"
+                "the directory for crash reports belongs to user {owner}, but reports contain payloads of jobs: \
+                 run `chown` to give the directory to user {own}, or configure another `crash_dir`"
             ));
         }
         let mode = about.mode() & 0o7777;
         if mode & 0o077 != 0 {
             return Err(format!(
-                "other users can access the folder for crash reports (mode {mode:04o}), but reports contain \
-                 payloads of jobs: run `chmod 700` on the folder, or configure another `crash_dir`"
+                "other users can access the directory for crash reports (mode {mode:04o}), but reports contain \
+                 payloads of jobs: run `chmod 700` on the directory, or configure another `crash_dir`"
             ));
         }
         std::fs::read_dir(path)
-            .map_err(|error| format!("the folder for crash reports cannot be read: {error}"))?;
+            .map_err(|error| format!("the directory for crash reports cannot be read: {error}"))?;
         let is_shared = lock.is_some();
         let lock = lock.map_or_else(|| Self::lock(path), |lock| Ok(lock.into()))?;
         Ok(Self { path: path.to_owned(), lock, is_shared })
@@ -324,7 +324,7 @@ impl CrashFolder {
     fn lock(path: &Path) -> Result<File, String> {
         lock::lock(&path.join(LOCK_FILE)).map_err(|why| match why {
             LockError::Held => {
-                "another supervisor uses the folder for crash reports; stop the other supervisor, or \
+                "another supervisor uses the directory for crash reports; stop the other supervisor, or \
                  configure another `crash_dir`"
                     .into()
             }
@@ -485,7 +485,7 @@ impl Crashes {
     /// Stores a report. `permit` is held until the report is stored. All later requests include the report.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
-            tracing::error!("a crash report was dropped, because too many wait to be written");
+            tracing::error!("a crash report was dropped, because too many are waiting to be written");
         }
     }
 

@@ -52,7 +52,7 @@ pub fn start(
 ) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
-        tracing::warn!("spans of jobs are not sent: {error}");
+        tracing::warn!("job spans are not sent: {error}");
         None
     });
     if !is_logged && collector.is_none() {
@@ -128,7 +128,7 @@ impl LossReports {
         let is_due = is_last || self.reported_at.is_none_or(|at| at.elapsed() >= LOSS_REPORT_INTERVAL);
         if lost > self.reported && is_due {
             tracing::warn!(
-                "{} spans of jobs were dropped, because of overload or errors of the collector",
+                "{} job spans were dropped because of overload or collector errors",
                 lost - self.reported
             );
             self.reported = lost;

@@ -206,7 +206,7 @@ impl DataPlane {
         let Some(old) = self.keeper.descriptor() else { return };
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
         self.keeper.replace(self.now, &mut self.background);
-        self.reporter.trouble("the keeper process died", "all workers are ended and started again");
+        self.reporter.trouble("the keeper process died", "all workers are terminated and restarted");
         for pidfd in self.links.values().filter_map(Link::pidfd) {
             let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
         }

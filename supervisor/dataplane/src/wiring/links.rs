@@ -134,7 +134,7 @@ impl DataPlane {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
             self.keeper.kill(self.links[index].spawn, self.now);
         } else if self.keeper.cancel_worker_order(compartment, worker) {
-            let message = "the worker was ended before the start".to_owned();
+            let message = "the worker was stopped before it started".to_owned();
             self.links.defer_spawn_failure(compartment, worker, message);
         } else if let Some(message) = self.templates.cancel(compartment, worker) {
             self.links.defer_spawn_failure(compartment, worker, message);

@@ -123,7 +123,7 @@ impl DetachedKeeper {
         let _ = pidfd_send_signal(&self.guard, Signal::KILL);
         Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            "the keeper's guard could not kill the processes that the keeper left behind",
+            "the keeper's guard failed to kill the processes that the keeper left behind",
         ))
     }
 }

@@ -101,7 +101,7 @@ impl EventLoop {
 
     fn create_folder(&mut self, worker: u64, identity: Option<Identity>) -> Result<PathBuf, SpawnError> {
         self.folders.create(worker, identity).map_err(|error| {
-            SpawnError::from_io(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
+            SpawnError::from_io(&format!("temporary directory in {}", std::env::temp_dir().display()), &error)
         })
     }
 

@@ -41,7 +41,7 @@ const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and 
                     stopped, or waits in `before_fork`";
 
 /// Step name in reports about forked workers that exited before they had identified themselves.
-const EXITED_STEP: &str = "fork: the forked process exited at once";
+const EXITED_STEP: &str = "fork: the forked process exited immediately";
 
 /// Maximum time that the killer of leftover processes waits for forks in progress. A process that is forked
 /// later, while the killer runs, is treated as a leftover, and its start fails.

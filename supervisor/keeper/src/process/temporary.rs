@@ -234,7 +234,7 @@ mod tests {
         let base = Base::create(parent.path()).unwrap();
         let until = Instant::now() + std::time::Duration::from_secs(60);
         while stale.exists() {
-            assert!(Instant::now() < until, "the stale folder was not removed");
+            assert!(Instant::now() < until, "the stale directory was not removed");
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         assert!(base.path.exists());
@@ -261,14 +261,14 @@ mod tests {
                 }
             };
             (0..2).for_each(|number| drop(scope.spawn(move || fill(number))));
-            wait(&|| filled.join("9").exists(), "the folder contains files");
+            wait(&|| filled.join("9").exists(), "the directory contains files");
             folders.remove(filled.clone());
             folders.remove(other.clone());
-            wait(&|| !other.exists(), "the other folder is removed");
+            wait(&|| !other.exists(), "the other directory is removed");
             is_over.store(true, std::sync::atomic::Ordering::Relaxed);
         });
         folders.remove(filled.clone());
-        wait(&|| !filled.exists(), "the filled folder is removed");
+        wait(&|| !filled.exists(), "the filled directory is removed");
     }
 
     #[test]

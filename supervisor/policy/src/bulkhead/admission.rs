@@ -224,7 +224,7 @@ impl<T> Bulkhead<T> {
                 0 => format!("tenant '{name}' already uses its full share of this bulkhead"),
                 withheld => format!(
                     "tenant '{name}' already uses its full share of this bulkhead; {withheld} places of the \
-                     share are withheld until the workers that the tenant's jobs ended have been replaced"
+                     share are withheld until the workers that the tenant's jobs killed have been replaced"
                 ),
             };
             return Err(rejected_with(RejectReason::TenantQuota, message));

@@ -126,7 +126,7 @@ impl Export {
         };
         // Only the first of several consecutive failures is logged. Lost spans are reported separately.
         if self.pause == PAUSE_MIN {
-            tracing::warn!("failed to send spans of jobs to {}: {error}", self.collector);
+            tracing::warn!("failed to send job spans to {}: {error}", self.collector);
         }
         self.retry_at = Instant::now() + self.pause;
         self.pause = (2 * self.pause).min(PAUSE_MAX);

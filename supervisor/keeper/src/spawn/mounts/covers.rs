@@ -161,7 +161,7 @@ impl Covers {
             Some(0) => "make mounts private".to_owned(),
             Some(cover) => {
                 let cover = self.covers.get(cover as usize - 1).map(shown).unwrap_or_default();
-                format!("mount an empty folder over {cover}")
+                format!("mount an empty directory over {cover}")
             }
             None => {
                 let at = match self.nodes.get(step as usize) {
