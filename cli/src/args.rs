@@ -108,8 +108,8 @@ pub(crate) enum Command {
     },
     /// Replace the supervisor's program without losing, rejecting or repeating a job
     ///
-    /// The running program starts the new one beside it, hands over when every bulkhead is ready, and finishes the jobs
-    /// that it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same
+    /// The running program starts the new program, hands over when every bulkhead is ready, and finishes the jobs that
+    /// it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same
     /// time, so the machine needs memory for both. The exit status is 0 ten seconds after the new program has begun to
     /// serve, 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded, and 75 if an upgrade is
     /// under way.
@@ -271,7 +271,7 @@ pub(crate) enum LogFormat {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ListJobs {
-    /// Name of the bulkhead that has the jobs
+    /// Name of the bulkhead that holds the jobs
     pub(crate) name: Option<String>,
 
     /// Show only jobs in this state: queued, prefetched (waiting in a worker) or running
@@ -285,7 +285,7 @@ pub(crate) struct ListJobs {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Cancel {
-    /// Name of the bulkhead that has the job
+    /// Name of the bulkhead that holds the job
     pub(crate) name: String,
 
     /// Number of the job, as shown by `bulkhead jobs`

@@ -67,7 +67,7 @@ pub enum ConnectError {
         source: io::Error,
     },
     /// The supervisor refused this client.
-    #[error("connect to {}: the supervisor refused the connection: {message}", path.display())]
+    #[error("connect to {}: the supervisor rejected the connection: {message}", path.display())]
     Refused {
         /// Path of the socket.
         path: PathBuf,

@@ -433,7 +433,7 @@ mod tests {
             "lanes = 3",
             "attempts = 0",
             "ledger_keep",
-            "no name of a bulkhead",
+            "is not a valid bulkhead name",
         ] {
             assert!(errors.contains(part), "{part}: {errors}");
         }

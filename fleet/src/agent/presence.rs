@@ -30,7 +30,7 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
         let is_off = offset.abs() > OFFSET_SECONDS_MAX;
         if is_off && !was_off {
             tracing::warn!(
-                "the clock of this host differs by {offset:.1} s from the clock of the server; synchronise the clock"
+                "this host's clock differs by {offset:.1} s from the server's clock; synchronise the clocks"
             );
         }
         was_off = is_off;

@@ -31,12 +31,12 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Create missing streams and consumers of the fleet, and report differences
+    /// Create the fleet's missing streams and consumers, and report differences
     ///
     /// Objects that differ from the configuration are not changed, and the exit status is 2. Two changes are safe and
     /// are made: new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
     Init,
-    /// Take jobs of the fleet for the supervisor of this host
+    /// Take the fleet's jobs for the supervisor on this host
     Agent(Agent),
     /// Submit one or more jobs and print the results
     ///
@@ -109,7 +109,7 @@ pub(crate) struct Submit {
     #[arg(long, default_value = "normal")]
     pub(crate) priority: Priority,
 
-    /// Tenant that the job belongs to [default: that of the configuration]
+    /// Tenant that the job belongs to [default: from the configuration]
     #[arg(long)]
     pub(crate) tenant: Option<String>,
 
@@ -135,7 +135,7 @@ pub(crate) struct ResultOf {
     /// Id of the job
     pub(crate) id: String,
 
-    /// Tenant that the job belongs to [default: that of the configuration]
+    /// Tenant that the job belongs to [default: from the configuration]
     #[arg(long)]
     pub(crate) tenant: Option<String>,
 
@@ -172,7 +172,7 @@ pub(crate) enum DeadCommand {
     Show {
         /// Id of the job
         id: String,
-        /// Tenant, if several have a job with this id
+        /// Tenant; required if several tenants have a job with this id
         #[arg(long)]
         tenant: Option<String>,
         /// Write the payload to FILE; - for standard output

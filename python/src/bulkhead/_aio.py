@@ -218,7 +218,7 @@ class _Connection:
                 self._go_away(number)
             elif kind == _wire.REFUSED:
                 reason, sentence = _wire.refused(metadata)
-                self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
+                self.lose(f"the supervisor rejected the connection ({reason}): {sentence}")
         if self.is_over and not jobs:
             self.lose("the supervisor was replaced")
 
@@ -332,7 +332,7 @@ class _LoopState:
         if kept is None or job not in self._waiting or not kept.is_overdue():
             return
         del self._waiting[job]
-        silent = Disconnected(f"the supervisor at {self._client.path} does not answer; the job was not sent")
+        silent = Disconnected(f"the supervisor at {self._client.path} does not respond; the job was not sent")
         job._fail_job(kept.unreachable(self._problem or silent))
 
     async def _connect(self) -> None:

@@ -481,7 +481,7 @@ class Connection:
             self._go_away(_wire.numbers(payload))
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
-            self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
+            self.lose(f"the supervisor rejected the connection ({reason}): {sentence}")
 
     # The end.
 

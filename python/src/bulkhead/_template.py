@@ -115,7 +115,7 @@ def _sandbox(system: _System) -> Rules | None:
         # Prevents other processes of this user from reading the memory or duplicating the descriptors of this process.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.exposes_temporary_files():
-            print("workers can access each other's temporary folders: check `read` and `write`", file=sys.stderr)
+            print("workers can access each other's temporary directories: check `read` and `write`", file=sys.stderr)
     return rules
 
 

@@ -23,7 +23,7 @@ pub struct Jobs {
 pub struct Job {
     /// Number of the job, in hexadecimal digits.
     pub job: String,
-    /// Name of the bulkhead that has the job. If the job was passed on, this is the fallback.
+    /// Name of the bulkhead that holds the job. If the job was passed on, this is the fallback.
     pub bulkhead: String,
     /// Progress of the job.
     pub state: Word<JobProgress>,

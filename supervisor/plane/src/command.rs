@@ -229,7 +229,7 @@ impl Command {
 /// A request for a list of jobs.
 #[derive(Clone, Debug, Default)]
 pub struct JobsRequest {
-    /// Name of the bulkhead that has the jobs, or `None` for all bulkheads.
+    /// Name of the bulkhead that holds the jobs, or `None` for all bulkheads.
     pub bulkhead: Option<String>,
     /// Progress of the jobs, or `None` for all jobs.
     pub progress: Option<JobProgress>,

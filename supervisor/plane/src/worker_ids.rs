@@ -308,7 +308,7 @@ impl IdAllocator {
     fn set_lock(&self, state: &mut State, id: u32, kind: libc::c_int) -> io::Result<bool> {
         let why = |error: io::Error| {
             io::Error::other(format!(
-                "the ids of workers cannot be locked in the file {}: {error}; make the file writable, or set \
+                "worker ids cannot be locked in the file {}: {error}; make the file writable, or set \
                  `user` in `sandbox`",
                 self.lock_path.display()
             ))

@@ -500,7 +500,7 @@ pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOn
 fn connect_fails_without_valid_welcome() {
     let no_welcome: &[(&str, Vec<u8>)] = &[
         ("closed the connection before the welcome", Vec::new()),
-        ("the supervisor refused the connection", refused("too many clients; try later")),
+        ("the supervisor rejected the connection", refused("too many clients; try later")),
         ("instead of a welcome", outcome(1, b"")),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),

@@ -268,7 +268,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
         (1, 0, 0)
     );
     let short = bulkhead(&supervisor, &["jobs", "-n", "1"]).expect(0);
-    assert!(short.stderr.contains("1 younger jobs"), "{}", short.stderr);
+    assert!(short.stderr.contains("1 newer jobs"), "{}", short.stderr);
     bulkhead(&supervisor, &["jobs", "nobody"]).expect(66);
 
     let told = bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);

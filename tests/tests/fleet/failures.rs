@@ -214,7 +214,7 @@ fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
     fleet.hosts[host].start_agent_under(&library);
     fleet.wait_agent("host-a");
     wait_for("the agent warns", || {
-        fleet.hosts[host].log().contains("the clock of this host differs").then_some(())
+        fleet.hosts[host].log().contains("this host's clock differs").then_some(())
     });
     run(async {
         let client = fleet.connect().await;

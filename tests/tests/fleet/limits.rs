@@ -204,12 +204,12 @@ fn nearly_full_ledger_stops_pulls_and_loses_nothing() {
             client.job("b", vec![b'x'; 3500]).submit().await.unwrap().result().await.unwrap();
         }
         wait_for("the agent takes no jobs", || {
-            fleet.hosts[0].log().contains("no jobs are taken").then_some(())
+            fleet.hosts[0].log().contains("no new jobs are accepted").then_some(())
         });
         let operation = format!("steps:trace {}", marker.display());
         client.job("b", "").operation(operation).submit().await.unwrap();
         assert_eq!(fleet.pending("b"), Some(1));
         assert!(!marker.exists());
     });
-    assert_eq!(fleet.hosts[0].log().matches("did not take a record").count(), 0);
+    assert_eq!(fleet.hosts[0].log().matches("failed to store a record").count(), 0);
 }

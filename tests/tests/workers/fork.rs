@@ -272,7 +272,7 @@ fn program_without_template_protocol_is_rejected() {
     wait_for("the admin socket", || supervisor.try_get("/livez"));
     let events = supervisor.wait_events("worker_not_started", 1);
     let text = events[0].to_string();
-    assert!(text.contains("does not follow the protocol of templates"), "{text}");
+    assert!(text.contains("does not follow the template protocol"), "{text}");
 }
 
 #[test]

@@ -20,10 +20,10 @@ pub(super) fn rejection(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), changes_state(request.method()));
     let forbid = |why: &str| jobs::reject_request(request, RejectReason::Forbidden, why);
     if is_change && (has_other_origin(headers) || comes_from_another_site(headers)) {
-        return Some(forbid("web pages of other sites cannot change anything through this API"));
+        return Some(forbid("web pages from other sites cannot change anything through this API"));
     }
     if comes_from_another_site(headers) && !is_navigation(headers) {
-        return Some(forbid("web pages of other sites cannot use this API"));
+        return Some(forbid("web pages from other sites cannot use this API"));
     }
     None
 }

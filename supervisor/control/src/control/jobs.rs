@@ -77,11 +77,9 @@ pub(super) async fn submit(
             rejected(&name, RejectReason::Overloaded, sentence)
         }
         // The request did not become a job. The client has usually disconnected.
-        Err(Failure::Broken) => rejected(
-            &name,
-            RejectReason::Invalid,
-            "the payload does not match the headers of the request".into(),
-        ),
+        Err(Failure::Broken) => {
+            rejected(&name, RejectReason::Invalid, "the payload does not match the request headers".into())
+        }
         Err(Failure::Dropped) => dropped(&name),
         Err(Failure::Draining) => {
             rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())

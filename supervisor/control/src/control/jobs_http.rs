@@ -98,7 +98,7 @@ async fn listen(control: Shared, socket: TcpListener) {
         served_max: max,
         waiting_max: max,
         kept_alive: Some(queue.active()),
-        refusal: "all connections of jobs_http_max are in use; try again later",
+        refusal: "all jobs_http_max connections are in use; try again later",
     };
     // The listener starts once.
     let _ = control.jobs_http.active.set(queue.active());
@@ -142,8 +142,7 @@ async fn identify(
             next.run(request).await
         }
         Some(_) => {
-            let detail =
-                "this token reads the admin API: send a token of an [[access]] entry with `role = \"jobs\"`";
+            let detail = "this token can only read the admin API: send the token of an [[access]] entry with `role = \"jobs\"`";
             reject_request(&request, RejectReason::Forbidden, detail)
         }
         None => {

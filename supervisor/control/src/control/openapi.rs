@@ -179,7 +179,7 @@ fn status_description(status: u16) -> &'static str {
     match status {
         400 => "The request is invalid.",
         401 => "The token is missing or wrong.",
-        403 => "The client has no permission, or a page of another site sent the request.",
+        403 => "The client has no permission, or a page from another site sent the request.",
         404 => "The requested object does not exist.",
         408 => "The complete request was not received in time.",
         409 => "The current state does not permit the request.",

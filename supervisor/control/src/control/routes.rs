@@ -83,10 +83,10 @@ const ROUTES: &[Route] = &[
     route!(get "/v1/bulkheads/{name}" "showBulkhead" bulkheads::bulkhead, "The state of a bulkhead.",
         (200, &[json::<Snapshot>()]), query: &[TENANT], problems: &[404, 409]),
     route!(patch "/v1/bulkheads/{name}" "changeBulkhead" bulkheads::change,
-        "Changes limits of a bulkhead immediately, without dropping a job.", (200, &[json::<Snapshot>()]),
+        "Changes a bulkhead's limits immediately, without dropping a job.", (200, &[json::<Snapshot>()]),
         body: Some(json::<Change>()), problems: &[404, 409, 413, 415]),
     route!(patch "/v1/bulkheads/{name}/tenants/{tenant}" "changeTenant" bulkheads::change_tenant,
-        "Changes limits of one tenant.", (200, &[json::<TenantChange>()]),
+        "Changes the limits of a tenant.", (200, &[json::<TenantChange>()]),
         body: Some(json::<TenantChange>()), problems: &[404, 409, 413, 415]),
     route!(post "/v1/bulkheads/{name}/jobs" "submitJob" jobs::submit,
         "Runs a job: the body is the payload, the response the result.",
@@ -142,8 +142,8 @@ const ROUTES: &[Route] = &[
         (200, &[(EVENT_STREAM, Schema::Text), (NDJSON, Schema::Text)]),
         query: &[SINCE, BULKHEAD, LIMIT, FOLLOW], problems: &[404]),
     route!(get "/v1/watch" "watch" watch::show,
-        "An endless stream with the state of every bulkhead, sent immediately and every second, and with \
-         events.",
+        "An endless stream of events and of the state of every bulkhead, which is sent immediately and \
+         then every second.",
         (200, &[(EVENT_STREAM, Schema::Text)]), query: &[SINCE, LIMIT]),
     route!(get "/" "dashboard" dashboard::page, "The dashboard, for browsers.",
         (200, &[("text/html; charset=utf-8", Schema::Text)])),

@@ -38,8 +38,8 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
         let theirs =
             version.map_or("of an unknown version".to_owned(), |theirs| format!("of version {theirs}"));
         return Err(io::Error::other(format!(
-            "the application's library is {theirs}, but this keeper is of version {VERSION}: use a keeper of \
-             the library's version"
+            "the application's library is {theirs}, but this keeper is of version {VERSION}: use a keeper \
+             with the library's version"
         )));
     }
     rustix::thread::set_name(c"bulkhead-guard")?;

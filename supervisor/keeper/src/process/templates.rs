@@ -310,7 +310,7 @@ impl EventLoop {
         if !is_valid {
             self.kill_for_protocol_error(
                 pid,
-                "the program does not follow the protocol of templates: see `start.mode`",
+                "the program does not follow the template protocol: see `start.mode`",
             );
             return None;
         }

@@ -125,8 +125,8 @@ fn status_of(slices: &[IoSlice<'_>]) -> Option<StatusCode> {
 
 fn explanation(status: StatusCode) -> &'static str {
     match status {
-        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => "the head of the request is too large",
-        StatusCode::URI_TOO_LONG => "the path of the request is too long",
+        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => "the request head is too large",
+        StatusCode::URI_TOO_LONG => "the request path is too long",
         _ => "the request is not valid HTTP/1.1",
     }
 }

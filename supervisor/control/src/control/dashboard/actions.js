@@ -43,11 +43,11 @@ const ACTIONS = {
   },
   reset: {
     title: 'Reset',
-    ...post('reset', () => 'Clears the history of the breaker, the restart history and the quarantine. Worker slots that were given up are tried again immediately.'),
+    ...post('reset', () => 'Clears the history of the breaker, the restart history and the quarantine. Failed worker slots are retried immediately.'),
   },
   open: {
     title: 'Force the breaker open',
-    ...breaker('forced_open', () => 'Every new job is rejected as circuit open, or goes to a fallback, until an operator sets the breaker to auto or resets it.'),
+    ...breaker('forced_open', () => 'Every new job is rejected as circuit open, or forwarded to a fallback, until an operator sets the breaker to auto or resets it.'),
   },
   close: { title: 'Breaker to auto', ...breaker('auto', () => 'The breaker closes, and opens again only because of new failures.') },
 };
@@ -93,7 +93,7 @@ export async function confirmReload() {
       button: isNothing ? null : 'Reload',
       content: isNothing
         ? [h('p', {}, 'The file matches the active configuration: nothing changes.')]
-        : [h('p', {}, 'The file is read again, and the following changes apply. No job is lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
+        : [h('p', {}, 'The file is reread, and the following changes apply. No job is lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
       run: async () => {
         await request('POST', '/v1/reload');
         notice('the configuration was reloaded');

@@ -70,7 +70,7 @@ export class Details {
     this.rejected = table('Rejected', ['Reason', 'Jobs']);
     this.tenants = table('Tenants', ['Tenant', 'In flight', 'Queued', 'Submitted', 'Rejected']);
     this.advice = h('div.advice');
-    this.output = h('pre', { tabindex: 0, 'aria-label': 'Output of the workers' });
+    this.output = h('pre', { tabindex: 0, 'aria-label': 'Worker output' });
     this.place.replaceChildren(
       h('header', {}, h('h2', {}, this.name), this.badge, this.serviceBadge, this.closer),
       this.why,
@@ -82,7 +82,7 @@ export class Details {
       (this.rejectedPart = part('Rejected, by reason', this.rejected.element)),
       (this.tenantsPart = part('Busiest tenants', this.tenants.element)),
       (this.advicePart = part('Advice', this.advice)),
-      part('Output of the workers', this.output),
+      part('Worker output', this.output),
     );
     this.advicePart.hidden = true;
   }

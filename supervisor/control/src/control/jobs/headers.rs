@@ -53,7 +53,7 @@ impl<'h> JobHeaders<'h> {
                     _ => return Err("write true or false".into()),
                 }
             }
-            _ => return Err("unknown header; see the documentation of jobs over HTTP".into()),
+            _ => return Err("unknown header; see the documentation about jobs over HTTP".into()),
         }
         Ok(())
     }
