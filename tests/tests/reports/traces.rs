@@ -345,7 +345,7 @@ fn unavailable_collector_loses_spans_but_no_jobs() {
         drop(client);
         if address != silent.address {
             wait_for("the failure is logged", || {
-                supervisor.log().contains("failed to send spans").then_some(())
+                supervisor.log().contains("failed to send job spans").then_some(())
             });
         }
         let few = descriptors(supervisor.pid());
