@@ -226,7 +226,7 @@ class Client(BaseClient):
     ) -> JobFuture:
         """Submits a job and returns a future without waiting for the result. The parameters are those of ``call``.
 
-        ``cancel()`` of the future also ends a running job. Raises an exception only if the job could not be sent, and
+        ``cancel()`` of the future also stops a running job. Raises an exception only if the job could not be sent, and
         no earlier connection was lost. A payload other than ``bytes`` is copied. There are no retries.
         """
         from ._future import JobFuture

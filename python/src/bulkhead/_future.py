@@ -62,7 +62,7 @@ def run_callbacks(future: Future[Any]) -> None:
 
 
 class CancellableFuture(Future[T]):
-    """A future whose ``cancel()`` also ends a running job."""
+    """A future whose ``cancel()`` also stops a running job."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class CancellableFuture(Future[T]):
 class JobFuture(CancellableFuture[Reply]):
     """A ``concurrent.futures.Future`` whose ``result()`` returns a ``Reply`` or raises a ``JobError``.
 
-    ``cancel()`` also ends a running job. The worker is asked to stop, and is killed after the bulkhead's ``grace`` if
+    ``cancel()`` also stops a running job. The worker is asked to stop, and is killed after the bulkhead's ``grace`` if
     it does not. ``cancel()`` returns false only if the future is done. ``running()`` returns true from the moment when
     the job is sent. Callbacks run in the thread that reads the connection or cancels the job, so they must be short.
     """

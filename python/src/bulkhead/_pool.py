@@ -93,7 +93,7 @@ _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, Deadlin
 
 
 class PoolFuture(CancellableFuture[T]):
-    """A future whose ``cancel()`` also ends a running call by killing its worker and all descendants."""
+    """A future whose ``cancel()`` also stops a running call by killing its worker and all descendants."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()

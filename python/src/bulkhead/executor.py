@@ -84,7 +84,7 @@ class _Calls(Executor):
         - ``CallTimeout`` (a ``TimeoutError``) if ``timeout`` or ``deadline`` passed;
         - ``ResultUnreadable`` if the call or its result could not be unpickled.
 
-        ``future.cancel()`` also ends a running call.
+        ``future.cancel()`` also stops a running call.
 
         Raises ``RuntimeError`` after ``shutdown``, ``BrokenProcessPool`` if the initializer has failed, and
         ``SupervisorNotFound`` if the supervisor is not installed.
@@ -106,7 +106,7 @@ class _Calls(Executor):
 
         ``timeout`` is the number of seconds, counted from now, after which a missing result raises ``TimeoutError``.
         ``chunksize`` is the number of calls that are sent as one job. ``buffersize`` is the maximum number of submitted
-        jobs whose results have not been consumed; by default all jobs are submitted at once. All remaining calls,
+        jobs whose results have not been consumed; by default all jobs are submitted immediately. All remaining calls,
         including running calls, are cancelled if a call raises an exception or if the iterator is closed.
         """
         if chunksize < 1:

@@ -156,7 +156,8 @@ impl DataPlane {
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
             // Otherwise, the link's number of jobs would differ from that of policy.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
-            let message = "the worker sent a result for a job that it had not received yet".to_owned();
+            let message =
+                "the worker sent a result for a job that the worker had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
         };
         if record.held.file.is_some() {
