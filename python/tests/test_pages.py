@@ -23,6 +23,12 @@ DOCS = ROOT / "docs"
 #: Seconds for all commands of a page.
 LIMIT = 240
 
+#: An environment with the package, which needs neither pip nor the network.
+ENVIRONMENT = {
+    "python3 -m venv venv": f"{sys.executable} -m venv --without-pip venv",
+    "venv/bin/pip install --quiet ../bulkhead/python": f"cp -r {SOURCE}/bulkhead venv/lib/python*/site-packages/",
+}
+
 #: Line between the outputs of two commands.
 MARK = "-- end of a command --"
 
@@ -46,7 +52,7 @@ class File:
 def steps(page: str) -> Iterator[Command | File]:
     """Yields files and commands in the order of the page. A file is a block after a line that ends with its name."""
     parts = re.split(r"^```(\w*)\n(.*?)^```\n", page, flags=re.DOTALL | re.MULTILINE)
-    for text, language, block in zip(parts[::3], parts[1::3], parts[2::3]):
+    for text, language, block in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
         before = text.strip().rsplit("\n", 1)[-1]
         name = re.search(r"`([\w./-]+)`[^`]*:$", before)
         if language == "console":
@@ -92,14 +98,13 @@ def follow(page: str, instead: dict[str, str] | None = None) -> None:
         if isinstance(step, File):
             script += f"mkdir -p $(dirname {step.name}) && cat > {step.name} << 'END OF FILE'\n{step.text}END OF FILE\n"
         else:
-            script += f"{(instead or {}).get(step.text, step.text)}\nprintf '\\n{MARK}\\n'\n"
+            script += f"{(instead or {}).get(step.text, step.text)}\nprintf '\\n%s {MARK}\\n' $?\n"
             done.append(step)
     programs = os.path.dirname(find_supervisor())
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BULKHEAD_SOCKET")},
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), programs, os.environ["PATH"]]),
         "C_INCLUDE_PATH": str(ROOT / "worker" / "include"),
-        "PYTHONPATH": SOURCE,
     }
     (folder / "script").write_text(script)
     try:
@@ -117,11 +122,14 @@ def follow(page: str, instead: dict[str, str] | None = None) -> None:
         log = "".join(path.read_text() for path in folder.glob("empty/**/supervisor.log"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    outputs = ran.stdout.split(f"\n{MARK}\n")
-    assert len(outputs) == len(done) + 1, ran.stdout + log
-    differ = [(step, output) for step, output in zip(done, outputs) if not is_shown(step, output)]
-    explained = [f"$ {step.text}\n{output}\nnot:\n" + "\n".join(step.output) for step, output in differ]
-    assert not differ, "\n\n".join(explained) + "\n\n" + log
+    outputs = re.split(rf"\n(\d+) {MARK}\n", ran.stdout)
+    assert len(outputs) == 2 * len(done) + 1, ran.stdout + log
+    differ = [
+        f"$ {step.text}\n{output}\nstatus {status}, but the page has:\n" + "\n".join(step.output)
+        for step, output, status in zip(done, outputs[::2], outputs[1::2], strict=False)
+        if status != "0" or not is_shown(step, output)
+    ]
+    assert not differ, "\n\n".join([*differ, log])
 
 
 def needs(program: str) -> None:
@@ -131,7 +139,9 @@ def needs(program: str) -> None:
 
 def rust_program(page: str, name: str) -> pathlib.Path:
     """Returns the example that is the Rust program of a page."""
-    shown = [step.text for step in steps((DOCS / page).read_text()) if isinstance(step, File) and "main.rs" in step.name]
+    shown = [
+        step.text for step in steps((DOCS / page).read_text()) if isinstance(step, File) and "main.rs" in step.name
+    ]
     source = (ROOT / "examples" / "src" / "bin" / f"{name}.rs").read_text()
     assert source.split("\n\n", 1)[1] == shown[0], f"examples/src/bin/{name}.rs differs from docs/{page}"
     program = pathlib.Path(find_supervisor()).parent / name
@@ -147,8 +157,20 @@ def test_page_on_workers_in_c_works() -> None:
 
 def test_page_on_workers_in_rust_works() -> None:
     program = rust_program("worker-rust.md", "words")
-    build = f"mkdir -p target/release && cp {program} target/release/"
+    build = f"mkdir -p target/release && cp --remove-destination {program} target/release/"
     follow("worker-rust.md", {"cargo new --quiet words": "mkdir words", "cargo build --quiet --release": build})
+
+
+def test_page_on_workers_in_python_works() -> None:
+    follow("worker-python.md", ENVIRONMENT)
+
+
+def test_page_on_clients_works() -> None:
+    needs("curl")
+    program = rust_program("client.md", "words-client")
+    create = "mkdir -p words-client/src"
+    run = "cargo run --quiet --manifest-path words-client/Cargo.toml"
+    follow("client.md", {"cargo new --quiet words-client": create, run: str(program), **ENVIRONMENT})
 
 
 def test_check_of_pages_finds_differences() -> None:
