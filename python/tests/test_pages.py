@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from pools import LONG, wait_for
 from running import SOURCE
 
-from bulkhead._private import find_supervisor
+from bulkhead._private import find_supervisor, to_toml
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -171,6 +177,182 @@ def test_page_on_clients_works() -> None:
     create = "mkdir -p words-client/src"
     run = "cargo run --quiet --manifest-path words-client/Cargo.toml"
     follow("client.md", {"cargo new --quiet words-client": create, run: str(program), **ENVIRONMENT})
+
+
+#: Bulkheads whose jobs end in each way that docs/operations/incidents.md describes. `{python}` is the interpreter.
+SYMPTOMS = """
+[supervisor]
+socket = "jobs.sock"
+
+[bulkhead.busy]
+exec      = ["sleep", "0.3"]
+max_queue = 2
+
+[bulkhead.slow]
+exec          = ["sleep", "600"]
+max_in_flight = 10
+max_queue     = 10
+deadline_max  = "10m"
+
+[bulkhead.breaker]
+exec    = ["false"]
+breaker = { window = "60s", failure_rate = 0.5 }
+
+[bulkhead.broken]
+command = ["/bin/true"]
+restart = { max = 2, within = "10s", backoff = "10ms" }
+
+[bulkhead.shared]
+exec      = ["sleep", "0.3"]
+max_queue = 20
+tenants   = { max_in_flight = 1, max_queue = 1 }
+
+[bulkhead.crash]
+exec   = ["sh", "-c", "kill -SEGV $$"]
+poison = { crashes = 2 }
+
+[bulkhead.call]
+exec    = {call}
+sandbox = { profile = "strict", read = {read} }
+
+[bulkhead.files]
+exec     = ["sh", "-c", "head -c 99999999 /dev/zero > $TMPDIR/x; sleep 600"]
+sandbox  = { tmp = "1MiB" }
+deadline = "1m"
+
+[bulkhead.memory]
+exec    = {memory}
+sandbox = { read = {read} }
+rlimits = { data = "256MiB" }
+"""
+
+#: Number of the system call bpf.
+BPF = {"x86_64": 321, "aarch64": 280}
+
+
+@contextmanager
+def supervisor_with_symptoms(folder: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
+    call = [sys.executable, "-c", f"import ctypes; ctypes.CDLL(None).syscall({BPF[os.uname().machine]}, 0, 0, 0)"]
+    memory = [sys.executable, "-c", "bytes(600 << 20)"]
+    keys = {"call": call, "memory": memory, "read": sorted({sys.prefix, sys.base_prefix})}
+    config = SYMPTOMS
+    for name, value in keys.items():
+        config = config.replace(f"{{{name}}}", to_toml(value))
+    (folder / "workers.toml").write_text(config)
+    with open(folder / "log", "wb") as log:
+        command = [find_supervisor(), "--config", str(folder / "workers.toml")]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def symptoms() -> list[str]:
+    """Returns the texts in the first column of the tables of symptoms, without commands."""
+    page = (DOCS / "operations" / "incidents.md").read_text()
+    section = page.split("\n## Symptoms\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    texts = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    return [text for text in texts if not text.startswith("bulkhead ")]
+
+
+def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> None:
+    tmp_path.chmod(0o755)
+    config, seen = tmp_path / "workers.toml", ""
+
+    def run(*arguments: str, code: int | None = None, before: tuple[str, ...] = ()) -> str:
+        nonlocal seen
+        command = [*before, os.path.join(os.path.dirname(find_supervisor()), "bulkhead"), *arguments]
+        environment = {**os.environ, "BULKHEAD_SOCKET": str(tmp_path / "jobs.sock")}
+        ran = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        assert code is None or ran.returncode == code, f"{command}: {ran.returncode}: {ran.stdout}"
+        seen += ran.stdout
+        return ran.stdout
+
+    def submit(name: str, *arguments: str, code: int | None = None) -> str:
+        return run("submit", name, "-n", *arguments, code=code)
+
+    def wait_for_event(kind: str) -> None:
+        wait_for(kind, lambda: kind in run("events", "--kind", kind))
+
+    expected = symptoms()
+    assert len(expected) >= 18, expected
+    run("submit", "busy", "-n", code=69)
+    with supervisor_with_symptoms(tmp_path) as process:
+        run("is-ready", "--wait", "60s")
+        submit("busy", "--repeat", "30", "--concurrency", "15", code=75)
+        run("status", "busy")
+        submit("slow", "--deadline", "100ms", "--repeat", "10", "--concurrency", "10", code=124)
+        run("status", "slow")
+        submit("breaker", "--repeat", "60", code=1)
+        run("status", "breaker")
+        wait_for("the bulkhead has failed", lambda: "state failed" in run("status", "broken"))
+        submit("shared", "--tenant", "acme", "--repeat", "6", "--concurrency", "6", "--json", code=75)
+        for code in (70, 70, 65):
+            submit("crash", code=code)
+        submit("call", code=70)
+        submit("files", code=70)
+        submit("memory", code=1)
+        run("drain", "breaker", code=0)
+        submit("breaker", code=75)
+        run("resume", "breaker", code=0)
+
+        # A job that waits until its deadline behind one that hangs, which is then cancelled.
+        run("resize", "slow", "--max-in-flight", "1", code=0)
+        with ThreadPoolExecutor() as threads:
+            hanging = threads.submit(submit, "slow", "--deadline", "10m", code=130)
+            wait_for("the job runs", lambda: "running" in run("jobs", "slow"))
+            submit("slow", "--deadline", "100ms", code=124)
+            listed = json.loads(run("jobs", "slow", "--json"))["jobs"]
+            run("cancel", "slow", listed[0]["job"], code=0)
+            hanging.result(LONG)
+
+        if os.getuid() == 0 and shutil.which("setpriv"):
+            other = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+            run("submit", "busy", "-n", before=other, code=77)
+        else:
+            expected.remove("this user has no access to the socket")  # only root can become another user
+
+        good = config.read_text()
+        config.write_text(good + "max_qeue = 1\n")
+        run("reload", code=2)
+        wait_for_event("config_rejected")
+        check = [find_supervisor(), "--config", str(config), "--check"]
+        assert subprocess.run(check, capture_output=True, check=False).returncode == 2
+        config.write_text(good.replace('exec      = ["sleep", "0.3"]\nmax_queue = 2\n', 'command = ["/bin/true"]\n'))
+        run("reload", code=0)
+        wait_for_event("replacement_failed")
+        submit("busy", code=0)
+        config.write_text(good)
+        run("reload", code=0)
+        run("upgrade", "--unmanaged", "--program", "/bin/true", code=1)
+
+        (tmp_path / "jobs.sock").unlink()
+        wait_for_event("socket_removed")
+        process.send_signal(signal.SIGHUP)
+        wait_for("the socket is there again", (tmp_path / "jobs.sock").exists)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)  # the pause itself
+        process.send_signal(signal.SIGCONT)
+        wait_for_event("held_up")
+    missing = [text for text in expected if text not in seen]
+    assert not missing, f"{missing}\n{seen}\n{(tmp_path / 'log').read_text()}"
 
 
 def test_check_of_pages_finds_differences() -> None:
