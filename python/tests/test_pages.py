@@ -72,6 +72,8 @@ def commands(block: str) -> list[Command]:
     for line in block.splitlines():
         if line.startswith("$ "):
             found.append(Command(line[2:]))
+        elif not found:
+            continue  # a block of root's commands, which are not followed
         elif found[-1].text.endswith("\\"):
             found[-1].text += "\n" + line
         else:
@@ -179,6 +181,26 @@ def test_page_on_clients_works() -> None:
     follow("client.md", {"cargo new --quiet words-client": create, run: str(program), **ENVIRONMENT})
 
 
+def test_configuration_on_page_on_production_is_valid(tmp_path: pathlib.Path) -> None:
+    page = (DOCS / "operations/production.md").read_text()
+    found = {step.name: step.text for step in steps(page) if isinstance(step, File)}
+    blocks = re.findall(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    added = next(block for block in blocks if block.startswith("http "))
+    main = (ROOT / "deploy/debian/workers.toml").read_text().replace("[supervisor]\n", f"[supervisor]\n{added}")
+    (tmp_path / "conf.d").mkdir(mode=0o755)
+    files = {"workers.toml": main, "conf.d/compress.toml": found["/etc/bulkhead/conf.d/compress.toml"]}
+    for name, text in files.items():
+        text = text.replace("/etc/bulkhead/", f"{tmp_path}/").replace("/var/lib/bulkhead/", f"{tmp_path}/")
+        (tmp_path / name).write_text(text)
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    (tmp_path / "token").chmod(0o600)
+    command = [find_supervisor(), "--config", str(tmp_path / "workers.toml"), "--check"]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "[bulkhead.compress]" in ran.stdout
+
+
 #: Bulkheads whose jobs end in each way that docs/operations/incidents.md describes. `{python}` is the interpreter.
 SYMPTOMS = """
 [supervisor]
@@ -256,7 +278,7 @@ def supervisor_with_symptoms(folder: pathlib.Path) -> Iterator[subprocess.Popen[
 
 def symptoms() -> list[str]:
     """Returns the texts in the first column of the tables of symptoms, without commands."""
-    page = (DOCS / "operations" / "incidents.md").read_text()
+    page = (DOCS / "operations/incidents.md").read_text()
     section = page.split("\n## Symptoms\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
     texts = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
