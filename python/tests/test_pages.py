@@ -82,8 +82,9 @@ def commands(block: str) -> list[Command]:
 
 
 def normal(text: str) -> str:
-    """Replaces numbers, and the widths of columns, because they differ from run to run."""
-    lines = (re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?", "N", line)).strip() for line in text.splitlines())
+    """Replaces numbers, durations, and the widths of columns, because they differ from run to run."""
+    numbers = re.compile(r"\d+(\.\d+)?( ?(µs|ms|s|m)\b)?")
+    lines = (re.sub(r"\s+", " ", numbers.sub("N", line)).strip() for line in text.splitlines())
     return "\n".join(lines).strip()
 
 
@@ -320,7 +321,7 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
         run("is-ready", "--wait", "60s")
         submit("busy", "--repeat", "30", "--concurrency", "15", code=75)
         run("status", "busy")
-        submit("slow", "--deadline", "100ms", "--repeat", "10", "--concurrency", "10", code=124)
+        submit("slow", "--deadline", "1s", "--repeat", "10", "--concurrency", "10", code=124)
         run("status", "slow")
         submit("breaker", "--repeat", "60", code=1)
         run("status", "breaker")
@@ -340,7 +341,7 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
         with ThreadPoolExecutor() as threads:
             hanging = threads.submit(submit, "slow", "--deadline", "10m", code=130)
             wait_for("the job runs", lambda: "running" in run("jobs", "slow"))
-            submit("slow", "--deadline", "100ms", code=124)
+            submit("slow", "--deadline", "1s", code=124)
             listed = json.loads(run("jobs", "slow", "--json"))["jobs"]
             run("cancel", "slow", listed[0]["job"], code=0)
             hanging.result(LONG)
@@ -380,7 +381,7 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
 def test_check_of_pages_finds_differences() -> None:
     shown = Command("x", ["ran 1.2 ms", "[...]", "exit…"])
     assert is_shown(shown, "ran  30 ms\nmore\nlines\nexit code 3\n")
-    assert not is_shown(shown, "ran 30 s\nmore\nexit code 3\n")
+    assert not is_shown(shown, "ran 30 bytes\nmore\nexit code 3\n")
     assert not is_shown(shown, "ran 30 ms\nmore\n")
     page = "Write `a/b.c` so:\n\n```c\nint x;\n```\n\nText:\n\n```console\n$ one \\\n  two\nout\n$ three\n```\n"
     assert list(steps(page)) == [File("a/b.c", "int x;\n"), Command("one \\\n  two", ["out"]), Command("three")]

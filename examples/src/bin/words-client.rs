@@ -9,7 +9,7 @@ use bulkhead_client::Client;
 async fn main() -> Result<(), Box<dyn Error>> {
     let client = Client::connect(std::env::var("BULKHEAD_SOCKET")?).await?;
 
-    let job = client.job("words", "three short words").deadline(Duration::from_secs(1));
+    let job = client.job("words", "three short words").deadline(Duration::from_secs(5));
     let reply = job.send().await?;
     print!("words: {}", String::from_utf8_lossy(reply.payload()));
 
