@@ -246,7 +246,7 @@ impl Client {
         (Self { shared, retries: false, reconnect_timeout: None }, driver.run())
     }
 
-    /// Sets whether the jobs of this client are retried: the default of [`Job::retry`](crate::Job::retry). Other
+    /// Sets the default of [`Job::retry`](crate::Job::retry) for the jobs of this client. Other
     /// clones of the client keep their setting. All clones share one retry budget.
     ///
     /// ```no_run

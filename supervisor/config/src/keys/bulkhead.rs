@@ -68,8 +68,8 @@ section! {
     /// least `deadline`.
     deadline_max: Duration as at_least(POSITIVE_DURATION), without "`deadline`", such as "\"5s\"";
     /// Time that a worker has to stop after a missed deadline before it is killed; `"0s"` kills the worker
-    /// immediately. With `exec` the program is killed immediately. The worker of the program is killed only
-    /// if the program is still there after 5 s while a client is waiting for another program in the worker.
+    /// immediately. With `exec`, the program is killed immediately, and its worker only if the program still
+    /// exists 5 s later and a client waits for another job of this worker.
     grace: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
     /// Amount of work, in expected run time, that is sent to a busy worker in advance, so that the worker is
     /// not idle between two jobs. Applies to workers with the SDK, and therefore not with `exec`. `"0s"`
