@@ -159,6 +159,10 @@ def rust_program(page: str, name: str) -> pathlib.Path:
     return program
 
 
+def test_quick_start_works() -> None:
+    follow("../README.md")
+
+
 def test_page_on_workers_in_c_works() -> None:
     needs("cc")
     follow("worker-c.md")
