@@ -417,7 +417,7 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
                 "no process is listening on the socket; is the supervisor running?"
             }
             io::ErrorKind::PermissionDenied => {
-                "this user has no access to the socket; see `socket_mode` in workers.toml"
+                "this user has no access to the socket; see `socket_mode` and `[[access]]` in workers.toml"
             }
             io::ErrorKind::WouldBlock => "too many clients are waiting to be accepted; try again later",
             _ => "the socket cannot be opened; check that the path is correct",

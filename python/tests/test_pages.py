@@ -357,6 +357,9 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
             expected.remove("this user has no access to the socket")  # only root can become another user
 
         good = config.read_text()
+        config.write_text(good + "[[access]]\nuid = 65533\n")
+        run("reload", code=0)
+        submit("busy", code=77)
         config.write_text(good + "max_qeue = 1\n")
         run("reload", code=2)
         wait_for_event("config_rejected")
