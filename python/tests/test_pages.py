@@ -97,6 +97,7 @@ def is_shown(command: Command, output: str) -> bool:
 
 def follow(page: str, instead: dict[str, str] | None = None) -> None:
     """Runs the commands of a page. `instead` maps commands that would take too long to others with the same effect."""
+    programs = os.path.dirname(find_supervisor())
     folder = pathlib.Path(tempfile.mkdtemp(prefix="bulkhead-page-"))
     folder.chmod(0o755)  # workers of other users read their modules below this folder
     (folder / "bulkhead").symlink_to(ROOT)
@@ -109,7 +110,6 @@ def follow(page: str, instead: dict[str, str] | None = None) -> None:
         else:
             script += f"{(instead or {}).get(step.text, step.text)}\nprintf '\\n%s {MARK}\\n' $?\n"
             done.append(step)
-    programs = os.path.dirname(find_supervisor())
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BULKHEAD_SOCKET")},
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), programs, os.environ["PATH"]]),
