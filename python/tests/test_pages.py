@@ -190,8 +190,8 @@ def test_configuration_on_page_on_production_is_valid(tmp_path: pathlib.Path) ->
     page = (DOCS / "operations/production.md").read_text()
     found = {step.name: step.text for step in steps(page) if isinstance(step, File)}
     blocks = re.findall(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    added = next(block for block in blocks if block.startswith("http "))
-    main = (ROOT / "deploy/debian/workers.toml").read_text().replace("[supervisor]\n", f"[supervisor]\n{added}")
+    added = next(block for block in blocks if "http " in block)
+    main = (ROOT / "deploy/debian/workers.toml").read_text().replace("[supervisor]\n", added)
     (tmp_path / "conf.d").mkdir(mode=0o755)
     files = {"workers.toml": main, "conf.d/compress.toml": found["/etc/bulkhead/conf.d/compress.toml"]}
     for name, text in files.items():
