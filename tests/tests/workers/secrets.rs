@@ -164,28 +164,31 @@ fn worker_that_replaces_a_dead_one_reads_the_secret_again() {
     }
 }
 
+/// The old worker stays in service until a replacement has started.
 #[test]
 fn invalid_secret_fails_the_start_until_it_is_corrected() {
+    const NAMES: [&str; 2] = ["worker", "forked"];
     let (folder, path) = folder_with("sesame");
     let bulkheads = hostile("worker", "") + &hostile("forked", "start.mode = \"fork\"");
     let supervisor = Supervisor::launch(folder, "", &bulkheads).until_ready();
+    let pid_of = |name: &str| wait_for("a worker runs", || supervisor.worker_pids(name).first().copied());
     let spoil = |how: &dyn Fn(&Path), cause: &str| {
         how(&path);
-        for name in ["worker", "forked"] {
-            let before = supervisor.events("worker_not_started").len();
+        for name in NAMES {
             assert!(supervisor.post(&format!("/v1/bulkheads/{name}/restart")).0 < 300);
-            let log = wait_for(&format!("{name} does not start: {cause}"), || {
-                let events = supervisor.events("worker_not_started");
-                let told = events.iter().skip(before).map(ToString::to_string).collect::<String>();
-                Some(told).filter(|told| told.contains(cause) && told.contains(name))
+            let told = wait_for(&format!("{name} does not start: {cause}"), || {
+                let (_, events) = supervisor.try_get("/v1/events?follow=false")?;
+                let is_told = |event: &&str| event.contains(cause) && event.contains(&format!("\"{name}\""));
+                events.lines().find(is_told).map(str::to_owned)
             });
-            assert!(log.contains("env_files.SECRET"), "{log}");
-            assert!(log.contains(path.to_str().unwrap()), "{log}");
-            assert!(!log.contains("sesame"), "{log}");
+            assert!(told.contains("env_files.SECRET") && told.contains(path.to_str().unwrap()), "{told}");
+            assert_eq!(secret_of(&supervisor, name).as_deref(), Some("sesame"), "the old worker serves on");
         }
+        let old = NAMES.map(pid_of);
         write(&path, "sesame");
-        for name in ["worker", "forked"] {
-            wait_for("the worker starts", || {
+        for (name, old) in NAMES.into_iter().zip(old) {
+            wait_for("another worker starts", || (pid_of(name) != old).then_some(()));
+            wait_for("the worker has the secret", || {
                 (secret_of(&supervisor, name).as_deref() == Some("sesame")).then_some(())
             });
         }
