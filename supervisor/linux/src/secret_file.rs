@@ -112,12 +112,17 @@ pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
 /// Reads the value of an environment variable from a file: the content without a final newline, at most
 /// [`VARIABLE_BYTES_MAX`] bytes without NUL.
 pub fn read_variable(path: &Path) -> Result<Secret, SecretFileError> {
-    let mut content = read(path, VARIABLE_BYTES_MAX + 1)?;
+    const TOO_LARGE: SecretFileError = SecretFileError::TooLarge(VARIABLE_BYTES_MAX);
+    // The newline does not count.
+    let mut content = read(path, VARIABLE_BYTES_MAX + 1).map_err(|error| match error {
+        SecretFileError::TooLarge(_) => TOO_LARGE,
+        error => error,
+    })?;
     if content.last() == Some(&b'\n') {
         content.pop();
     }
     if content.len() > VARIABLE_BYTES_MAX {
-        return Err(SecretFileError::TooLarge(VARIABLE_BYTES_MAX));
+        return Err(TOO_LARGE);
     }
     if content.contains(&0) { Err(SecretFileError::Nul) } else { Ok(content) }
 }
