@@ -19,8 +19,8 @@ table! {
     /// Level of confinement of the workers.
     profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
     /// Network access of the workers. A table permits only outgoing TCP connections, to the ports in
-    /// `tcp_ports`, and UDP to all addresses with `udp = true`. Without UDP, DNS needs TCP as well. A bulkhead's
-    /// value replaces that of `[defaults]`. See [network](confinement/layers.md#network-and-sockets).
+    /// `tcp_ports`, and UDP to all addresses with `udp = true`. Without UDP, DNS works only over TCP. A bulkhead's
+    /// value replaces that of `[defaults]`; see [only some ports](confinement/layers.md#only-some-ports).
     network: Network as Kind::Network, default Network::None, reload ReplacesWorkers;
     /// Additional files and folders that the workers can read. The program, its libraries and its loader are
     /// always readable.
