@@ -141,7 +141,7 @@ fn ports_need_landlock_unless_best_effort() {
             DEFAULT => format!("{}, best_effort = [\"landlock_tcp\"]", network("")),
             _ => network(", \"landlock_tcp\""),
         };
-        let bulkheads = bulkhead("required", WORKER, &network(""))
+        let bulkheads = bulkhead("required", WORKER, &network("")).replace("max = 1000", "max = 1")
             + &bulkhead("lenient", WORKER, &lenient)
             + &bulkhead("sibling", WORKER, profile);
         let place = Setup { bulkheads: &bulkheads, without: "landlock_tcp", ..Setup::default() }.start();
