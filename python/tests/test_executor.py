@@ -310,7 +310,8 @@ def test_env_files_replace_variables_of_the_caller(
     with BulkheadExecutor(1, multiprocessing.get_context(context), config=config) as pool:
         assert pool.submit(jobs.variable, "DB_PASSWORD").result(LONG) == "sesame"
         assert pool.submit(jobs.variable, "A_LARGE_VARIABLE").result(LONG) == "x" * 30_000
-    with BulkheadExecutor(1, env={"DB_PASSWORD": "x"}, config=config) as pool, pytest.raises(RuntimeError, match="both"):
+    both = {"env": {"DB_PASSWORD": "x"}, "config": config}
+    with BulkheadExecutor(1, **both) as pool, pytest.raises(RuntimeError, match="both"):
         pool.submit(jobs.pid)
     secret.chmod(0o644)
     with BulkheadExecutor(1, config=config) as pool, pytest.raises(RuntimeError, match="has the mode 0644") as caught:
