@@ -24,6 +24,7 @@ import pytest
 from pools import LONG, read, tree, wait_for
 
 from bulkhead import BulkheadExecutor, WorkerCrashed
+from bulkhead._future import Condition
 from bulkhead._private import PrivateSupervisor
 
 
@@ -236,6 +237,24 @@ def test_timeout_from_a_signal_fails_no_other_call() -> None:
         check=False,
     )
     assert ran.stdout == "all ended\n", ran.stderr
+
+
+def test_signal_exception_after_the_release_of_a_condition_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    condition = Condition()
+    release = condition._release_save
+
+    def interrupted() -> None:
+        release()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(condition, "_release_save", interrupted)
+    with pytest.raises(KeyboardInterrupt), condition:
+        condition.wait()
+    monkeypatch.undo()
+    with condition:
+        assert not condition.wait(0)
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        condition.wait(0)
 
 
 def test_shutdown_waits_for_the_supervisor_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:

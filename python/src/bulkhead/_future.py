@@ -20,10 +20,25 @@ T = TypeVar("T")
 
 
 class Condition(threading.Condition):
-    """A condition that a signal handler's exception cannot leave locked: ``with`` uses the lock's own methods."""
+    """A condition that stays usable if a signal handler raises an exception while its lock is taken or released."""
 
+    # The lock's own methods, because those of the standard condition can leave it locked.
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until notified or until ``timeout`` seconds have passed. Returns false after a timeout."""
+        lock: Any = self._lock  # type: ignore[attr-defined]
+        if not lock._is_owned():
+            raise RuntimeError("cannot wait on un-acquired lock")
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            # The standard method does not take the lock again if the exception comes just after the release. Leaving
+            # the `with` block would then raise an exception that hides this one.
+            if not lock._is_owned():
+                lock.acquire()
+            raise
 
 
 def run_callbacks(future: Future[Any]) -> None:

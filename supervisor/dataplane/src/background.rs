@@ -26,6 +26,13 @@ const LOOKS_WAITING_MAX: usize = 1024;
 /// creation of files from keeping a processor busy.
 const FILES_PAUSE: u32 = 1;
 
+/// Time for which the start of a keeper is tried again after a failure. The keeper may have been killed while
+/// it started, and the system may have been short of memory or processes.
+const KEEPER_START_MAX: Duration = Duration::from_secs(10);
+
+/// Delay before the second attempt to start a keeper. Doubles with each further attempt.
+const KEEPER_RETRY_PAUSE: Duration = Duration::from_millis(10);
+
 enum Task {
     /// Kills all processes that a lost keeper left behind.
     SweepKeeper {
@@ -181,7 +188,7 @@ fn perform(task: Task) -> Done {
         Task::SweepKeeper { lost } => Done::KeeperSwept(reap_after_keeper(*lost)),
         Task::StartKeeper { pause, launcher } => {
             std::thread::sleep(pause);
-            Done::Keeper(launcher.start().map(Box::new))
+            Done::Keeper(start_keeper(&launcher))
         }
         Task::Watch(watch) => {
             watch.begin();
@@ -195,5 +202,20 @@ fn perform(task: Task) -> Done {
             files.free();
             Done::FilesFreed
         }
+    }
+}
+
+/// Starts a keeper. Tries again after failures, for up to [`KEEPER_START_MAX`].
+fn start_keeper(launcher: &KeeperLauncher) -> io::Result<Box<Keeper>> {
+    let until = Instant::now() + KEEPER_START_MAX;
+    let mut pause = KEEPER_RETRY_PAUSE;
+    loop {
+        match launcher.start() {
+            Ok(keeper) => return Ok(Box::new(keeper)),
+            Err(error) if Instant::now() + pause >= until => return Err(error),
+            Err(error) => tracing::warn!("failed to start the keeper; trying again: {error}"),
+        }
+        std::thread::sleep(pause);
+        pause *= 2;
     }
 }

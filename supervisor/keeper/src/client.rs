@@ -96,14 +96,26 @@ pub struct KeeperLauncher {
 
 impl KeeperLauncher {
     /// Starts the keeper, and sends it the subordinate user ids for workers and the lifeline.
-    pub fn start(self) -> io::Result<Keeper> {
+    pub fn start(&self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
             false => Keeper::start(&self.program)?,
         };
-        self.ids.map_or(Ok(()), |ids| keeper.send_subordinate_ids(ids))?;
-        self.lifeline.map_or(Ok(()), |lifeline| keeper.send_lifeline(lifeline))?;
-        Ok(keeper)
+        let sent = match &self.ids {
+            Some(ids) => keeper.send_subordinate_ids(ids.clone()),
+            None => Ok(()),
+        };
+        let sent = sent.and_then(|()| match &self.lifeline {
+            Some(lifeline) => keeper.send_lifeline(lifeline.clone()),
+            None => Ok(()),
+        });
+        match sent {
+            Ok(()) => Ok(keeper),
+            Err(error) => {
+                reap_after_keeper(keeper)?;
+                Err(error)
+            }
+        }
     }
 }
 

@@ -39,6 +39,7 @@ fn main() {
         Some("waits-for-all") => waits_for_all(),
         Some("keeps-its-own") => keeps_its_own(),
         Some("loses-its-keeper") => loses_its_keeper(),
+        Some("loses-starting-keepers") => loses_starting_keepers(),
         Some("holds") => holds(),
         Some("attempts") => attempts(&arguments[1]),
         Some("two") => two(),
@@ -389,6 +390,25 @@ fn loses_its_keeper() {
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
     own.wait().unwrap();
+}
+
+/// Checks that keepers that are killed while they start are replaced.
+fn loses_starting_keepers() {
+    let folder = std::env::var("FOLDER").unwrap();
+    let is_own = |pid: &u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        String::from_utf8_lossy(&environment).contains(&folder)
+    };
+    let (supervisor, client) = start("processes = 1");
+    let mut killed = std::collections::HashSet::new();
+    while killed.len() < 12 {
+        for pid in bulkhead_tests::processes_with("bulkhead-keeper").into_iter().filter(is_own) {
+            killed.insert(pid);
+            kill_pid(pid, Signal::SIGKILL);
+        }
+    }
+    wait_for("a worker serves jobs", || send(&client, "pid", "").ok());
+    supervisor.shutdown().unwrap();
 }
 
 /// Runs all attempts of the hostile worker under this profile. The file `workers.toml` configures the

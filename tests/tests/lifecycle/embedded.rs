@@ -10,7 +10,8 @@ use tempfile::TempDir;
 
 fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     let mut command = Command::new(programs().join("application"));
-    command.args(arguments).current_dir(folder.path()).env("MISBEHAVE", programs().join("misbehave"));
+    command.args(arguments).current_dir(folder.path());
+    command.env("MISBEHAVE", programs().join("misbehave")).env("FOLDER", folder.path());
     command
 }
 
@@ -53,6 +54,11 @@ fn embedding_does_not_change_process_state() {
 #[test]
 fn killed_keeper_or_guard_is_replaced() {
     runs("loses-its-keeper");
+}
+
+#[test]
+fn keeper_killed_while_it_starts_is_replaced() {
+    runs("loses-starting-keepers");
 }
 
 /// Also checks that no job begins twice.
