@@ -169,6 +169,9 @@ pub const ATTEMPTS: &[Group] = &[
         &[
             plain("connect-by-tcp", "connect by TCP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("listen-on-tcp", "listen on TCP", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("listen-on-any-port", "listen on a TCP port that the kernel chooses", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("connect-by-mptcp", "connect by Multipath TCP", Machine, NO_FAMILY, NO_FAMILY),
+            plain("connect-by-fast-open", "connect by TCP fast open, without `connect`", Machine, NO_FAMILY, NO_FAMILY),
             plain("send-by-udp", "send by UDP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("connect-to-abstract-socket", "connect to an abstract Unix socket", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("take-an-abstract-name", "take a name for an abstract Unix socket, before another does", Succeeds, NOT_PERMITTED, Refused(&["EAFNOSUPPORT", "EPERM"], FAMILIES)),

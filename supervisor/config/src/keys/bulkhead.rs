@@ -45,6 +45,11 @@ section! {
     /// Environment variables of the workers. Workers get only these variables and a few that the SDK needs.
     /// Names that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
+    /// Files with the values of further environment variables, such as passwords: a path, or
+    /// `credential:NAME` for a credential of the supervisor's systemd unit. The value is the content without a
+    /// final newline, at most 64 KiB, and is read at each start of a worker. At most 64 files; see
+    /// [secrets](#secrets).
+    env_files: Environment as Kind::Environment, without "`{}`", such as "{ DB_PASSWORD = \"/etc/bulkhead/secrets/db\" }", reload ReplacesWorkers;
     /// Working directory of the workers.
     cwd: String as Kind::Path, without "the file's folder", such as "\"/srv/work\"", reload ReplacesWorkers;
     /// Number of worker processes.
@@ -120,6 +125,9 @@ pub struct BulkheadConfig {
     pub program: Program,
     /// Environment variables of the workers, sorted by name.
     pub env: Vec<(String, String)>,
+    /// Absolute paths of files with the values of further environment variables, sorted by the name of the
+    /// variable. The files were valid when the configuration was read.
+    pub env_files: Vec<(String, PathBuf)>,
     /// Absolute path of the workers' working directory, which existed when the file was read.
     pub cwd: PathBuf,
     /// Number of worker processes, at least 1.
