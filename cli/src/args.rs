@@ -14,26 +14,29 @@ use crate::output::{Failure, exit};
 use crate::target::{Host, Target};
 use crate::times;
 
+/// Heading of the options that all subcommands have. Without a heading, the help mixes them with a subcommand's own.
+const GLOBAL: &str = "Options of all commands";
+
 /// Submit jobs to a bulkhead-supervisor, and operate the supervisor
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead", version, arg_required_else_help = true, max_term_width = 80)]
 pub(crate) struct Args {
     /// Jobs socket of the supervisor
-    #[arg(long, global = true, env = "BULKHEAD_SOCKET", value_name = "PATH")]
+    #[arg(long, global = true, env = "BULKHEAD_SOCKET", value_name = "PATH", help_heading = GLOBAL)]
     pub(crate) socket: Option<PathBuf>,
 
     /// Admin socket of the supervisor; defaults to admin.sock next to the jobs socket
-    #[arg(long, global = true, env = "BULKHEAD_ADMIN", value_name = "PATH")]
+    #[arg(long, global = true, env = "BULKHEAD_ADMIN", value_name = "PATH", help_heading = GLOBAL)]
     pub(crate) admin: Option<PathBuf>,
 
     /// Admin API of a supervisor over TCP, such as http://127.0.0.1:9464, instead of the admin socket
     ///
     /// `submit` and `bench` need the jobs socket and do not use this option.
-    #[arg(long, global = true, env = "BULKHEAD_HOST", value_name = "URL")]
+    #[arg(long, global = true, env = "BULKHEAD_HOST", value_name = "URL", help_heading = GLOBAL)]
     pub(crate) host: Option<String>,
 
     /// File that contains the token for --host
-    #[arg(long, global = true, env = "BULKHEAD_TOKEN_FILE", value_name = "FILE")]
+    #[arg(long, global = true, env = "BULKHEAD_TOKEN_FILE", value_name = "FILE", help_heading = GLOBAL)]
     pub(crate) token_file: Option<PathBuf>,
 
     /// Options that the user has set on the command line or by environment variables.
@@ -41,7 +44,7 @@ pub(crate) struct Args {
     given: Given,
 
     /// Print JSON
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = GLOBAL)]
     pub(crate) json: bool,
 
     #[command(subcommand)]
@@ -108,11 +111,11 @@ pub(crate) enum Command {
     },
     /// Replace the supervisor's program without losing, rejecting or repeating a job
     ///
-    /// The running program starts the new program, hands over when every bulkhead is ready, and finishes the jobs that
-    /// it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same
-    /// time, so the machine needs memory for both. The exit status is 0 ten seconds after the new program has begun to
-    /// serve, 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded, and 75 if an upgrade is
-    /// under way.
+    /// The running program starts the new one beside it, hands over when every bulkhead is ready, and finishes the jobs
+    /// that it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same time,
+    /// so the machine needs memory for both. The command waits until the new program has served for ten seconds. The exit
+    /// status is then 0. It is 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded, and 75 if
+    /// an upgrade is under way.
     Upgrade(Upgrade),
     /// List crash reports, or show one
     Crashes(Crashes),
@@ -340,7 +343,7 @@ pub(crate) struct Top {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Upgrade {
-    /// Program to start. Default: the path by which the supervisor was started
+    /// Program to start [default: the path by which the supervisor was started]
     #[arg(long, value_name = "PATH")]
     pub(crate) program: Option<PathBuf>,
 

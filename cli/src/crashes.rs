@@ -327,7 +327,7 @@ fn describe_result(replay: &ReplayedJob) -> String {
         (Some("deadline_exceeded"), _) => "did not end before the bulkhead's deadline".to_owned(),
         (Some(outcome), _) => {
             let reason = replay.reason.clone().flatten();
-            format!("{}: {} {}", escape(outcome), known(&reason), known(&replay.message))
+            format!("{} ({}): {}", escape(outcome), known(&reason), known(&replay.message))
         }
     };
     if let (Some(pid), ran) = (replay.worker_pid, replay.ran_ms) {

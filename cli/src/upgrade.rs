@@ -41,7 +41,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
             let why = known(&last.message);
             Err(Failure::new(
                 exit::FAILED,
-                format!("the upgrade has failed, and the old program serves on: {why}"),
+                format!("the upgrade has failed, and the old program continues to serve: {why}"),
             ))
         }
         step => {

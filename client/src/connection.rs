@@ -246,7 +246,7 @@ impl Client {
         (Self { shared, retries: false, reconnect_timeout: None }, driver.run())
     }
 
-    /// Sets whether the jobs of this client are retried: the default of [`Job::retry`](crate::Job::retry). Other
+    /// Sets the default of [`Job::retry`](crate::Job::retry) for the jobs of this client. Other
     /// clones of the client keep their setting. All clones share one retry budget.
     ///
     /// ```no_run
@@ -417,7 +417,7 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
                 "no process is listening on the socket; is the supervisor running?"
             }
             io::ErrorKind::PermissionDenied => {
-                "this user has no access to the socket; see `socket_mode` in workers.toml"
+                "this user has no access to the socket; see `socket_mode` and `[[access]]` in workers.toml"
             }
             io::ErrorKind::WouldBlock => "too many clients are waiting to be accepted; try again later",
             _ => "the socket cannot be opened; check that the path is correct",

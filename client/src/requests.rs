@@ -482,7 +482,7 @@ impl Requests {
             space.as_mut().enable();
             match self.move_next(place) {
                 Moved::One => {
-                    // A payload may have been read from a file. Lets other tasks of the runtime run.
+                    // Lets other tasks of the runtime run, because moving a job can mean reading its payload from a file.
                     tokio::task::coop::consume_budget().await;
                 }
                 Moved::Full => {

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from pools import LONG
 from running import SOURCE, Supervisor, running
 
-from bulkhead import Client, Crashed, DeadlineExceeded, Failed, HandlerError
+from bulkhead import Client, Crashed, DeadlineExceeded, Failed
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -164,29 +163,6 @@ def block(beginning: str) -> str:
     found = re.search(rf"^( *)```python\n\1{re.escape(beginning)}.*?^\1```$", page, re.DOTALL | re.MULTILINE)
     assert found is not None, beginning
     return textwrap.dedent("\n".join(found[0].splitlines()[1:-1]))
-
-
-def test_documented_worker_example_works() -> None:
-    code = block("# thumbs.py").replace("import bulkhead\n", "")
-
-    class Page:
-        def analyse(self) -> None:
-            pass
-
-    told: list[float] = []
-    context = types.SimpleNamespace(cancelled=False, progress=lambda fraction, _text: told.append(fraction))
-    registered = types.SimpleNamespace(
-        initializer=lambda function: function,
-        handler=lambda _operation: lambda function: function,
-        HandlerError=HandlerError,
-    )
-    names: dict[str, Any] = {"bulkhead": registered, "pages": list, "render": lambda page: page}
-    exec(code, names)
-    with pytest.raises(HandlerError, match="there is no page"):
-        names["decode"]([], context)
-    pages = [Page(), Page()]
-    assert names["decode"](pages, context) is pages[0]
-    assert told == [0.5, 1.0]
 
 
 def test_documented_joblib_backend_works(tmp_path: pathlib.Path) -> None:

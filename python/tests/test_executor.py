@@ -296,6 +296,29 @@ def test_config_keys_reach_the_supervisor() -> None:
         assert pool.submit(limit_of_files).result(LONG) == 77
 
 
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_env_files_replace_variables_of_the_caller(
+    context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("sesame\n")
+    secret.chmod(0o600)
+    monkeypatch.setenv("DB_PASSWORD", "of the caller")
+    # Variables beyond 24 KiB in total are set after the start of the interpreter.
+    monkeypatch.setenv("A_LARGE_VARIABLE", "x" * 30_000)
+    config = {"env_files": {"DB_PASSWORD": str(secret)}}
+    with BulkheadExecutor(1, multiprocessing.get_context(context), config=config) as pool:
+        assert pool.submit(jobs.variable, "DB_PASSWORD").result(LONG) == "sesame"
+        assert pool.submit(jobs.variable, "A_LARGE_VARIABLE").result(LONG) == "x" * 30_000
+    both = {"env": {"DB_PASSWORD": "x"}, "config": config}
+    with BulkheadExecutor(1, **both) as pool, pytest.raises(RuntimeError, match="both"):
+        pool.submit(jobs.pid)
+    secret.chmod(0o644)
+    with BulkheadExecutor(1, config=config) as pool, pytest.raises(RuntimeError, match="has the mode 0644") as caught:
+        pool.submit(jobs.pid)
+    assert "sesame" not in str(caught.value)
+
+
 def limit_of_files() -> int:
     import resource
 

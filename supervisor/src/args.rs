@@ -38,7 +38,7 @@ pub struct Args {
 
     /// Whether the log includes the standard output and standard error of workers; `bulkhead logs` always
     /// shows both
-    #[arg(long, value_enum, default_value_t = LogOutput::On, value_name = "WHETHER")]
+    #[arg(long, value_enum, default_value_t = LogOutput::On, value_name = "on|off")]
     pub log_output: LogOutput,
 
     /// Stop immediately when the other end of this inherited pipe or socket is closed, or when the process of

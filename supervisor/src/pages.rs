@@ -111,7 +111,7 @@ fn configuration_page() -> Roff {
              `~/.config/bulkhead/workers.toml`. The option `--config` and the variable `BULKHEAD_CONFIG` name another \
              file.",
             "`conf.d/*.toml`, next to the configuration file: further files with [bulkhead.NAME] and [[access]], in the \
-             order of their names. Only root and the supervisor's user may be able to change them.",
+             order of their names. They must not be writable by any user except root and the supervisor's user.",
         ],
     );
     example(&mut page, "EXAMPLE", EXAMPLE);

@@ -346,7 +346,8 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
     Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http, inherited })
 }
 
-/// Returns the error for a socket of the service manager whose key is absent, so that its token is unknown.
+/// Returns the error for a TCP socket that the service manager passes although the configuration does not
+/// have the key of this socket. Without the key, the token for the socket is unknown.
 fn not_configured(key: &str) -> RunError {
     let problem = format!("the service manager passes this socket, but the configuration has no `{key}`");
     system("use a socket")(std::io::Error::other(problem))

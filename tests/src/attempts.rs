@@ -170,7 +170,10 @@ pub const ATTEMPTS: &[Group] = &[
         &[
             plain("connect-by-tcp", "connect over TCP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("listen-on-tcp", "listen on TCP", Succeeds, NO_FAMILY, NO_FAMILY),
-            plain("send-by-udp", "send over UDP", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("listen-on-any-port", "listen on a TCP port that the kernel chooses", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("connect-by-mptcp", "connect by Multipath TCP", Machine, NO_FAMILY, NO_FAMILY),
+            plain("connect-by-fast-open", "connect by TCP fast open, without `connect`", Machine, NO_FAMILY, NO_FAMILY),
+            plain("send-by-udp", "send by UDP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("connect-to-abstract-socket", "connect to an abstract Unix socket", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("take-an-abstract-name", "take the name of an abstract Unix socket before its owner does", Succeeds, NOT_PERMITTED, Refused(&["EAFNOSUPPORT", "EPERM"], FAMILIES)),
             plain("connect-to-path-socket", "connect to a Unix socket by its path", Succeeds, NO_FAMILY, NO_FAMILY),

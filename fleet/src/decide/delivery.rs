@@ -13,7 +13,7 @@ use crate::record::{Ending, Phase, Stored};
 pub enum Next {
     /// Claim the job, then submit the job to the supervisor.
     Claim {
-        /// Expected sequence number of the current record; 0 if there must be none.
+        /// Expected sequence number of the current record; 0 if there must be no record.
         expects: u64,
         /// Number of attempts, including the new one.
         attempts: u32,
@@ -22,7 +22,7 @@ pub enum Next {
     },
     /// Record an outcome without running the job.
     Decide {
-        /// Expected sequence number of the current record; 0 if there must be none.
+        /// Expected sequence number of the current record; 0 if there must be no record.
         expects: u64,
         /// Number of counted attempts.
         attempts: u32,

@@ -72,7 +72,7 @@ pub(crate) struct Submit {
     /// Name of the bulkhead
     pub(crate) name: String,
 
-    /// Operation for the handler
+    /// Operation that the handler performs
     #[arg(default_value = "")]
     pub(crate) operation: String,
 
@@ -113,7 +113,7 @@ pub(crate) struct Submit {
     #[arg(long)]
     pub(crate) tenant: Option<String>,
 
-    /// Cost of the job against a rate limit
+    /// Cost of the job for rate limiting
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(crate) cost: u32,
 

@@ -226,7 +226,13 @@ class BulkheadExecutor(_Calls):
         supervisor = given.pop("supervisor", {})
         settings = {"preload": list(preload), "tasks": max_tasks_per_child, "is_data_only": allowed is not None}
         launch = _Launch(
-            is_confined, is_forked, dict(env or {}), (initializer, tuple(initargs)), Pickler(pickler), settings
+            is_confined,
+            is_forked,
+            dict(env or {}),
+            (initializer, tuple(initargs)),
+            Pickler(pickler),
+            settings,
+            tuple(given.get("env_files", ())),
         )
         bulkhead = merged(_keys(max_workers, max_tasks_per_child, memory, profile, is_confined, is_forked), given)
         supervisor = {**_SUPERVISOR_KEYS, **supervisor}
@@ -370,10 +376,12 @@ class _Launch(NamedTuple):
     pickler: Pickler
     #: Entries that are copied unchanged into the preparation data.
     settings: dict[str, Any]
+    #: Names of variables whose values come from files (``env_files``). Workers do not get this process's values.
+    from_files: tuple[str, ...]
 
     def variables(self) -> dict[str, str]:
         """Returns the environment of the workers."""
-        left_out = (*SERVICE_VARIABLES, *(_SANDBOX_VARIABLES if self.is_confined else ()))
+        left_out = (*SERVICE_VARIABLES, *self.from_files, *(_SANDBOX_VARIABLES if self.is_confined else ()))
         own = {name: value for name, value in os.environ.items() if name not in left_out}
         return {**(_TEMPLATE_VARIABLES if self.is_forked else {}), **own, **self.environment}
 

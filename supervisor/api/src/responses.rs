@@ -76,8 +76,8 @@ pub struct LogLine {
     pub at: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Number of lines that were dropped, because there were too many or the reader was too slow. If present,
-    /// there is no line.
+    /// Number of lines that were dropped, because there were too many or the reader was too slow. An
+    /// object with this field has no line.
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,

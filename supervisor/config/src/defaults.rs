@@ -44,6 +44,8 @@ pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
+/// Environment variable in which systemd passes the folder with a unit's credentials.
+pub const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
 /// Environment variable with the path of the configuration file, for a supervisor whose command line names
 /// none.
 pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
@@ -110,6 +112,10 @@ pub const ACCESS_MAX: usize = 1024;
 pub const ACCESS_TENANTS_MAX: usize = 1024;
 /// Maximum number of paths in `sandbox.read`, and in `sandbox.write`.
 pub const SANDBOX_PATHS_MAX: usize = 256;
+/// Maximum number of ports in `sandbox.network.tcp_ports`.
+pub const TCP_PORTS_MAX: usize = 256;
+/// Maximum number of files in `env_files`, each of at most 64 KiB.
+pub const ENV_FILES_MAX: usize = 64;
 /// Maximum number of system calls in `sandbox.syscalls.allow`, and in `sandbox.syscalls.deny`.
 pub const SYSCALLS_MAX: usize = 512;
 /// Minimum value of the key `cgroup.memory` in bytes.

@@ -73,6 +73,15 @@ fn value_schema(key: &Key) -> Value {
         }
         Kind::Number(max) => json!({"type": "number", "exclusiveMinimum": 0, "maximum": max}),
         Kind::Boolean => json!({"type": "boolean"}),
+        Kind::Network => {
+            let ports = array(integer(1, u16::MAX.into()), 0, defaults::TCP_PORTS_MAX);
+            json!({
+                "type": ["boolean", "object"],
+                "additionalProperties": false,
+                "required": ["tcp_ports"],
+                "properties": {"tcp_ports": ports, "udp": {"type": "boolean", "default": false}},
+            })
+        }
         Kind::Mode => json!({"type": "string", "pattern": "^0?[0-7]{3}$"}),
         Kind::Path | Kind::Text => json!({"type": "string", "minLength": 1}),
         Kind::Word(of) => json!({"type": "string", "enum": of}),

@@ -68,6 +68,8 @@ pub enum Kind {
     Number(u64),
     /// `true` or `false`.
     Boolean,
+    /// `true`, `false`, or a table with permitted connections.
+    Network,
     /// A file mode such as `"0600"`.
     Mode,
     /// A path. Relative paths are resolved against the folder of the configuration file.
@@ -87,7 +89,7 @@ pub enum Kind {
     Paths(usize),
     /// A range of user ids such as `"200000-200999"`.
     Ids,
-    /// A table of environment variables.
+    /// A table of environment variables, or of files with their values.
     Environment,
     /// An array of exit statuses.
     Statuses,
@@ -264,6 +266,14 @@ impl fmt::Display for Kind {
             }
             Self::Number(max) => write!(f, "number, whole or fractional, above 0 and at most {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
+            Self::Network => {
+                let max = defaults::TCP_PORTS_MAX;
+                write!(
+                    f,
+                    "`true`, `false`, or a table with `tcp_ports` (array of ports, 1 to 65535, at most {max}) and \
+                     `udp` (`true` or `false`, default `false`)"
+                )
+            }
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
             Self::Text => f.write_str("string"),

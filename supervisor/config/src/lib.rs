@@ -50,7 +50,7 @@ pub use key::{DefaultValue, Key, Kind, OnReload};
 pub use keys::access::{AccessConfig, Role, TokenFile, Who};
 pub use keys::admission::PriorityConfig;
 pub use keys::bulkhead::{BulkheadConfig, Program};
-pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser};
+pub use keys::confinement::{CgroupConfig, Layer, Network, Profile, SandboxConfig, SandboxUser};
 pub use keys::exec::{ExitStatus, Files};
 pub use keys::supervisor::{HttpConfig, SupervisorConfig};
 pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
@@ -166,6 +166,8 @@ struct ProcessEnv {
     root: bool,
     runtime_dir: Option<PathBuf>,
     search_path: Option<OsString>,
+    /// Folder with the credentials of a systemd unit (`CREDENTIALS_DIRECTORY`).
+    credentials: Option<PathBuf>,
     /// True for an embedded supervisor, which has no sockets.
     is_embedded: bool,
 }
@@ -179,6 +181,9 @@ impl ProcessEnv {
             root: rustix::process::geteuid().is_root(),
             runtime_dir,
             search_path: std::env::var_os("PATH"),
+            credentials: std::env::var_os(defaults::CREDENTIALS_VARIABLE)
+                .map(PathBuf::from)
+                .filter(|folder| folder.is_absolute()),
             is_embedded: false,
         }
     }

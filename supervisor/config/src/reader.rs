@@ -2,6 +2,7 @@
 //! converted according to the kind of its key, or reported as invalid. Nothing in the file is ignored
 //! silently.
 
+mod network;
 mod strings;
 
 use std::collections::BTreeMap;
@@ -79,8 +80,8 @@ pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 /// or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
-/// Environment variables of a program, by name.
-pub(super) type Environment = BTreeMap<String, String>;
+/// Environment variables of a program, or the files with their values, by the name of the variable.
+pub(super) type Environment = BTreeMap<String, Given<String>>;
 
 /// Reader of a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`.
 /// `title` is the table's name in the file, such as `bulkhead.thumbnail.restart`.

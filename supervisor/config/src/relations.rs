@@ -5,6 +5,7 @@
 mod access;
 pub(crate) mod admission;
 mod confinement;
+mod environment;
 mod exec;
 mod fallback;
 mod http;
@@ -226,7 +227,8 @@ impl<'c> Checker<'c> {
             cwd: self.cwd(raw),
             name: raw.name.clone(),
             program,
-            env: raw.env.value().unwrap_or_default().into_iter().collect(),
+            env: environment::texts(&raw.env),
+            env_files: self.env_files(raw),
             processes: raw.processes.value(),
             max_in_flight: raw.max_in_flight.value(),
             max_queue: queue.value,
@@ -387,28 +389,6 @@ impl<'c> Checker<'c> {
                 let message = format!("`{label}` contains `{}` twice", shown(&string.value));
                 self.problems.report(string.span.clone(), message, "remove one");
             }
-        }
-    }
-
-    /// Checks the total size of arguments and environment variables. The maximum is well below the kernel's
-    /// limit, so that there is room for the variables that describe a job.
-    fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
-        let given = raw.command.given().or(raw.exec.given());
-        let arguments: usize =
-            given.map_or(0, |given| given.value.iter().map(|argument| argument.value.len() + 1).sum());
-        let variables = raw.env.value().unwrap_or_default();
-        let variables: usize = variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
-        if arguments + variables > defaults::ARGUMENT_BYTES_MAX {
-            self.problems.report(
-                raw.heading.clone(),
-                format!(
-                    "bulkhead `{}` has {} bytes of arguments and environment, more than {}",
-                    raw.name,
-                    arguments + variables,
-                    units::format_size(defaults::ARGUMENT_BYTES_MAX as u64)
-                ),
-                "put large values into a file, and pass the path of the file",
-            );
         }
     }
 

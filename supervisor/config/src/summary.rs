@@ -13,8 +13,8 @@ use super::keys::admission::PressureKeys;
 use super::reader::Field;
 use super::table::{KeyValue, Section as _, Table as _, Write, Written, in_braces, inline_table};
 use super::{
-    AccessConfig, BulkheadConfig, Config, IsolationConfig, PressureConfig, Profile, Program, Resource,
-    Rlimit, SandboxConfig, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
+    AccessConfig, BulkheadConfig, Config, IsolationConfig, Network, PressureConfig, Profile, Program,
+    Resource, Rlimit, SandboxConfig, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
 };
 use super::{defaults, units};
 
@@ -313,6 +313,14 @@ impl Write for Vec<(String, String)> {
     }
 }
 
+impl Write for Vec<(String, PathBuf)> {
+    fn written(&self, _: Kind) -> Option<Written> {
+        let files: Vec<_> =
+            self.iter().map(|(name, file)| format!("{} = {}", key(name), path(file))).collect();
+        Some(Written::Toml(in_braces(&files)))
+    }
+}
+
 /// The tables of tenants are not written as values. `Lines::tenant` writes each as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
@@ -343,7 +351,7 @@ impl Write for SandboxConfig {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;
         let mut entries = vec![format!("profile = \"{}\"", profile.name())];
         if *profile != Profile::None {
-            entries.push(format!("network = {network}"));
+            entries.push(format!("network = {}", network_access(network)));
             entries.push(format!("read = {}", paths(read)));
             entries.push(format!("write = {}", paths(write)));
             entries.push(format!("tmp = \"{}\"", units::format_size(*tmp_bytes)));
@@ -353,6 +361,14 @@ impl Write for SandboxConfig {
             entries.push(format!("best_effort = {}", strings(&layers)));
         }
         Some(Written::Toml(in_braces(&entries)))
+    }
+}
+
+fn network_access(network: &Network) -> String {
+    match network {
+        Network::None => "false".to_owned(),
+        Network::All => "true".to_owned(),
+        Network::Connections { tcp_ports, udp } => format!("{{ tcp_ports = {tcp_ports:?}, udp = {udp} }}"),
     }
 }
 

@@ -266,6 +266,19 @@ pub(super) fn statuses(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Ve
     Ok(statuses)
 }
 
+/// Reads the number of a port.
+pub(super) fn port(label: &str, value: &DeValue<'_>) -> ValueResult<u16> {
+    let given = match value {
+        DeValue::Integer(number) => match u16::try_from(integer(number)) {
+            Ok(port) if port > 0 => return Ok(port),
+            _ => shown_number(integer(number)),
+        },
+        other => type_name(other).to_owned(),
+    };
+    let message = format!("`{label}` must be a port from 1 to 65535, not {given}");
+    Err(ValueError::new(message, "write `tcp_ports = [443]`"))
+}
+
 fn whole_number(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),

@@ -41,7 +41,7 @@ struct Reported {
 pub(super) struct RejectionReports(HashMap<Subject, Reported>);
 
 impl RejectionReports {
-    /// Returns the subject to which a rejection belongs.
+    /// Returns the group of clients with which a rejection is reported.
     fn subject(
         &self,
         refusal: &ClientRejection,

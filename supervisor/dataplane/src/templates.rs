@@ -2,9 +2,9 @@
 //! knows nothing about templates. A worker that policy starts waits here until the template is ready. If the
 //! template exits before it is ready, the worker's start fails.
 //!
-//! A template is started when a worker needs one. It is replaced when workers must run another program, or
-//! when many forked workers have died by a signal. In the second case, an attacker may have guessed the
-//! addresses, which all forked workers share.
+//! A template is started when a worker needs one. It is replaced when an operator restarts the bulkhead, when
+//! workers must run another program, or when many forked workers have died by a signal. In the last case, an
+//! attacker may have guessed the addresses, which all forked workers share.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -42,6 +42,10 @@ const ORPHANS_PER_CALL_MAX: usize = 64;
 /// Returns advice for a worker whose start failed at `step`, or an empty string if there is none.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
+        "exec" if error.kind() == io::ErrorKind::ArgumentListTooLong => {
+            " (the arguments, `env` and the content of `env_files` are too large together)"
+        }
+        _ if step.starts_with("env_files") => "",
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
         "exec" | "working directory" => INACCESSIBLE_PATH_ADVICE,
         _ if step.starts_with("mount namespace: show") => INACCESSIBLE_PATH_ADVICE,

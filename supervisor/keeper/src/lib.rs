@@ -46,7 +46,7 @@ pub use probe::{FORKED_WORKERS, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use process::temporary::temporary_folders;
 pub use protocol::confinement::{
-    CgroupLimits, Confinement, Identity, Layers, Namespaces, Observed, Seccomp, TemporaryFiles,
+    CgroupLimits, Confinement, Identity, Layers, Namespaces, NetworkAccess, Observed, Seccomp, TemporaryFiles,
 };
 pub use protocol::{
     Exit, KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, Report, Rlimit, SpawnOrder, TemplateReport, Usage,

@@ -14,6 +14,7 @@
 //! - [`landlock`]: the system calls of Landlock.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
 //! - [`scheduler`]: the scheduler's time slice of a thread.
+//! - [`secret_file`]: reads files with secrets, and checks their owner and mode.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
 //! - [`vfork`]: starts a program without copying this process.
@@ -28,6 +29,7 @@ pub mod folder;
 pub mod landlock;
 mod names;
 mod processes;
+pub mod secret_file;
 pub mod shared_words;
 mod sockets;
 pub mod standard_output;

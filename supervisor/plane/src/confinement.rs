@@ -10,10 +10,10 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::worker_ids::{self, IdAllocator, IdUse};
 use bulkhead_config::defaults::RLIMIT_NPROC;
-use bulkhead_config::{BulkheadConfig, Config, Layer, Profile, Program, SandboxUser, StartMode};
+use bulkhead_config::{BulkheadConfig, Config, Layer, Network, Profile, Program, SandboxUser, StartMode};
 use bulkhead_keeper::{
-    self as keeper, CgroupLimits, Confinement, Identity, LayerSupport, Layers, Namespaces, Observed, Seccomp,
-    SubordinateIds, TemporaryFiles,
+    self as keeper, CgroupLimits, Confinement, Identity, LayerSupport, Layers, Namespaces, NetworkAccess,
+    Observed, Seccomp, SubordinateIds, TemporaryFiles,
 };
 
 /// Layers and user ids that are available on this machine, and paths that workers must not access.
@@ -151,6 +151,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
         Layer::LandlockScopes => &["landlock scopes"],
+        Layer::LandlockTcp => &["landlock tcp"],
         Layer::Seccomp => &["seccomp", "seccomp kill"],
         Layer::UserNamespace => &["user namespace"],
         Layer::PidNamespace => &["pid namespace", "ipc namespace", "uts namespace"],
@@ -165,7 +166,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
 
 /// Returns paths that workers must not access, even if the configuration gives them access to a folder above.
 fn withheld_paths(config: &Config) -> Vec<String> {
-    let Config { path, fragments, supervisor, access, .. } = config;
+    let Config { path, fragments, supervisor, access, bulkheads } = config;
     let mut paths: Vec<&Path> = vec![path];
     paths.extend(fragments.iter().map(PathBuf::as_path));
     // The paths of the sockets are empty in an embedded supervisor.
@@ -173,6 +174,7 @@ fn withheld_paths(config: &Config) -> Vec<String> {
     paths.extend(supervisor.crash_dir.as_deref());
     paths.extend(supervisor.http.as_ref().map(|http| http.token_file.as_path()));
     paths.extend(access.iter().filter_map(|entry| Some(entry.who.token_file()?.path.as_path())));
+    paths.extend(bulkheads.iter().flat_map(|bulkhead| &bulkhead.env_files).map(|(_, path)| path.as_path()));
     paths.into_iter().map(text).collect()
 }
 
@@ -200,6 +202,7 @@ pub struct Sandbox {
     read: Vec<String>,
     write: Vec<String>,
     withheld: Vec<String>,
+    tcp_ports: Vec<u16>,
     allow: Vec<String>,
     deny: Vec<String>,
     /// Layers of the profile, and parts of layers, that are not available on this machine. The configuration
@@ -252,7 +255,9 @@ impl Sandbox {
         let is_sealed =
             layers.seccomp == Seccomp::AllowList && !matches!(bulkhead.program, Program::Exec { .. });
         let allow = sandbox.allow.iter().map(String::as_str).collect::<Vec<_>>();
-        let seal = keeper::Seal { is_strict: is_sealed, network: sandbox.network, allow: &allow, is_forked };
+        let (network, tcp_ports) = network_access(&sandbox.network);
+        let has_sockets = network != NetworkAccess::None;
+        let seal = keeper::Seal { is_strict: is_sealed, network: has_sockets, allow: &allow, is_forked };
         let seal = (is_sealed || is_forked && layers.seccomp != Seccomp::Off).then(|| keeper::seal(&seal));
         Self {
             profile: sandbox.profile,
@@ -268,6 +273,7 @@ impl Sandbox {
                 .collect(),
             write: texts(&sandbox.write),
             withheld: support.withheld(),
+            tcp_ports,
             allow: sandbox.allow.clone(),
             deny: sandbox.deny.clone(),
             missing,
@@ -336,6 +342,7 @@ impl Sandbox {
             read: list(&self.read),
             write: list(&self.write),
             withheld: list(&self.withheld),
+            tcp_ports: self.tcp_ports.clone(),
             allow: list(&self.allow),
             deny: list(&self.deny),
         }
@@ -412,6 +419,17 @@ fn warnings(
         warnings.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
     }
     warnings
+}
+
+/// Returns the network access for the keeper, and the ports to which workers can connect by TCP.
+fn network_access(network: &Network) -> (NetworkAccess, Vec<u16>) {
+    match network {
+        Network::None => (NetworkAccess::None, Vec::new()),
+        Network::Connections { tcp_ports, udp } => {
+            (NetworkAccess::Connections { udp: *udp }, tcp_ports.clone())
+        }
+        Network::All => (NetworkAccess::All, Vec::new()),
+    }
 }
 
 /// Returns the files that the command line names. Workers can read these files, because a command such as
@@ -596,8 +614,9 @@ impl LayerResolver<'_> {
             let temporary = if has_files { TemporaryFiles::Folder } else { TemporaryFiles::None };
             return Layers { temporary, program_rules: has_files, ..Layers::default() };
         }
+        let (network, _) = network_access(&sandbox.network);
         let namespaces = match profile {
-            Profile::Strict => self.strict_namespaces(sandbox.network),
+            Profile::Strict => self.strict_namespaces(network),
             Profile::Default | Profile::None => self.default_namespaces(),
         };
         // A worker with an id from `/etc/subuid` joins the user namespace that maps these ids, so it gets no
@@ -605,6 +624,9 @@ impl LayerResolver<'_> {
         let subordinate_ids = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
         let namespaces = Namespaces { user: namespaces.user && !subordinate_ids, ..namespaces };
         let no_new_privs = self.require(Layer::NoNewPrivs);
+        if matches!(network, NetworkAccess::Connections { .. }) {
+            self.require(Layer::LandlockTcp);
+        }
         let seccomp = match (self.require(Layer::Seccomp), profile) {
             (false, _) => Seccomp::Off,
             (true, Profile::Strict) => Seccomp::AllowList,
@@ -627,7 +649,7 @@ impl LayerResolver<'_> {
             namespaces,
             identity: None,
             subordinate_ids,
-            network: sandbox.network,
+            network,
             temporary,
             program_rules: matches!(bulkhead.program, Program::Exec { .. }),
             cgroup: None,
@@ -688,7 +710,7 @@ impl LayerResolver<'_> {
         }
     }
 
-    fn strict_namespaces(&mut self, network: bool) -> Namespaces {
+    fn strict_namespaces(&mut self, network: NetworkAccess) -> Namespaces {
         // Only an unprivileged supervisor needs a user namespace to create the other namespaces.
         let is_root = self.support.has("CAP_SYS_ADMIN");
         let user = if is_root {
@@ -700,7 +722,7 @@ impl LayerResolver<'_> {
             user,
             pid: self.require(Layer::PidNamespace),
             mount: self.require(Layer::MountNamespace),
-            network: !network && self.require(Layer::NetworkNamespace),
+            network: network == NetworkAccess::None && self.require(Layer::NetworkNamespace),
             proc: false,
         }
     }

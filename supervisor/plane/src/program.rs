@@ -22,6 +22,8 @@ pub struct Program {
     path: String,
     arguments: Vec<String>,
     environment: Vec<String>,
+    /// Names of further environment variables, with the paths of the files that contain the values.
+    environment_files: Vec<(String, String)>,
     directory: String,
     rlimits: Vec<Rlimit>,
     sandbox: Sandbox,
@@ -74,10 +76,23 @@ impl Program {
         let mut environment: Vec<String> =
             bulkhead.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
         environment.push(format!("{LINK_VARIABLE}={LINK_DESCRIPTOR}"));
+        let environment_files =
+            bulkhead.env_files.iter().map(|(name, path)| (name.clone(), text(path))).collect();
         let runs_programs = matches!(bulkhead.program, config::Program::Exec { .. });
         let directory = text(&bulkhead.cwd);
         let is_forked = bulkhead.start.mode == config::StartMode::Fork;
-        Self { path, arguments, environment, directory, rlimits, sandbox, runs_programs, is_forked, subject }
+        Self {
+            path,
+            arguments,
+            environment,
+            environment_files,
+            directory,
+            rlimits,
+            sandbox,
+            runs_programs,
+            is_forked,
+            subject,
+        }
     }
 
     /// Returns true if each job runs a separate process of an `exec` program.
@@ -105,6 +120,11 @@ impl Program {
             program: &self.path,
             arguments: self.arguments.iter().map(String::as_str).collect(),
             environment: self.environment.iter().map(String::as_str).collect(),
+            environment_files: self
+                .environment_files
+                .iter()
+                .map(|(name, path)| (name.as_str(), path.as_str()))
+                .collect(),
             directory: &self.directory,
             rlimits: self.rlimits.clone(),
             confinement: self.sandbox.order(id),

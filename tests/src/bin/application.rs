@@ -108,12 +108,17 @@ fn assert_gone(processes: &[u32]) {
 }
 
 fn jobs() {
-    let (supervisor, client) = start("processes = 1\ngrace = \"100ms\"");
+    use std::os::unix::fs::PermissionsExt as _;
+    std::fs::write("secret", "sesame\n").unwrap();
+    std::fs::set_permissions("secret", std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (supervisor, client) = start("processes = 1\ngrace = \"100ms\"\nenv_files = { SECRET = \"secret\" }");
     assert_eq!(send(&client, "echo", "hello").unwrap().payload(), b"hello");
     let large = "x".repeat(3 << 20);
     assert_eq!(send(&client, "echo", &large).unwrap().payload(), large.as_bytes());
     assert_eq!(outcome(&send(&client, "fail", "")), "failed/bad_input");
     let [first, keeper, guard] = line(&client);
+    let environment = std::fs::read(format!("/proc/{first}/environ")).unwrap();
+    assert!(environment.split(|byte| *byte == 0).any(|variable| variable == b"SECRET=sesame"));
     let hangs = client.job("a", "").operation("hang").deadline(Duration::from_millis(200)).send();
     assert_eq!(outcome(&hangs), "deadline_exceeded/running");
     wait_for("the worker that hung is killed", || (!is_alive(first)).then_some(()));

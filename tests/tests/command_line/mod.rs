@@ -1,6 +1,7 @@
-//! The `bulkhead` command, and the reports that operators read with it.
+//! The `bulkhead` command, the reports that operators read with it, and the bench.
 
 mod advise;
+mod bench;
 mod commands;
 mod operate;
 mod running;

@@ -6,6 +6,7 @@ mod exec_programs;
 mod forked;
 mod identity;
 mod layers;
+mod network;
 mod programs;
 mod subuid;
 mod traces;

@@ -586,6 +586,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
     if (!strcmp(op, "fill")) return fills(job, host);
     if (!strcmp(op, "meet")) return meets(job, host);
     if (!strcmp(op, "silent")) return 7;
+    if (!strcmp(op, "secret")) return says(job, host, getenv("SECRET"));
     if (!strcmp(op, "segv")) *(volatile int *)0 = 1;
     if (!strcmp(op, "exit")) exit(9);
     if (!strcmp(op, "abort")) abort();
@@ -651,6 +652,16 @@ fn library_can_return_its_result_in_parts() {
     }
     assert_eq!(text(client.job("x", "").operation("null").send()), "refused");
     assert_eq!(supervisor.number("x", "restarts"), 0);
+}
+
+#[test]
+fn library_gets_secret_from_file() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let secret = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(secret.path(), "sesame\n").unwrap();
+    std::fs::set_permissions(secret.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (_folder, _supervisor, client) = library(&format!("env_files = {{ SECRET = {:?} }}", secret.path()));
+    assert_eq!(text(client.job("x", "").operation("secret").send()), "sesame");
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod fork;
 mod hosts;
 mod recovery;
 mod recycling;
+mod secrets;
 mod spares;
 mod starts;
 mod stopping;

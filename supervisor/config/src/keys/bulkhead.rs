@@ -45,6 +45,11 @@ section! {
     /// Environment variables for the workers. Workers get only these variables and a few that the SDK needs.
     /// Names that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
+    /// Files with the values of further environment variables, such as passwords: a path, or
+    /// `credential:NAME` for a credential of the supervisor's systemd unit. The value is the content without a
+    /// final newline, at most 64 KiB, and is read at each start of a worker. At most 64 files; see
+    /// [secrets](#secrets).
+    env_files: Environment as Kind::Environment, without "`{}`", such as "{ DB_PASSWORD = \"/etc/bulkhead/secrets/db\" }", reload ReplacesWorkers;
     /// Working directory of the workers.
     cwd: String as Kind::Path, without "the file's directory", such as "\"/srv/work\"", reload ReplacesWorkers;
     /// Number of worker processes.
@@ -67,9 +72,9 @@ section! {
     /// Maximum deadline that a client can request. Larger requested values are reduced to this maximum. At
     /// least `deadline`.
     deadline_max: Duration as at_least(POSITIVE_DURATION), without "`deadline`", such as "\"5s\"";
-    /// Time that a worker gets to stop after a missed deadline before it is killed; `"0s"` kills the worker
-    /// immediately. With `exec`, the program is killed immediately. The program's worker is killed only if
-    /// the program still exists after 5 s and a client is waiting for another program in the worker.
+    /// Time that a worker has to stop after a missed deadline before it is killed; `"0s"` kills the worker
+    /// immediately. With `exec`, the program is killed immediately, and its worker only if the program still
+    /// exists 5 s later and a client waits for another job of this worker.
     grace: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
     /// Amount of work, in expected run time, that is sent to a busy worker in advance, so that the worker is
     /// not idle between two jobs. Applies only to workers that use the SDK, not to `exec`. `"0s"` disables
@@ -120,6 +125,9 @@ pub struct BulkheadConfig {
     pub program: Program,
     /// Environment variables of the workers, sorted by name.
     pub env: Vec<(String, String)>,
+    /// Absolute paths of files with the values of further environment variables, sorted by the name of the
+    /// variable. The files were valid when the configuration was read.
+    pub env_files: Vec<(String, PathBuf)>,
     /// Absolute path of the workers' working directory, which existed when the file was read.
     pub cwd: PathBuf,
     /// Number of worker processes, at least 1.

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use bulkhead_shared::{Vocabulary as _, vocabulary};
-use serde::Serialize;
+use serde::ser::SerializeStruct as _;
+use serde::{Serialize, Serializer};
 
 use super::kinds::*;
 use crate::defaults::*;
@@ -17,10 +18,12 @@ table! {
 
     /// Level of confinement of the workers.
     profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
-    /// True if the workers can use the network.
-    network: bool as Kind::Boolean, default false, reload ReplacesWorkers;
-    /// Additional files and directories that the workers can read. The program, its libraries and its loader
-    /// are always readable.
+    /// Network access of the workers. A table permits only outgoing TCP connections, to the ports in
+    /// `tcp_ports`, and UDP to all addresses with `udp = true`. Without UDP, DNS works only over TCP. A bulkhead's
+    /// value replaces that of `[defaults]`; see [only some ports](confinement/layers.md#only-some-ports).
+    network: Network as Kind::Network, default Network::None, reload ReplacesWorkers;
+    /// Additional files and folders that the workers can read. The program, its libraries and its loader are
+    /// always readable.
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and directories that the workers can write to, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
@@ -56,8 +59,8 @@ table! {
 pub struct SandboxConfig {
     /// Profile, which selects the layers of confinement.
     pub profile: Profile,
-    /// True if the workers can use the network.
-    pub network: bool,
+    /// Network access of the workers.
+    pub network: Network,
     /// Absolute paths of additional files and folders that the workers can read. They existed when the
     /// configuration was read.
     pub read: Vec<PathBuf>,
@@ -101,6 +104,37 @@ vocabulary! {
     }
 }
 
+/// Network access of workers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Network {
+    /// No sockets except pairs.
+    None,
+    /// Only outgoing connections. Workers cannot accept connections.
+    Connections {
+        /// Ports to which workers can connect by TCP, at any address. None of them is 0 or occurs twice.
+        tcp_ports: Vec<u16>,
+        /// True if workers can use UDP, with any address and port.
+        udp: bool,
+    },
+    /// All internet sockets.
+    All,
+}
+
+impl Serialize for Network {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::None => serializer.serialize_bool(false),
+            Self::All => serializer.serialize_bool(true),
+            Self::Connections { tcp_ports, udp } => {
+                let mut table = serializer.serialize_struct("Network", 2)?;
+                table.serialize_field("tcp_ports", tcp_ports)?;
+                table.serialize_field("udp", udp)?;
+                table.end()
+            }
+        }
+    }
+}
+
 /// User that the workers run as.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -141,6 +175,9 @@ vocabulary! {
         /// Landlock scopes that prevent signals to processes outside the sandbox. Used if neither a separate
         /// user id nor a pid namespace already prevents such signals.
         LandlockScopes = "landlock_scopes",
+        /// Landlock rules that restrict TCP connections to the ports in `network.tcp_ports`. Used only if
+        /// `network` is a table.
+        LandlockTcp = "landlock_tcp",
         /// Seccomp filter that restricts system calls.
         Seccomp = "seccomp",
         /// User namespace, with separate user ids.

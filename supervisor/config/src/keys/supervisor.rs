@@ -67,7 +67,7 @@ section! {
     /// report contains the payload of the job.
     crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
     /// Number of crash reports to keep. Older reports are deleted. Reports about workers that failed to start
-    /// are counted separately, with the same limit.
+    /// do not count. The same number of such reports is kept separately.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;
     /// True if crash reports contain the payloads of jobs. Otherwise a report contains only the sizes of the
     /// payloads, and the jobs cannot be replayed.

@@ -50,7 +50,8 @@ impl TableReader<'_, '_> {
         })
     }
 
-    /// Reads a table of strings as environment variables. Invalid variables are reported and omitted.
+    /// Reads a table of strings as environment variables, or as the files with their values. Invalid variables
+    /// are reported and omitted.
     pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
         self.read_partly(name, |reader, key, value| {
             let DeValue::Table(table) = value.get_ref() else {
@@ -59,9 +60,11 @@ impl TableReader<'_, '_> {
             let mut taken = Environment::new();
             for (variable, value) in table.iter() {
                 let name = variable.get_ref();
-                reader.ok_or_report(variable.span(), variable_name(name));
-                if let Some(text) = reader.ok_or_report(value.span(), variable_value(name, value.get_ref())) {
-                    taken.insert(name.to_string(), text);
+                reader.ok_or_report(variable.span(), variable_name(key, name));
+                let text = variable_value(key, name, value.get_ref());
+                if let Some(text) = reader.ok_or_report(value.span(), text) {
+                    let given = Given { value: text, span: value.span(), origin: reader.origin };
+                    taken.insert(name.to_string(), given);
                 }
             }
             Ok(Some(taken))
@@ -109,9 +112,10 @@ fn element_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> Result<St
     Ok(text.to_string())
 }
 
-fn variable_name(name: &str) -> Result<(), ValueError> {
+fn variable_name(key: &LabelledKey, name: &str) -> Result<(), ValueError> {
+    let example = || format!("write `{} = {}`", key.name, key.example());
     if name.is_empty() {
-        return Err(ValueError::new("a name in `env` is empty", "write `env = { NAME = \"value\" }`"));
+        return Err(ValueError::new(format!("a name in `{}` is empty", key.name), example()));
     }
     if name.contains(['=', '\0']) {
         return Err(ValueError::new(
@@ -119,7 +123,7 @@ fn variable_name(name: &str) -> Result<(), ValueError> {
                 "`{}` cannot be the name of an environment variable, because it contains `=` or a NUL byte",
                 shown(name)
             ),
-            "write `env = { NAME = \"value\" }`",
+            example(),
         ));
     }
     if name.starts_with("BULKHEAD_") {
@@ -134,15 +138,16 @@ fn variable_name(name: &str) -> Result<(), ValueError> {
     Ok(())
 }
 
-fn variable_value(name: &str, value: &DeValue<'_>) -> Result<String, ValueError> {
+fn variable_value(key: &LabelledKey, name: &str, value: &DeValue<'_>) -> Result<String, ValueError> {
     let name = shown(name);
+    let label = format!("{}.{name}", key.name);
     let DeValue::String(text) = value else {
         let literal = unquoted(value).unwrap_or_else(|| "value".to_owned());
         return Err(ValueError::new(
-            format!("`env.{name}` must be a string, not {}", values::type_name(value)),
+            format!("`{label}` must be a string, not {}", values::type_name(value)),
             format!("write `{name} = \"{literal}\"`"),
         ));
     };
-    values::no_nul(&format!("env.{name}"), text)?;
+    values::no_nul(&label, text)?;
     Ok(text.to_string())
 }

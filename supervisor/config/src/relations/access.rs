@@ -1,5 +1,5 @@
 //! Rules for `[[access]]`: each entry applies to one existing user or group, or to one token. The entry names
-//! existing bulkheads, and permits something.
+//! only existing bulkheads, and grants at least one permission.
 
 use super::Checker;
 use crate::diagnostics::shown;

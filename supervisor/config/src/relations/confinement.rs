@@ -12,7 +12,7 @@ use crate::reader::{Arguments, Field, Origin};
 use crate::resolved::Resolved;
 use crate::system_calls::{NEEDED, is_system_call};
 use crate::values::ValueError;
-use crate::{Layer, Profile, SandboxConfig, SandboxUser};
+use crate::{Layer, Network, Profile, SandboxConfig, SandboxUser};
 use crate::{identities, programs};
 
 impl Checker<'_> {
@@ -180,7 +180,7 @@ impl Checker<'_> {
 fn no_confinement() -> SandboxConfig {
     SandboxConfig {
         profile: Profile::None,
-        network: false,
+        network: Network::None,
         read: Vec::new(),
         write: Vec::new(),
         tmp_bytes: 0,

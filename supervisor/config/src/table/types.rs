@@ -9,7 +9,7 @@ use super::{Scalar, Value};
 use crate::ids::UidRange;
 use crate::key::{DefaultValue, Kind};
 use crate::reader::{Arguments, Environment, Field, TableReader};
-use crate::{Layer, Profile, Role, values};
+use crate::{Layer, Network, Profile, Role, values};
 
 /// Implements the traits for vocabularies.
 macro_rules! word_types {
@@ -135,6 +135,22 @@ impl Value for UidRange {
     }
 }
 
+impl Value for Network {
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.network(name)
+    }
+}
+
+impl Scalar for Network {
+    fn default_value(&self, _: Kind) -> DefaultValue {
+        match self {
+            Self::None => DefaultValue::Boolean(false),
+            Self::All => DefaultValue::Boolean(true),
+            Self::Connections { .. } => DefaultValue::Described("as written"),
+        }
+    }
+}
+
 impl Value for Arguments {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.strings(name)
@@ -146,13 +162,13 @@ impl Value for Environment {
         table.environment(name)
     }
 
-    /// Merges the environment variables of a bulkhead with those of `[defaults]`. If both set a variable, the
+    /// Merges the variables or files of a bulkhead with those of `[defaults]`. If both set a variable, the
     /// bulkhead's value is used.
     fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {
-            for (name, value) in &defaults.value {
-                merged.value.entry(name.clone()).or_insert_with(|| value.clone());
+            for (name, given) in &defaults.value {
+                merged.value.entry(name.clone()).or_insert_with(|| given.clone());
             }
         }
         merged

@@ -39,6 +39,7 @@ fn absent_keys_have_documented_defaults() {
         name: "a".to_owned(),
         program: Program::Exec { argv: vec!["tool".to_owned()], path: folder.path("bin/tool") },
         env: vec![],
+        env_files: vec![],
         cwd: folder.dir.path().to_owned(),
         processes: 1,
         max_in_flight: 1,
@@ -76,7 +77,7 @@ fn absent_keys_have_documented_defaults() {
         rlimits: vec![Rlimit { resource: Resource::Core, limit: Some(0) }],
         sandbox: SandboxConfig {
             profile: Profile::Default,
-            network: false,
+            network: Network::None,
             read: vec![],
             write: vec![],
             tmp_bytes: 64 << 20,

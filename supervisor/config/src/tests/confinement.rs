@@ -24,7 +24,7 @@ fn sandbox_keys_are_merged_with_defaults() {
     let [last, aa, mm] = config.bulkheads.as_slice() else { panic!() };
     let expected = SandboxConfig {
         profile: Profile::Strict,
-        network: true,
+        network: Network::All,
         read: vec!["/usr".into(), folder.path("work/../bin")],
         write: vec![folder.path("work"), "/tmp".into()],
         tmp_bytes: 1 << 20,
@@ -42,7 +42,7 @@ fn sandbox_keys_are_merged_with_defaults() {
     );
     let expected = SandboxConfig {
         profile: Profile::Default,
-        network: false,
+        network: Network::Connections { tcp_ports: vec![443, 5432], udp: true },
         read: vec![folder.path("work")],
         write: vec![],
         tmp_bytes: 64 << 20,
@@ -60,6 +60,9 @@ fn sandbox_keys_are_merged_with_defaults() {
     let json = serde_json::to_value(last).unwrap();
     assert_eq!(json["sandbox"]["user"], "auto");
     assert_eq!(json["sandbox"]["best_effort"][0], "user_namespace");
+    assert_eq!(json["sandbox"]["network"], true);
+    let json = serde_json::to_value(mm).unwrap();
+    assert_eq!(json["sandbox"]["network"], serde_json::json!({ "tcp_ports": [443, 5432], "udp": true }));
 }
 
 #[test]
@@ -76,6 +79,7 @@ fn profile_none_rejects_other_sandbox_keys() {
     for (name, value) in [
         ("network", "true"),
         ("network", "false"),
+        ("network", "{ tcp_ports = [] }"),
         ("read", "[]"),
         ("write", "[\"work\"]"),
         ("tmp", "0"),
@@ -112,13 +116,85 @@ fn profile_none_ignores_sandbox_keys_of_defaults() {
         "[defaults.sandbox]\nprofile = \"default\"\nnetwork = true\nsyscalls = { deny = [\"mlock\"] }\n";
     let config = folder.accept(&format!("{defaults}{}", bulkhead("sandbox = { profile = \"none\" }")));
     let sandbox = &config.bulkheads[0].sandbox;
-    assert_eq!((sandbox.profile, sandbox.network, sandbox.tmp_bytes), (Profile::None, false, 0));
+    assert_eq!((sandbox.profile, sandbox.tmp_bytes), (Profile::None, 0));
+    assert_eq!(sandbox.network, Network::None);
     assert!(sandbox.deny.is_empty());
     let config = folder.accept(&format!("{defaults}{}", bulkhead("")));
-    assert_eq!(
-        (config.bulkheads[0].sandbox.network, config.bulkheads[0].sandbox.tmp_bytes),
-        (true, 64 << 20)
-    );
+    let sandbox = &config.bulkheads[0].sandbox;
+    assert_eq!((&sandbox.network, sandbox.tmp_bytes), (&Network::All, 64 << 20));
+}
+
+#[test]
+fn network_can_be_a_list_of_ports() {
+    let folder = Folder::new();
+    let network = |text: &str| folder.accept(&sandbox(text)).bulkheads[0].sandbox.network.clone();
+    let of = |tcp_ports: &[u16], udp| Network::Connections { tcp_ports: tcp_ports.to_vec(), udp };
+    assert_eq!(network("network = { tcp_ports = [443, 1, 65535] }"), of(&[443, 1, 65535], false));
+    assert_eq!(network("network = { tcp_ports = [], udp = true }"), of(&[], true));
+    // A bulkhead's value replaces the one of `[defaults]`.
+    let defaults = "[defaults.sandbox.network]\ntcp_ports = [443]\nudp = true\n";
+    for (own, expected) in [
+        ("network = { tcp_ports = [80] }", of(&[80], false)),
+        ("network = false", Network::None),
+        ("tmp = 0", of(&[443], true)),
+    ] {
+        let config = folder.accept(&format!("{defaults}{}", sandbox(own)));
+        assert_eq!(config.bulkheads[0].sandbox.network, expected);
+        assert_eq!(folder.again(&config), config);
+    }
+}
+
+#[test]
+fn invalid_ports_are_rejected_with_help() {
+    let folder = Folder::new();
+    let write = "write `tcp_ports = [443]`";
+    for (value, at, message, help) in [
+        (
+            "tcp_ports = [0]",
+            13,
+            "`sandbox.network.tcp_ports[0]` must be a port from 1 to 65535, not 0",
+            write,
+        ),
+        ("tcp_ports = [1, 65536]", 16, "`sandbox.network.tcp_ports[1]` must be a port", write),
+        ("tcp_ports = [-1]", 13, "not -1", write),
+        ("tcp_ports = [99999999999999999999999999999999999999999]", 13, "not a number that large", write),
+        ("tcp_ports = [\"443\"]", 13, "not a string", write),
+        ("tcp_ports = [443, 80, 443]", 22, "`sandbox.network.tcp_ports` contains 443 twice", "remove one"),
+        (
+            "tcp_ports = 443",
+            12,
+            "`sandbox.network.tcp_ports` must be an array of numbers, not a number",
+            write,
+        ),
+        ("udp = true", -2, "`sandbox.network` has no `tcp_ports`", "`[]` permits no TCP connection"),
+        (
+            "tcp_ports = [443], udp = \"no\"",
+            25,
+            "`sandbox.network.udp` must be `true` or `false`",
+            "udp = false",
+        ),
+        (
+            "tcp_ports = [443], udp_ports = [53]",
+            19,
+            "unknown key `udp_ports` in `sandbox.network`",
+            "`tcp_ports`?",
+        ),
+        ("tcp_port = [443]", 0, "unknown key `tcp_port` in `sandbox.network`", "did you mean `tcp_ports`?"),
+        ("tcp_ports = [443], hosts = []", 19, "unknown key `hosts`", "the valid keys are tcp_ports, udp"),
+    ] {
+        let column = column("network = { ") as i32 + at;
+        let text = sandbox(&format!("network = {{ {value} }}"));
+        folder.reject_one(&text, (3, column as usize), message, help);
+    }
+    let many = (1..=257).map(|port| port.to_string()).collect::<Vec<_>>().join(", ");
+    let problems = folder.reject(&sandbox(&format!("network = {{ tcp_ports = [{many}] }}")));
+    assert!(problems[0].message.contains("has more than 256 ports"), "{problems:?}");
+    let text = sandbox("network = [443]");
+    let message = "`sandbox.network` must be `true`, `false` or a table, not an array";
+    folder.reject_one(&text, (3, column("network = ")), message, "write `network = ");
+    // All problems are reported at once.
+    let text = sandbox("network = { tcp_ports = [0, 443, 443, 70000], udp = 1, sctp = true }");
+    assert_eq!(folder.reject(&text).len(), 5);
 }
 
 #[test]

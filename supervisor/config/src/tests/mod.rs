@@ -50,6 +50,7 @@ impl Folder {
             root: true,
             runtime_dir: None,
             search_path: Some(bin.into_os_string()),
+            credentials: None,
             is_embedded: false,
         };
         let folder = Self { dir, process_env };
@@ -185,6 +186,7 @@ cgroup = { memory = "512MiB", cpu = 2 }
 
 [bulkhead."zz.last"]
 command = ["./thumbnail-worker", "--fast", ""]
+env_files = { SECRET = "token", "odd secret" = "read-token" }
 env = { OVER = "own", "odd name" = "line\nend \"quoted\" \\ \u001b" }
 cwd = "work"
 processes = 2
@@ -270,7 +272,7 @@ exit_status = { ok = [0, 1], caller = [2, 75] }
 files = { input = "in.pdf", output = "out.txt" }
 fallback = []
 max_queue = 7
-sandbox = { user = "root" }
+sandbox = { user = "root", network = { tcp_ports = [443, 5432], udp = true } }
 tenants = { isolate = true, max_active = 8, idle = "5m" }
 
 [bulkhead.mm.tenant.none]

@@ -75,9 +75,12 @@ fn main_file_needs_no_bulkhead_of_its_own() {
 #[test]
 fn relative_paths_start_at_folder_of_own_file() {
     let folder = Folder::new();
-    let main = "[supervisor]\nsocket = \"s\"\n[defaults.sandbox]\nread = [\"work\"]\n";
-    let fragment =
-        "[bulkhead.b]\ncommand = [\"../thumbnail-worker\"]\n[bulkhead.c]\nexec = [\"./own\"]\ncwd = \"..\"\n";
+    let main = "[supervisor]\nsocket = \"s\"\n[defaults]\nenv_files = { MAIN = \"token\" }\n\
+                [defaults.sandbox]\nread = [\"work\"]\n";
+    let fragment = "[bulkhead.b]\ncommand = [\"../thumbnail-worker\"]\n[bulkhead.c]\nexec = [\"./own\"]\ncwd = \"..\"\n\
+         env_files = { OWN = \"secret\" }\n";
+    folder.configured("", &[]);
+    folder.token("conf.d/secret", "sesame", 0o600);
     let path = folder.configured(main, &[("b.toml", fragment)]);
     folder.write("conf.d/own", 0o755);
     let config = load(&path).unwrap();
@@ -85,6 +88,8 @@ fn relative_paths_start_at_folder_of_own_file() {
     assert_eq!(b.sandbox.read, [folder.path("work")], "a path in [defaults] starts at the main file");
     assert_eq!(b.cwd, folder.path("conf.d"));
     assert_eq!(c.cwd, folder.path("conf.d/.."));
+    let files = [("MAIN", "token"), ("OWN", "conf.d/secret")];
+    assert_eq!(c.env_files, files.map(|(name, path)| (name.to_owned(), folder.path(path))));
     let (Program::Command { path: b, .. }, Program::Exec { path: c, .. }) = (&b.program, &c.program) else {
         panic!("{config:?}")
     };

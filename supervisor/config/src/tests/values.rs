@@ -231,3 +231,86 @@ fn rlimit_values_must_have_unit_of_resource() {
         assert_eq!(problems.len(), 1);
     }
 }
+
+#[test]
+fn env_files_name_private_files() {
+    let folder = Folder::new();
+    folder.token("secret", "sesame\n", 0o600);
+    let of = |files: &str| bulkhead(&format!("env_files = {{ {files} }}"));
+    let config = folder.accept(&of("B = \"secret\", A = \"./work/../secret\""));
+    let expected =
+        [("A", "work/../secret"), ("B", "secret")].map(|(name, path)| (name.into(), folder.path(path)));
+    assert_eq!(config.bulkheads[0].env_files, expected);
+    assert_eq!(folder.again(&config), config);
+    assert!(!format!("{config:?} {}", config.summary()).contains("sesame"));
+
+    folder.token("open", "sesame", 0o644);
+    folder.token("nul", "sesame\0", 0o600);
+    folder.token("large", &"sesame".repeat(11_000), 0o600);
+    folder.token("empty", "", 0o600);
+    folder.accept(&of("A = \"empty\""));
+    for (file, message, help) in [
+        ("none", "cannot be read: No such file or directory", "create the file"),
+        ("work", "is not a regular file", "write the path of a regular file"),
+        ("open", "has the mode 0644, so other users can read or change it", "run `chmod 600`"),
+        ("nul", "contains a NUL byte", ""),
+        ("large", "is larger than 65536 bytes", "shorten the content"),
+    ] {
+        let message = format!("`env_files.A`: {} {message}", folder.path(file).display());
+        let text = of(&format!("A = \"{file}\""));
+        folder.reject_one(&text, (3, 19), &message, help);
+        let problems = folder.reject(&text);
+        assert!(!format!("{problems:?}").contains("sesamesesame"), "{problems:?}");
+    }
+}
+
+#[test]
+fn env_files_require_valid_names_and_paths() {
+    let folder = Folder::new();
+    for (entry, column, message, help) in [
+        ("A = 1", 19, "`env_files.A` must be a string, not a number", ""),
+        ("A = \"\"", 19, "`env_files.A` is empty", "write the path"),
+        ("A = \"\\u0000\"", 19, "`env_files.A` contains a NUL byte", ""),
+        ("\"\" = \"token\"", 15, "a name in `env_files` is empty", "write `env_files = "),
+        ("\"A=B\" = \"token\"", 15, "`A=B` cannot be the name of an environment variable", "env_files"),
+        ("BULKHEAD_LINK_FD = \"token\"", 15, "`BULKHEAD_LINK_FD` is reserved", "another name"),
+    ] {
+        folder.reject_one(&bulkhead(&format!("env_files = {{ {entry} }}")), (3, column), message, help);
+    }
+    let text = bulkhead("env_files = [\"token\"]");
+    folder.reject_one(&text, (3, 13), "`env_files` must be a table of strings", "DB_PASSWORD");
+    let entries: Vec<String> = (0..65).map(|number| format!("V{number} = \"token\"")).collect();
+    let text = bulkhead(&format!("env_files = {{ {} }}", entries.join(", ")));
+    folder.reject_one(&text, (3, 13), "`env_files` has more than 64 files", "into one file");
+}
+
+#[test]
+fn variable_cannot_be_in_env_and_env_files() {
+    let folder = Folder::new();
+    let (env, files) = ("env = { A = \"x\", B = \"y\" }", "env_files = { A = \"token\" }");
+    let message = "`A` is in both `env` and `env_files`";
+    folder.reject_one(&bulkhead(&format!("{env}\n{files}")), (4, 19), message, "remove the variable");
+    // The position is in the bulkhead's own table.
+    folder.reject_one(&format!("[defaults]\n{env}\n{}", bulkhead(files)), (5, 19), message, "");
+    folder.reject_one(&format!("[defaults]\n{files}\n{}", bulkhead(env)), (5, 13), message, "");
+    let merged = format!("[defaults]\n{files}\n{}", bulkhead("env_files = { C = \"jobs-token\" }"));
+    let config = folder.accept(&merged);
+    let names: Vec<&str> = config.bulkheads[0].env_files.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["A", "C"]);
+}
+
+#[test]
+fn env_files_can_name_credentials_of_the_unit() {
+    let mut folder = Folder::new();
+    let of = |name: &str| bulkhead(&format!("env_files = {{ A = \"credential:{name}\" }}"));
+    let message = "`env_files.A` names a credential, but CREDENTIALS_DIRECTORY is not set";
+    folder.reject_one(&of("token"), (3, 19), message, "add `LoadCredential=token:PATH` to the unit");
+    folder.process_env.credentials = Some(folder.path(""));
+    let config = folder.accept(&of("token"));
+    assert_eq!(config.bulkheads[0].env_files, [("A".to_owned(), folder.path("token"))]);
+    assert_eq!(folder.again(&config), config);
+    folder.reject_one(&of("none"), (3, 19), "cannot be read", "");
+    for name in ["", "..", "a/b", "../token"] {
+        folder.reject_one(&of(name), (3, 19), "is not the name of a credential", "\"credential:db\"");
+    }
+}

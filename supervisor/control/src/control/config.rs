@@ -19,8 +19,8 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
     }
 }
 
-/// Returns the configuration as JSON. The values of the workers' environment variables are redacted, and the
-/// resource limits that the sandbox sets are added. The token of the admin API is not part of the
+/// Returns the configuration as JSON. The values of the workers' environment variables are redacted, files with
+/// such values are shown by path, and the resource limits that the sandbox sets are added. The token of the admin API is not part of the
 /// configuration.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;
@@ -30,6 +30,9 @@ fn redacted(config: &Config) -> serde_json::Result<Value> {
         let env: Map<String, Value> =
             bulkhead.env.iter().map(|(name, _)| (name.clone(), json!(REDACTED))).collect();
         entry["env"] = Value::Object(env);
+        let files: Map<String, Value> =
+            bulkhead.env_files.iter().map(|(name, path)| (name.clone(), json!(path))).collect();
+        entry["env_files"] = Value::Object(files);
         entry["sandbox_rlimits"] = serde_json::to_value(bulkhead.sandbox_rlimits())?;
     }
     Ok(value)

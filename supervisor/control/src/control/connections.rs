@@ -151,8 +151,7 @@ impl<S: Socket> Dispatcher<S> {
             () = tokio::time::sleep_until(accepted + REQUEST_TIMEOUT) => false,
             () = shutdown_timeout => true,
         };
-        // A short wait is necessary, because the runtime only notices bytes that have just arrived when it
-        // polls the next time.
+        // A short wait is necessary, because the runtime notices newly arrived bytes only at its next poll.
         let last = tokio::time::timeout(LAST_PEEK_TIMEOUT, socket.peek(head));
         if has_begun { last.await.ok()?.ok() } else { None }
     }

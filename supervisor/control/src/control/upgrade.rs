@@ -1,11 +1,12 @@
-//! The predecessor's side of an upgrade: starts the new program, hands over to it, and serves on if a step fails.
+//! The predecessor's side of an upgrade: starts the new program, hands over to it, and continues to serve if a
+//! step fails.
 //!
 //! | ends | when | result |
 //! | --- | --- | --- |
 //! | the new program | before SWITCH | this supervisor has served all the time |
 //! | the new program | until the main process changes | it is killed, and this supervisor serves again |
 //! | the new program | afterwards | this supervisor ends with an error, so that the service manager restarts the service |
-//! | this supervisor | any | the new program serves on, unless the service manager ends it |
+//! | this supervisor | any | the new program continues to serve, unless the service manager ends it |
 
 use std::ffi::OsStr;
 use std::io;

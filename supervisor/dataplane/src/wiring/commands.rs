@@ -33,6 +33,10 @@ impl DataPlane {
                 SteerAction::Resume => Event::Resume,
                 SteerAction::Reset => Event::Reset,
             };
+            if action == SteerAction::Restart {
+                // The new workers are forked from a new template, which has read the files of `env_files` again.
+                self.update_templates(|templates, _| templates.replace(compartment));
+            }
             self.apply_quietly(compartment, event);
         }
         // Operators get a single event for all tenants.

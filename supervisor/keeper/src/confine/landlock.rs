@@ -19,7 +19,7 @@ use bulkhead_linux::errno;
 use bulkhead_linux::landlock::{abi_version, add_path_rule, restrict_self};
 use bulkhead_shared::program_rules;
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
+    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, NetPort, PathBeneath, RulesetAttr,
     RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
 };
 use rustix::fs::{FileType, Mode, OFlags};
@@ -27,6 +27,7 @@ use rustix::io::Errno;
 
 use self::self_test::ForbiddenAction;
 use super::paths::{self, PROC_FOLDER};
+use crate::protocol::confinement::NetworkAccess;
 
 /// Newest Landlock version that the library knows. Used only to find the rights that apply to files. The
 /// granted rights depend on the version of the running kernel.
@@ -55,8 +56,10 @@ pub(crate) struct Rules<'a> {
     pub(crate) withheld: &'a [&'a Path],
     /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
-    /// True if the worker is allowed to use TCP.
-    pub(crate) network: bool,
+    /// Network access of the worker.
+    pub(crate) network: NetworkAccess,
+    /// Ports to which the worker can connect, with [`NetworkAccess::Connections`].
+    pub(crate) tcp_ports: &'a [u16],
 }
 
 /// Failure to create a ruleset.
@@ -94,6 +97,8 @@ impl Ruleset {
         let known = ABI::from(abi as i32);
         let mut ruleset =
             create(known, rules.network).map_err(|e| ruleset_failure("make a Landlock ruleset", e))?;
+        add_ports(&mut ruleset, known, rules)
+            .map_err(|error| ruleset_failure("add a Landlock rule for a port", error))?;
         let root = rustix::fs::stat("/").map_err(|errno| failure("inspect the root folder", errno))?;
         let mut root_is_given = false;
         let mut granted = Vec::new();
@@ -172,13 +177,32 @@ impl Ruleset {
     }
 }
 
+/// Grants connections to the permitted ports. Does nothing on a kernel whose version of Landlock has no rights
+/// for TCP; the supervisor starts such a worker only if the configuration permits it.
+fn add_ports(ruleset: &mut RulesetCreated, abi: ABI, rules: &Rules<'_>) -> Result<(), RulesetError> {
+    let has_tcp = AccessNet::from_all(abi).contains(AccessNet::ConnectTcp);
+    if matches!(rules.network, NetworkAccess::Connections { .. }) && has_tcp {
+        for port in rules.tcp_ports {
+            ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
+        }
+    }
+    Ok(())
+}
+
 /// Creates a ruleset that denies all access.
-fn create(abi: ABI, network: bool) -> Result<RulesetCreated, RulesetError> {
+fn create(abi: ABI, network: NetworkAccess) -> Result<RulesetCreated, RulesetError> {
     let ruleset = landlock::Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     let mut ruleset = ruleset.handle_access(AccessFs::from_all(abi))?;
-    let (tcp, scopes) = (AccessNet::from_all(abi), Scope::from_all(abi));
-    if !network && !tcp.is_empty() {
-        ruleset = ruleset.handle_access(tcp)?;
+    let scopes = Scope::from_all(abi);
+    let denied = match network {
+        NetworkAccess::None => AccessNet::from_all(abi),
+        NetworkAccess::Connections { .. } => {
+            (AccessNet::BindTcp | AccessNet::ConnectTcp) & AccessNet::from_all(abi)
+        }
+        NetworkAccess::All => BitFlags::EMPTY,
+    };
+    if !denied.is_empty() {
+        ruleset = ruleset.handle_access(denied)?;
     }
     if !scopes.is_empty() {
         ruleset = ruleset.scope(scopes)?;

@@ -51,7 +51,7 @@ fn features() -> [Feature; 5] {
         Feature {
             layer: "landlock tcp",
             since: 4,
-            what_to_do: "run kernel 6.7 or later; seccomp is used instead",
+            what_to_do: "run kernel 6.7 or later; without `tcp_ports` in `network`, seccomp is used instead",
             handled: HandledAccess { network: tcp, ..NOTHING },
             forbidden: bind_tcp,
             refusal: Errno::ACCESS,

@@ -22,6 +22,8 @@ pub struct Confinement<'a> {
     pub write: Vec<&'a str>,
     /// Paths that no worker can access, even inside a granted folder. These are the supervisor's own files.
     pub withheld: Vec<&'a str>,
+    /// Ports to which the worker can connect by TCP, with [`NetworkAccess::Connections`].
+    pub tcp_ports: Vec<u16>,
     /// System calls to allow in addition to the calls that the profile allows.
     pub allow: Vec<&'a str>,
     /// System calls to deny in addition to the calls that the profile denies.
@@ -49,8 +51,8 @@ pub struct Layers {
     /// True if `identity` is in the keeper's user namespace of subordinate ids, which the worker enters. The
     /// worker's other namespaces are created inside this user namespace.
     pub subordinate_ids: bool,
-    /// True if the worker can use the network.
-    pub network: bool,
+    /// Network access of the worker.
+    pub network: NetworkAccess,
     /// Location of the worker's temporary files.
     pub temporary: TemporaryFiles,
     /// True if the worker receives a copy of its Landlock rules, so that it can confine each program that it
@@ -70,6 +72,21 @@ pub struct CgroupLimits {
     pub pids: Option<u64>,
     /// Maximum processor time, in thousandths of a processor core.
     pub cpu_millicores: Option<u64>,
+}
+
+/// Network access of a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
+pub enum NetworkAccess {
+    /// No sockets except pairs.
+    #[default]
+    None,
+    /// Only outgoing connections: by TCP to the ports in [`Confinement::tcp_ports`], and by UDP.
+    Connections {
+        /// True if the worker can use UDP.
+        udp: bool,
+    },
+    /// All internet sockets.
+    All,
 }
 
 /// Kind of seccomp filter.

@@ -33,6 +33,9 @@ pub struct SpawnOrder<'a> {
     pub arguments: Vec<&'a str>,
     /// The worker's whole environment as `NAME=value`. The worker inherits no other variables.
     pub environment: Vec<&'a str>,
+    /// Further environment variables, with the path of the file that contains the value. The keeper reads the
+    /// files, so that no other process has the values.
+    pub environment_files: Vec<(&'a str, &'a str)>,
     /// Working directory.
     pub directory: &'a str,
     /// Resource limits, which are set in the order of this list.
@@ -80,7 +83,8 @@ impl SpawnOrder<'_> {
     fn texts(&self) -> impl Iterator<Item = &str> {
         let Confinement { programs, read, write, withheld, allow, deny, .. } = &self.confinement;
         let lists = [&self.arguments, &self.environment, programs, read, write, withheld, allow, deny];
-        [self.program, self.directory].into_iter().chain(lists.into_iter().flatten().copied())
+        let files = self.environment_files.iter().flat_map(|(name, path)| [*name, *path]);
+        [self.program, self.directory].into_iter().chain(lists.into_iter().flatten().copied()).chain(files)
     }
 
     pub(crate) fn encode(&self) -> io::Result<Vec<u8>> {
@@ -131,10 +135,12 @@ mod tests {
             directory: "/",
             arguments: vec!["sh"],
             environment: vec!["A=b"],
+            environment_files: vec![("S", "/s")],
             rlimits: vec![Rlimit { resource: 9, soft: 1, hard: u64::MAX }],
             confinement: Confinement {
                 read: vec!["/a", "/b"],
                 deny: vec!["mount"],
+                tcp_ports: vec![443],
                 ..Confinement::default()
             },
             is_template: false,
@@ -147,6 +153,7 @@ mod tests {
         }
         assert_eq!(Order::decode(&[255; 100]), None);
         assert!(SpawnOrder { arguments: vec!["a\0b"], ..order.clone() }.encode().is_err());
+        assert!(SpawnOrder { environment_files: vec![("S", "/\0")], ..order.clone() }.encode().is_err());
         let long = "x".repeat(ORDER_BYTES_MAX);
         assert!(SpawnOrder { arguments: vec![&long], ..order }.encode().is_err());
     }

@@ -18,7 +18,7 @@ use crate::confine::landlock::{self, Ruleset};
 use crate::confine::reach::{self, GrantedPaths, Unreachable};
 use crate::confine::seccomp::{self, FatalAction, Filter};
 use crate::protocol::SpawnOrder;
-use crate::protocol::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
+use crate::protocol::confinement::{Confinement, Identity, Layers, NetworkAccess, Seccomp, TemporaryFiles};
 
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
@@ -58,7 +58,7 @@ pub(crate) struct PreparedConfinement {
 #[derive(Default)]
 pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
 
-type FilterKey = (Seccomp, bool, bool, bool, Vec<String>, Vec<String>);
+type FilterKey = (Seccomp, bool, NetworkAccess, bool, Vec<String>, Vec<String>);
 
 impl PreparedConfinement {
     /// Prepares the confinement of a worker. `temporary` is the worker's folder for [`TemporaryFiles::Folder`]
@@ -103,7 +103,7 @@ impl PreparedConfinement {
             }
             _ => (None, None),
         };
-        let ruleset = layers.landlock.then(|| create_ruleset(&granted, &withheld, &layers)).transpose()?;
+        let ruleset = layers.landlock.then(|| create_ruleset(&granted, &withheld, ordered)).transpose()?;
         let create_root = || create_root(&granted, &withheld, &unreachable, &layers);
         let root = layers.namespaces.mount.then(create_root).transpose()?;
         let covers = if may_mount && root.is_none() {
@@ -164,8 +164,9 @@ impl PreparedConfinement {
 fn create_ruleset(
     granted: &GrantedPaths<'_>,
     withheld: &[&Path],
-    layers: &Layers,
+    ordered: &Confinement<'_>,
 ) -> Result<Ruleset, SpawnError> {
+    let layers = &ordered.layers;
     let rules = landlock::Rules {
         programs: granted.programs,
         directory: Some(granted.directory),
@@ -175,6 +176,7 @@ fn create_ruleset(
         withheld,
         has_own_root: layers.namespaces.mount,
         network: layers.network,
+        tcp_ports: &ordered.tcp_ports,
     };
     Ruleset::prepare(&rules).map_err(|failure| {
         SpawnError::new(&format!("{}: {}", LANDLOCK_STEP, failure.attempted), failure.errno)
@@ -248,8 +250,8 @@ impl FilterCache {
             Seccomp::DenyList => seccomp::default(layers.network),
             Seccomp::AllowList => seccomp::strict(layers.network),
         };
-        if layers.network && !hides_unix_sockets(layers) {
-            rules = seccomp::deny_unix_sockets(rules);
+        if layers.network != NetworkAccess::None && !hides_unix_sockets(layers) {
+            rules = seccomp::deny_unix_sockets(rules, layers.network);
         }
         if layers.landlock && !landlock_controls_truncation() {
             rules = seccomp::deny_truncation(rules);

@@ -1,13 +1,16 @@
 //! Everything that a worker's child process needs, prepared before the fork.
 
 use std::ffi::CString;
+use std::ops::Deref;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
 
+use bulkhead_linux::secret_file::{self, SecretFileError};
 use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
+use zeroize::{Zeroize as _, Zeroizing};
 
 use super::confinement::PreparedConfinement;
 use super::mounts::covers::Covers;
@@ -31,7 +34,7 @@ pub(crate) struct Prepared {
     pub(super) program: CString,
     pub(super) directory: CString,
     pub(super) arguments: Vec<CString>,
-    pub(super) environment: Vec<CString>,
+    pub(super) environment: Environment,
     pub(super) rlimits: Vec<Rlimit>,
     pub(super) link: OwnedFd,
     pub(super) stdout: OwnedFd,
@@ -46,6 +49,24 @@ pub(crate) struct Prepared {
     /// Socket on which the first process of a template's namespace reports exits and receives orders to kill.
     pub(super) init_socket: Option<OwnedFd>,
     pub(super) confinement: PreparedConfinement,
+}
+
+/// Environment of a worker, as `NAME=value`. The memory is erased when the value is dropped, because variables
+/// can contain secrets, and later processes of other workers are copies of the keeper.
+pub(super) struct Environment(Vec<CString>);
+
+impl Deref for Environment {
+    type Target = [CString];
+
+    fn deref(&self) -> &[CString] {
+        &self.0
+    }
+}
+
+impl Drop for Environment {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(|variable| variable.into_bytes_with_nul().zeroize());
+    }
 }
 
 fn c_string(text: &str) -> Result<CString, SpawnError> {
@@ -71,16 +92,38 @@ pub(crate) struct ChildConnections {
     pub(crate) extra_descriptors: u32,
 }
 
+/// Reads the value of an environment variable from a file.
+fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
+    let value = secret_file::read_variable(Path::new(path)).map_err(|error| {
+        let step = match &error {
+            SecretFileError::Unreadable(_) => format!("env_files.{name}: read {path}"),
+            error => format!("env_files.{name}: {path} {error} ({})", error.help()),
+        };
+        SpawnError::new(&step, error.errno())
+    })?;
+    // Has the exact size, because growing or shrinking would leave a copy of the value in freed memory.
+    let mut variable = Zeroizing::new(Vec::with_capacity(name.len() + value.len() + 2));
+    for part in [name.as_bytes(), b"=", &value, b"\0"] {
+        variable.extend_from_slice(part);
+    }
+    CString::from_vec_with_nul(std::mem::take(&mut *variable))
+        .map_err(|_| SpawnError::new(&format!("env_files.{name}"), Errno::INVAL))
+}
+
 /// Converts the environment of an order. If the worker has a temporary folder, sets `TMPDIR` and `HOME`
 /// unless the order sets them.
-fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Vec<CString>, SpawnError> {
-    let mut environment = c_strings(&order.environment)?;
+fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Environment, SpawnError> {
+    let mut environment = Environment(c_strings(&order.environment)?);
+    for (name, path) in &order.environment_files {
+        environment.0.push(variable_from_file(name, path)?);
+    }
     let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
     let home = temporary.or(has_private_tmp.then_some(Path::new(PRIVATE_TMP)));
     for (variable, folder) in [(TMPDIR_VARIABLE, temporary), (HOME_VARIABLE, home)] {
-        let has_own = order.environment.iter().any(|entry| entry.starts_with(variable));
+        let is_own = |entry: &CString| entry.as_bytes().starts_with(variable.as_bytes());
+        let has_own = environment.iter().any(is_own);
         if let Some(folder) = folder.filter(|_| !has_own) {
-            environment.push(c_string(&format!("{variable}{}", folder.display()))?);
+            environment.0.push(c_string(&format!("{variable}{}", folder.display()))?);
         }
     }
     Ok(environment)
@@ -115,7 +158,7 @@ impl Prepared {
         let (status_ours, status) = status.map_err(fork_error)?.unzip();
         let mut environment = environment(order, temporary)?;
         if let Some(hosted_file) = &confinement.hosted_file {
-            environment.push(c_string(&format!("{PROGRAM_VARIABLE}={}", hosted_file.as_raw_fd()))?);
+            environment.0.push(c_string(&format!("{PROGRAM_VARIABLE}={}", hosted_file.as_raw_fd()))?);
         }
         let connections = ChildConnections {
             status: status_ours,

@@ -14,8 +14,9 @@ use crate::worker::Phase;
 /// Minimum time for a worker to send more data of an oversized result, even if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum grace period, while clients wait for other jobs, for a worker that kills the processes of each job
-/// itself. Processes take long to die if they use gigabytes of memory or if there are many of them.
+/// Minimum grace period of an `exec` worker that also has jobs with a waiting client. Such a worker kills the
+/// processes of an overdue job itself. This can take long if the processes use gigabytes of memory, or if there
+/// are many of them.
 const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {

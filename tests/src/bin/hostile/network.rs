@@ -2,13 +2,16 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{Hello, role};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sendto, socketpair};
+use rustix::net::{
+    AddressFamily, Protocol, SendFlags, SocketAddrUnix, SocketFlags, SocketType, ipproto, sendto, socketpair,
+};
 
 use crate::calls::{At, Refused, Tried, call, close};
 use crate::link::frame;
@@ -22,6 +25,24 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("listen-on-tcp", |_| {
         let listener = TcpListener::bind("127.0.0.1:0").at("listen on TCP")?;
         Ok(format!("listens at {:?}", listener.local_addr()))
+    }),
+    ("listen-on-any-port", |_| {
+        let socket = tcp_socket("127.0.0.1:0", None)?;
+        rustix::net::listen(&socket, 1).at("listen on a port that the kernel chooses")?;
+        Ok("listens".into())
+    }),
+    ("connect-by-mptcp", |to| {
+        let target = address(to)?;
+        let socket = tcp_socket(to.text("tcp")?, Some(ipproto::MPTCP))?;
+        rustix::net::connect(&socket, &target).at("connect by MPTCP")?;
+        Ok("connected".into())
+    }),
+    ("connect-by-fast-open", |to| {
+        const FAST_OPEN: SendFlags = SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32);
+        let target = address(to)?;
+        let socket = tcp_socket(to.text("tcp")?, None)?;
+        sendto(&socket, b"x", FAST_OPEN, &target).at("connect by TCP fast open")?;
+        Ok("connected".into())
     }),
     ("send-by-udp", |to| {
         let target = to.text("udp")?;
@@ -58,6 +79,16 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
 
 /// Maximum time to wait until a server replies or closes the connection.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+fn address(to: &Targets) -> Result<std::net::SocketAddr, Refused> {
+    to.text("tcp")?.parse().map_err(|_| Refused::because("NOTARGET", "parse the address"))
+}
+
+/// Creates a TCP socket of the family of an address.
+fn tcp_socket(address: &str, protocol: Option<Protocol>) -> Result<OwnedFd, Refused> {
+    let family = if address.starts_with('[') { AddressFamily::INET6 } else { AddressFamily::INET };
+    rustix::net::socket(family, SocketType::STREAM, protocol).at("make a stream socket")
+}
 
 fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     let what = format!("make {what}");

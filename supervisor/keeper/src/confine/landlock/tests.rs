@@ -17,6 +17,7 @@ use tempfile::TempDir;
 
 use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC_ENTRIES;
+use crate::protocol::confinement::NetworkAccess;
 
 /// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message, so that
 /// a skipped test is visible.
@@ -176,7 +177,7 @@ fn landlock_grants_only_world_readable_files_of_etc() {
         let path = folder.path().join(mode.to_string());
         fs::write(&path, "x").unwrap();
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
-        let mut ruleset = super::create(super::ABI::V1, true).unwrap();
+        let mut ruleset = super::create(super::ABI::V1, NetworkAccess::All).unwrap();
         let access = super::AccessFs::ReadFile.into();
         let condition = super::Condition::IfWorldReadable;
         super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
@@ -294,7 +295,92 @@ fn landlock_denies_tcp_without_network() {
         assert!(is_refused(TcpStream::connect(address)));
         assert!(is_refused(TcpListener::bind("127.0.0.1:0")));
     });
-    under(&Rules { network: true, ..Rules::default() }, || assert!(TcpStream::connect(address).is_ok()));
+    let all = Rules { network: NetworkAccess::All, ..Rules::default() };
+    under(&all, || assert!(TcpStream::connect(address).is_ok()));
+}
+
+/// Returns listeners on an IPv4 and an IPv6 address, and their ports.
+fn listeners() -> Option<([TcpListener; 2], [u16; 2])> {
+    let listeners = [TcpListener::bind("127.0.0.1:0").unwrap(), TcpListener::bind("[::1]:0").ok()?];
+    let ports = [0, 1].map(|index: usize| listeners[index].local_addr().unwrap().port());
+    Some((listeners, ports))
+}
+
+#[test]
+fn landlock_permits_only_the_configured_ports() {
+    if !has_abi(4) {
+        return;
+    }
+    let Some(((_permitted, ports), (_refused, others))) = listeners().zip(listeners()) else {
+        eprintln!("NOT RUN: this machine has no IPv6");
+        return;
+    };
+    for (tcp_ports, udp) in [(&ports[..], false), (&ports[..], true), (&[], false)] {
+        let network = NetworkAccess::Connections { udp };
+        under(&Rules { network, tcp_ports, ..Rules::default() }, || {
+            let v4 = |port: u16| TcpStream::connect(("127.0.0.1", port));
+            let v6 = |port: u16| TcpStream::connect(("::1", port));
+            let mapped = |port: u16| TcpStream::connect(("::ffff:127.0.0.1", port));
+            let is_permitted = !tcp_ports.is_empty();
+            assert_eq!((v4(ports[0]).is_ok(), v6(ports[1]).is_ok()), (is_permitted, is_permitted));
+            assert_eq!(mapped(ports[0]).is_ok(), is_permitted);
+            assert!(is_refused(v4(others[0])) && is_refused(v6(others[1])) && is_refused(mapped(others[0])));
+            assert!(is_refused(TcpListener::bind("127.0.0.1:0")));
+            assert!(is_refused(TcpListener::bind(("127.0.0.1", 1))), "a permitted port cannot be bound");
+        });
+    }
+}
+
+/// A socket that another process has created and passed to the worker.
+#[test]
+fn landlock_restricts_sockets_from_outside() {
+    use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType, connect, socket};
+    if !has_abi(4) {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, port);
+    let passed = || socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    let (refused, permitted) = (passed(), passed());
+    let network = NetworkAccess::Connections { udp: false };
+    let other = [port ^ 1];
+    under(&Rules { network, tcp_ports: &other, ..Rules::default() }, || {
+        assert_eq!(connect(&refused, &address), Err(Errno::ACCESS));
+    });
+    under(&Rules { network, tcp_ports: &[port], ..Rules::default() }, || {
+        assert_eq!(connect(&permitted, &address), Ok(()));
+    });
+}
+
+/// The connection of TCP fast open is permitted by the call of `connect`, although the kernel delays it.
+#[test]
+fn landlock_restricts_delayed_connections() {
+    if !has_abi(4) {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let network = NetworkAccess::Connections { udp: false };
+    under(&Rules { network, ..Rules::default() }, || {
+        use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType, connect, socket};
+        use std::os::fd::AsRawFd;
+        let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        let on: libc::c_int = 1;
+        // SAFETY: the pointer is to a local of the given size.
+        let set = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_FASTOPEN_CONNECT,
+                (&raw const on).cast(),
+                size_of_val(&on) as libc::socklen_t,
+            )
+        };
+        assert_eq!(set, 0);
+        let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, address.port());
+        assert_eq!(connect(&socket, &address), Err(Errno::ACCESS));
+    });
 }
 
 #[test]
@@ -306,7 +392,7 @@ fn landlock_denies_abstract_sockets_of_other_processes() {
         |of: &str| SocketAddr::from_abstract_name(format!("bulkhead-{of}-{}", std::process::id())).unwrap();
     let (outside, inside) = (name("outside"), name("inside"));
     let _listener = UnixListener::bind_addr(&outside).unwrap();
-    under(&Rules { network: true, ..Rules::default() }, || {
+    under(&Rules { network: NetworkAccess::All, ..Rules::default() }, || {
         assert!(is_refused(UnixStream::connect_addr(&outside)));
         let _own = UnixListener::bind_addr(&inside).unwrap();
         assert!(UnixStream::connect_addr(&inside).is_ok());

@@ -46,6 +46,15 @@ pub(super) fn restrict(rules: &mut Rules) {
     }
 }
 
+/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call of `connect`. The error is that of a
+/// kernel where fast open is switched off.
+pub(super) fn deny_fast_open(rules: &mut Rules) {
+    for (flags, names) in SEND_CALLS {
+        let unsupported = Verdict::Errno(Errno::OPNOTSUPP);
+        rules.narrow(names, |rule| if_any_bit(flags, libc::MSG_FASTOPEN as u32, unsupported.into(), rule));
+    }
+}
+
 /// Denies truncating files that the worker can only read. Needed on kernels whose Landlock version does not
 /// control truncation.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use super::assembler::Condition::{AtLeast, HasAny, Is};
 use super::{Check, Pointer, Rule, Rules, Verdict, flags};
+use crate::protocol::confinement::NetworkAccess;
 
 /// System calls that change the running kernel.
 const FATAL_CALLS: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
@@ -45,17 +46,14 @@ const IPC_CALLS: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_time
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
 /// Returns the `default` profile: a deny list that does not affect ordinary programs.
-pub(crate) fn default(network: bool) -> Rules {
+pub(crate) fn default(network: NetworkAccess) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
     rules.set("sched_setattr sched_setparam sched_setscheduler migrate_pages move_pages", only_self(0));
     rules.set("ioprio_set", only_process_target(IOPRIO_WHO_PROCESS, only_self(1)));
     rules.set(IPC_CALLS, Verdict::Errno(Errno::NOSYS));
-    rules.set("socket", socket(network));
-    if !network {
-        rules.set(CONNECTION_CALLS, REFUSE);
-    }
     rules.set("ioctl", deny_terminal_requests());
+    restrict_network(&mut rules, network);
     flags::restrict(&mut rules);
     rules
 }
@@ -63,7 +61,7 @@ pub(crate) fn default(network: bool) -> Rules {
 /// Returns the `strict` profile: an allow list for programs that only compute. The filter takes effect before
 /// `execve`, so it must let the program start and load its libraries and interpreter. [`sealed`] takes some
 /// of these rights away later.
-pub(crate) fn strict(network: bool) -> Rules {
+pub(crate) fn strict(network: NetworkAccess) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
     for names in STRICT_ALLOWED_CALLS {
         rules.set(names, Verdict::Allow);
@@ -72,10 +70,7 @@ pub(crate) fn strict(network: bool) -> Rules {
     rules.set(STRICT_REFUSED_CALLS, REFUSE);
     rules.set(STRICT_UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
     deny(&mut rules);
-    if !network {
-        rules.set(CONNECTION_CALLS, REFUSE);
-    }
-    rules.set("socket", socket(network));
+    restrict_network(&mut rules, network);
     rules.set("prctl", only_requests(PROCESS_OPTIONS, Errno::INVAL));
     rules.set("ioctl", only_requests(DESCRIPTOR_REQUESTS, Errno::NOTTY));
     flags::restrict(&mut rules);
@@ -206,33 +201,85 @@ fn only_process_target(kind: impl TryInto<u32>, rule: Rule) -> Rule {
 
 const IOPRIO_WHO_PROCESS: u32 = 1;
 
+/// Adds the rules for network access.
+///
+/// With [`NetworkAccess::Connections`], Landlock permits the ports. These rules deny all ways to reach another
+/// port, because Landlock only checks `connect` and `bind` of plain TCP sockets:
+///
+/// - Sockets have no other protocol, such as MPTCP, and cannot change to one (`TCP_ULP`).
+/// - TCP fast open does not connect when it sends.
+/// - `listen` would choose a port for a socket that is not bound.
+fn restrict_network(rules: &mut Rules, network: NetworkAccess) {
+    rules.set("socket", socket(network));
+    match network {
+        NetworkAccess::None => rules.set(CONNECTION_CALLS, REFUSE),
+        NetworkAccess::Connections { udp } => {
+            rules.set("accept accept4 listen", REFUSE);
+            if !udp {
+                rules.set("bind", only_values(2, &[ROUTES_ADDRESS_SIZE], REFUSE));
+            }
+            rules.narrow("setsockopt", deny_protocol_change);
+            flags::deny_fast_open(rules);
+        }
+        NetworkAccess::All => {}
+    }
+}
+
 /// Allows sockets of the internet families, Unix sockets, and netlink sockets for querying addresses and
 /// routes.
 ///
 /// Without network access, all families are denied. Unix sockets are included, because a worker could use
 /// them to reach any program of its user that listens on a path. As a result, programs cannot list network
 /// interfaces. (Node throws an exception when this fails.)
-fn socket(network: bool) -> Rule {
-    if !network {
+fn socket(network: NetworkAccess) -> Rule {
+    if network == NetworkAccess::None {
         return NO_FAMILY.into();
     }
-    let mut cases = internet_families();
+    let mut cases = internet_families(network);
     cases.push((Is(libc::AF_UNIX as u32), Verdict::Allow.into()));
     check(0, cases, NO_FAMILY)
 }
 
-fn internet_families() -> Vec<(super::Condition, Rule)> {
+fn internet_families(network: NetworkAccess) -> Vec<(super::Condition, Rule)> {
+    let (v4, v6) = match network {
+        NetworkAccess::Connections { udp } => (only_connections(udp), only_connections(udp)),
+        NetworkAccess::None | NetworkAccess::All => (deny_packet_sockets(), Verdict::Allow.into()),
+    };
     vec![
-        (Is(libc::AF_INET as u32), deny_packet_sockets()),
-        (Is(libc::AF_INET6 as u32), Verdict::Allow.into()),
+        (Is(libc::AF_INET as u32), v4),
+        (Is(libc::AF_INET6 as u32), v6),
         (Is(libc::AF_NETLINK as u32), routes_only()),
     ]
 }
 
+/// Allows TCP sockets, and UDP sockets if `udp` is true. All other types and protocols are denied.
+fn only_connections(udp: bool) -> Rule {
+    const DEFAULT_PROTOCOL: u32 = 0;
+    let protocol = |number: i32| {
+        only_values(2, &[DEFAULT_PROTOCOL, number as u32], Verdict::Errno(Errno::PROTONOSUPPORT))
+    };
+    let mut cases = vec![(Is(libc::SOCK_STREAM as u32), protocol(libc::IPPROTO_TCP))];
+    if udp {
+        cases.push((Is(libc::SOCK_DGRAM as u32), protocol(libc::IPPROTO_UDP)));
+    }
+    let otherwise = Verdict::Errno(Errno::SOCKTNOSUPPORT).into();
+    Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise }.into()
+}
+
+/// Denies replacing the protocol of a TCP socket. The error is that of a kernel without the new protocol, which
+/// libraries with TLS in the kernel expect.
+fn deny_protocol_change(otherwise: Rule) -> Rule {
+    let no_protocol = Verdict::Errno(Errno::NOENT).into();
+    let cases = vec![(Is(libc::TCP_ULP as u32), no_protocol)];
+    let option = Check { argument: 2, mask: u32::MAX, cases, otherwise: otherwise.clone() };
+    let cases = vec![(Is(libc::IPPROTO_TCP as u32), option.into())];
+    Check { argument: 1, mask: u32::MAX, cases, otherwise }.into()
+}
+
 /// Denies Unix sockets, but not the internet families. Used if no other layer protects the sockets of other
 /// programs of the same user, such as a message bus that can start programs.
-pub(crate) fn deny_unix_sockets(mut rules: Rules) -> Rules {
-    rules.set("socket", check(0, internet_families(), NO_FAMILY));
+pub(crate) fn deny_unix_sockets(mut rules: Rules, network: NetworkAccess) -> Rules {
+    rules.set("socket", check(0, internet_families(network), NO_FAMILY));
     rules
 }
 
@@ -250,6 +297,9 @@ fn routes_only() -> Rule {
     only_values(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
+/// Size of a netlink address, with which programs query addresses and routes.
+const ROUTES_ADDRESS_SIZE: u32 = size_of::<libc::sockaddr_nl>() as u32;
+
 /// Allows `bind` only with the address sizes of the internet families and netlink, or with a size larger than
 /// any Unix address, which some programs pass for all families. Most Unix addresses have another size, so
 /// binding them is refused.
@@ -260,9 +310,8 @@ fn routes_only() -> Rule {
 fn bind_address_sizes() -> Rule {
     const INTERNET: [u32; 2] =
         [size_of::<libc::sockaddr_in>() as u32, size_of::<libc::sockaddr_in6>() as u32];
-    const ROUTES: u32 = size_of::<libc::sockaddr_nl>() as u32;
     const LONGER_THAN_UNIX: u32 = size_of::<libc::sockaddr_un>() as u32 + 1;
-    let sizes = [Is(INTERNET[0]), Is(INTERNET[1]), Is(ROUTES), AtLeast(LONGER_THAN_UNIX)];
+    let sizes = [Is(INTERNET[0]), Is(INTERNET[1]), Is(ROUTES_ADDRESS_SIZE), AtLeast(LONGER_THAN_UNIX)];
     check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 

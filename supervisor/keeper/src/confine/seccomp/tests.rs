@@ -17,6 +17,7 @@ use rustix::net::{
 };
 
 use super::*;
+use crate::protocol::confinement::NetworkAccess;
 
 /// Time after which a test program is killed.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -82,17 +83,17 @@ fn expected(rules: &Rules, number: u32, arguments: [u64; 6]) -> u32 {
 fn all_profiles() -> Vec<Rules> {
     let (allow, deny) = (["ptrace", "open", "mount"], ["getpid", "ioctl"]);
     vec![
-        default(false),
-        default(true),
-        strict(false),
-        strict(true),
-        deny_truncation(default(true)),
-        deny_truncation(strict(false)),
+        default(NetworkAccess::None),
+        default(NetworkAccess::All),
+        strict(NetworkAccess::None),
+        strict(NetworkAccess::All),
+        deny_truncation(default(NetworkAccess::All)),
+        deny_truncation(strict(NetworkAccess::None)),
         sealed(false, &["execve"]).unwrap(),
         sealed(true, &[]).unwrap(),
-        allow_siblings(default(false)),
+        allow_siblings(default(NetworkAccess::None)),
         deny_siblings(sealed(false, &[]).unwrap()),
-        default(false).with_overrides(&allow, &deny).unwrap(),
+        default(NetworkAccess::None).with_overrides(&allow, &deny).unwrap(),
         Rules::new(Verdict::Allow),
     ]
 }
@@ -186,7 +187,7 @@ fn seccomp_lookup_takes_fewer_than_45_instructions() {
 fn seccomp_rules_reject_unknown_call_names() {
     // Building the profiles asserts that all names are known.
     all_profiles();
-    assert_eq!(default(false).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
+    assert_eq!(default(NetworkAccess::None).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
     assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
 }
 
@@ -469,6 +470,81 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
+/// Sockets and calls with which a worker could reach a port that Landlock does not permit.
+fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
+    const MPTCP: u64 = 262;
+    const SMC: u64 = 256;
+    const AF_SMC: i32 = 43;
+    const SCTP: u64 = libc::IPPROTO_SCTP as u64;
+    const DCCP: u64 = 6;
+    const INET6: u64 = libc::AF_INET6 as u64;
+    const TCP: u64 = libc::IPPROTO_TCP as u64;
+    const FAST_OPEN: u64 = libc::MSG_FASTOPEN as u64;
+    let (kind, protocol) = (libc::ESOCKTNOSUPPORT, libc::EPROTONOSUPPORT);
+    let of_udp = |errno| if udp { errno } else { kind };
+    let mut all = Vec::new();
+    for family in [INET, INET6] {
+        all.extend([
+            ("socket", [family, STREAM | CLOEXEC | libc::SOCK_NONBLOCK as u64, 0], 0),
+            ("socket", [family, STREAM, TCP], 0),
+            ("socket", [family, STREAM, MPTCP], protocol),
+            // The kernel ignores the upper half of an argument.
+            ("socket", [family, STREAM, MPTCP | 1 << 32], protocol),
+            ("socket", [family, STREAM, SMC], protocol),
+            ("socket", [family, STREAM, SCTP], protocol),
+            ("socket", [family, libc::SOCK_SEQPACKET as u64, SCTP], kind),
+            ("socket", [family, DCCP, libc::IPPROTO_DCCP as u64], kind),
+            ("socket", [family, libc::SOCK_RAW as u64, libc::IPPROTO_ICMP as u64], kind),
+            ("socket", [family, libc::SOCK_RAW as u64, TCP], kind),
+            ("socket", [family, 10, 0], kind),
+            ("socket", [family, DATAGRAM | CLOEXEC, 0], of_udp(0)),
+            ("socket", [family, DATAGRAM, libc::IPPROTO_UDP as u64], of_udp(0)),
+            ("socket", [family, DATAGRAM, libc::IPPROTO_UDPLITE as u64], of_udp(protocol)),
+            ("socket", [family, DATAGRAM, libc::IPPROTO_ICMP as u64], of_udp(protocol)),
+        ]);
+    }
+    let others = [libc::AF_VSOCK, libc::AF_ALG, libc::AF_PACKET, libc::AF_RDS, libc::AF_TIPC, AF_SMC];
+    all.extend(others.map(|family| ("socket", [family as u64, STREAM, 0], libc::EAFNOSUPPORT)));
+    all.extend(["listen", "accept", "accept4"].map(|name| (name, [u64::MAX, 1, 0], libc::EPERM)));
+    let bind = if udp { libc::EBADF } else { libc::EPERM };
+    all.extend([("bind", [u64::MAX, 0, 12], libc::EBADF), ("bind", [u64::MAX, 0, 110], libc::EPERM)]);
+    all.extend([16, 28, 128].map(|size| ("bind", [u64::MAX, 0, size], bind)));
+    all.extend([
+        ("setsockopt", [u64::MAX, TCP, libc::TCP_ULP as u64], libc::ENOENT),
+        ("setsockopt", [u64::MAX, TCP | 1 << 32, libc::TCP_ULP as u64 | 1 << 32], libc::ENOENT),
+        ("setsockopt", [u64::MAX, TCP, libc::TCP_NODELAY as u64], libc::EBADF),
+        ("setsockopt", [u64::MAX, libc::SOL_SOCKET as u64, libc::TCP_ULP as u64], libc::EBADF),
+        ("sendmsg", [u64::MAX, 0, FAST_OPEN], libc::EOPNOTSUPP),
+        ("sendmsg", [u64::MAX, 0, FAST_OPEN | libc::MSG_NOSIGNAL as u64], libc::EOPNOTSUPP),
+        ("sendmsg", [u64::MAX, 0, libc::MSG_NOSIGNAL as u64], libc::EBADF),
+        ("io_uring_setup", INVALID_ARGUMENTS, libc::ENOSYS),
+    ]);
+    all
+}
+
+/// The flags are the fourth argument, which the processes of other tests cannot set.
+#[test]
+fn fast_open_is_refused_in_all_calls_that_send() {
+    let flag = libc::MSG_FASTOPEN as u64;
+    for (name, arguments) in [
+        ("sendto", [3, 0, 0, flag, 0, 0]),
+        ("sendmmsg", [3, 0, 0, flag, 0, 0]),
+        ("sendmsg", [3, 0, flag, 0, 0, 0]),
+    ] {
+        let number = syscalls::number(name).unwrap();
+        let unsupported = Verdict::Errno(Errno::OPNOTSUPP).action(FatalAction::Notify);
+        let allowed = Verdict::Allow.action(FatalAction::Notify);
+        for network in [NetworkAccess::Connections { udp: true }, NetworkAccess::Connections { udp: false }] {
+            for rules in [default(network), strict(network)] {
+                assert_eq!(expected(&rules, number, arguments), unsupported, "{name}");
+                assert_eq!(expected(&rules, number, [3, 0, 0, 0, 0, 0]), allowed, "{name}");
+            }
+        }
+        let rules = default(NetworkAccess::All);
+        assert_eq!(expected(&rules, number, arguments), allowed, "{name}");
+    }
+}
+
 #[test]
 fn denied_system_calls_fail_with_expected_errors() {
     let terminal = [
@@ -477,7 +553,13 @@ fn denied_system_calls_fail_with_expected_errors() {
         // The upper half of a request has no meaning, and must not bypass the rule.
         ("ioctl", [0, libc::TIOCSTI | 1 << 32, 0], libc::EPERM),
     ];
-    for (network, sockets) in [(false, without_network()), (true, with_network())] {
+    let outgoing = |udp| NetworkAccess::Connections { udp };
+    for (network, sockets) in [
+        (NetworkAccess::None, without_network()),
+        (NetworkAccess::All, with_network()),
+        (outgoing(false), with_connections(false)),
+        (outgoing(true), with_connections(true)),
+    ] {
         let common: Vec<_> = denied_by_both().into_iter().chain(sockets).collect();
         let filter = default(network).compile(FatalAction::Notify);
         assert_outcomes(filter, &[&common[..], &terminal].concat());
@@ -486,7 +568,11 @@ fn denied_system_calls_fail_with_expected_errors() {
             ("ioctl", [0, libc::TIOCSTI, 0], libc::ENOTTY),
             ("prctl", [0x7fff_0000, 0, 0], libc::EINVAL),
             ("setuid", INVALID_ARGUMENTS, libc::EPERM),
-            ("connect", INVALID_ARGUMENTS, if network { libc::EBADF } else { libc::EPERM }),
+            (
+                "connect",
+                INVALID_ARGUMENTS,
+                if network == NetworkAccess::None { libc::EPERM } else { libc::EBADF },
+            ),
             ("msgget", INVALID_ARGUMENTS, NOTIFIED),
             ("modify_ldt", INVALID_ARGUMENTS, NOTIFIED),
         ];
@@ -509,7 +595,7 @@ fn seccomp_denies_truncation_of_read_only_files() {
         ("openat", [here, 0, cut | libc::O_RDWR as u64], libc::EFAULT),
         ("creat", [0, 0o600, 0], libc::EFAULT),
     ];
-    for rules in [default(false), strict(false)] {
+    for rules in [default(NetworkAccess::None), strict(NetworkAccess::None)] {
         assert_outcomes(deny_truncation(rules).compile(FatalAction::Notify), &expectations);
     }
 }
@@ -521,7 +607,8 @@ fn seal_denies_only_programs_and_sockets() {
     let calls: Vec<_> = names.iter().filter_map(|(name, _)| call(name, INVALID_ARGUMENTS)).collect();
     let mut command = helper_command(&calls);
     command.env(SEAL, "");
-    let finished = Confined::start(command, strict(false).compile(FatalAction::Notify)).finish(Errno::XDEV);
+    let finished = Confined::start(command, strict(NetworkAccess::None).compile(FatalAction::Notify))
+        .finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
     // The listener of the first filter is notified even after the second filter was installed.
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
@@ -534,7 +621,7 @@ fn only_templates_can_fork_siblings() {
     let sibling = (libc::CLONE_PARENT | libc::SIGCHLD) as u64;
     let refused = Verdict::Errno(Errno::PERM).action(FatalAction::Notify);
     let allowed = Verdict::Allow.action(FatalAction::Notify);
-    for rules in [default(false), default(true), strict(false)] {
+    for rules in [default(NetworkAccess::None), default(NetworkAccess::All), strict(NetworkAccess::None)] {
         let template = allow_siblings(rules.clone());
         let of = |rules: &Rules, flags: i32| expected(rules, clone, [flags as u64, 0, 0, 0, 0, 0]);
         assert_eq!(expected(&template, clone, [sibling, 0, 0, 0, 0, 0]), allowed);
@@ -562,7 +649,7 @@ fn only_templates_can_fork_siblings() {
 #[test]
 fn fatal_system_call_is_reported_with_arguments() {
     let command = helper_command(&[call("bpf", [77, 0, 1]).unwrap()]);
-    let mut confined = Confined::start(command, default(false).compile(FatalAction::Notify));
+    let mut confined = Confined::start(command, default(NetworkAccess::None).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
     let notification = loop {
         if let Some(notification) = next_notification(listener).expect("the process has ended") {
@@ -588,7 +675,8 @@ fn fatal_system_call_without_listener_kills_process() {
         call("getppid", INVALID_ARGUMENTS).unwrap(),
         call("bpf", INVALID_ARGUMENTS).unwrap(),
     ]);
-    let finished = Confined::start(command, default(false).compile(FatalAction::Kill)).finish(Errno::XDEV);
+    let finished =
+        Confined::start(command, default(NetworkAccess::None).compile(FatalAction::Kill)).finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), [0]);
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
 }
@@ -598,7 +686,7 @@ fn fatal_system_call_without_listener_kills_process() {
 fn seccomp_kills_32_bit_and_x32_calls() {
     let start = |number| {
         let command = helper_command(&[(number, [0; 3])]);
-        Confined::start(command, default(true).compile(FatalAction::Notify)).finish(Errno::XDEV)
+        Confined::start(command, default(NetworkAccess::All).compile(FatalAction::Notify)).finish(Errno::XDEV)
     };
     let finished = start(u64::from(X32_FIRST) + libc::SYS_getpid as u64);
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
@@ -612,7 +700,7 @@ fn seccomp_kills_32_bit_and_x32_calls() {
 
 #[test]
 fn configured_system_calls_override_profile() {
-    let rules = default(false).with_overrides(&["socket", "setns"], &["getppid"]).unwrap();
+    let rules = default(NetworkAccess::None).with_overrides(&["socket", "setns"], &["getppid"]).unwrap();
     let expectations = [
         ("socket", [INET, STREAM, 0], 0),
         ("setns", INVALID_ARGUMENTS, libc::EBADF),
@@ -696,10 +784,12 @@ fn assert_succeeds(program: &str, arguments: &[&str], rules: &Rules) {
 #[test]
 fn ordinary_programs_work_under_each_seccomp_profile() {
     for (profile, rules) in [
-        ("default", default(false)),
-        ("default with the network", default(true)),
-        ("strict", strict(false)),
-        ("strict with the network", strict(true)),
+        ("default", default(NetworkAccess::None)),
+        ("default with the network", default(NetworkAccess::All)),
+        ("strict", strict(NetworkAccess::None)),
+        ("strict with the network", strict(NetworkAccess::All)),
+        ("default with TCP", default(NetworkAccess::Connections { udp: false })),
+        ("strict with TCP", strict(NetworkAccess::Connections { udp: false })),
     ] {
         eprintln!("under {profile}");
         assert_succeeds("sh", &["-c", SHELL], &rules);
@@ -710,7 +800,7 @@ fn ordinary_programs_work_under_each_seccomp_profile() {
 
 #[test]
 fn java_starts_under_default_seccomp_profile() {
-    let Some(finished) = run("java", &["-Xmx64m", "-version"], &default(false)) else { return };
+    let Some(finished) = run("java", &["-Xmx64m", "-version"], &default(NetworkAccess::None)) else { return };
     assert!(finished.status.success() && finished.named.is_empty(), "{finished:#?}");
     assert!(finished.stderr.contains("version"), "{finished:#?}");
 }
@@ -725,7 +815,7 @@ client.send(b"x"); assert server.recv(1) == b"x"
 socket.getaddrinfo("localhost", 80); socket.if_nameindex()
 print("unharmed")
 "#;
-    for rules in [default(true), strict(true)] {
+    for rules in [default(NetworkAccess::All), strict(NetworkAccess::All)] {
         assert_succeeds("python3", &["-c", TALK], &rules);
     }
 }

@@ -2,8 +2,10 @@
 
 use std::process::{Command, Output};
 
+use bulkhead_tests::programs;
+
 fn bench(arguments: &[&str]) -> Output {
-    let mut bench = Command::new(env!("CARGO_BIN_EXE_bulkhead-bench"));
+    let mut bench = Command::new(programs().join("bulkhead-bench"));
     bench.arg("--smoke").args(arguments).output().expect("failed to run the bench")
 }
 
