@@ -111,11 +111,11 @@ pub(crate) enum Command {
     },
     /// Replace the supervisor's program without losing, rejecting or repeating a job
     ///
-    /// The running program starts the new one beside it, hands over when every bulkhead is ready, and finishes the jobs
-    /// that it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same time,
-    /// so the machine needs memory for both. The command waits until the new program has served for ten seconds. The exit
-    /// status is then 0. It is 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded, and 75 if
-    /// an upgrade is under way.
+    /// The running program starts the new program, hands over when every bulkhead is ready, and finishes the jobs that
+    /// it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same time,
+    /// so the machine needs memory for both. The command waits until the new program has served for ten seconds. The
+    /// exit status is then 0. It is 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded,
+    /// and 75 if an upgrade is under way.
     Upgrade(Upgrade),
     /// List crash reports, or show one
     Crashes(Crashes),

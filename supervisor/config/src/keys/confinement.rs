@@ -22,8 +22,8 @@ table! {
     /// `tcp_ports`, and UDP to all addresses with `udp = true`. Without UDP, DNS works only over TCP. A bulkhead's
     /// value replaces that of `[defaults]`; see [only some ports](confinement/layers.md#only-some-ports).
     network: Network as Kind::Network, default Network::None, reload ReplacesWorkers;
-    /// Additional files and folders that the workers can read. The program, its libraries and its loader are
-    /// always readable.
+    /// Additional files and directories that the workers can read. The program, its libraries and its loader
+    /// are always readable.
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and directories that the workers can write to, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
