@@ -218,7 +218,10 @@ impl fmt::Display for Death {
             ),
             Self::Violation(call) => write!(f, "made the system call {call}, which the sandbox forbids"),
             Self::TmpFull => {
-                write!(f, "killed by the supervisor: the temporary directory exceeded sandbox.tmp")
+                write!(
+                    f,
+                    "killed by the supervisor: the temporary directory held more than sandbox.tmp allows"
+                )
             }
             Self::Oom => write!(f, "killed by the kernel: the memory limit was exceeded"),
         }
