@@ -103,7 +103,7 @@ impl Checker<'_> {
                 format!("`{label}` names a credential, but {variable} is not set"),
                 format!(
                     "add `LoadCredential={0}:PATH` to the unit; to check the file outside of the unit, set \
-                     {variable} to a folder with the file {0}",
+                     {variable} to a directory with the file {0}",
                     shown(name)
                 ),
             )
