@@ -39,9 +39,7 @@ impl Token {
         };
         let text = secret_file::read(path, *TOKEN_BYTES.end() + 1).map_err(|error| match &error {
             SecretFileError::TooLarge(_) => not_a_token(),
-            SecretFileError::Owner(_) | SecretFileError::Mode(_) => {
-                (format!("{shown} {error}"), error.help())
-            }
+            SecretFileError::Mode(_) => (format!("{shown} {error}"), error.help()),
             _ => (format!("{shown} {error}"), MAKE_IT),
         })?;
         let token = text.trim_ascii();

@@ -30,8 +30,6 @@ pub enum SecretFileError {
     Unreadable(io::Error),
     /// The path is a folder, a pipe or a device.
     NotRegular,
-    /// This user, who is neither root nor the user of this process, owns the file.
-    Owner(u32),
     /// The mode lets other users read or change the file.
     Mode(u32),
     /// The content is larger than this maximum in bytes.
@@ -46,7 +44,7 @@ impl SecretFileError {
         match self {
             Self::Unreadable(error) => errno::from_io(error, Errno::IO),
             Self::NotRegular | Self::Nul => Errno::INVAL,
-            Self::Owner(_) | Self::Mode(_) => Errno::PERM,
+            Self::Mode(_) => Errno::PERM,
             Self::TooLarge(_) => Errno::FBIG,
         }
     }
@@ -58,7 +56,6 @@ impl SecretFileError {
                 "create the file so that the supervisor's user can read it, or correct the path"
             }
             Self::NotRegular => "write the path of a regular file",
-            Self::Owner(_) => "run `chown root` on the file",
             Self::Mode(_) => {
                 "run `chmod 600` on the file; `chmod 640` is also accepted, and lets the file's group read it"
             }
@@ -73,7 +70,6 @@ impl fmt::Display for SecretFileError {
         match self {
             Self::Unreadable(error) => write!(f, "cannot be read: {error}"),
             Self::NotRegular => f.write_str("is not a regular file"),
-            Self::Owner(uid) => write!(f, "belongs to the user {uid}, who can change it"),
             Self::Mode(mode) => {
                 write!(f, "has the mode {mode:04o}, so other users can read or change it")
             }
@@ -83,8 +79,8 @@ impl fmt::Display for SecretFileError {
     }
 }
 
-/// Reads a file of at most `max` bytes. Its owner must be root or the user of this process. Only the owner can
-/// have write permission, and only the owner and the group can have read permission.
+/// Reads a file of at most `max` bytes. Only the owner can have write permission, and only the owner and the
+/// group can have read permission.
 ///
 /// Never blocks on a FIFO.
 pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
@@ -98,9 +94,6 @@ pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
     let mode = about.mode() & 0o7777;
     if mode & NOT_FOR_OTHERS != 0 {
         return Err(SecretFileError::Mode(mode));
-    }
-    if ![0, rustix::process::geteuid().as_raw()].contains(&about.uid()) {
-        return Err(SecretFileError::Owner(about.uid()));
     }
     // The buffer never grows, because growing would leave a copy of the content in freed memory.
     let mut content = Zeroizing::new(Vec::with_capacity(max + 2));
@@ -130,7 +123,7 @@ pub fn read_variable(path: &Path) -> Result<Secret, SecretFileError> {
 #[cfg(test)]
 mod tests {
     use std::fs::{self, Permissions};
-    use std::os::unix::fs::{PermissionsExt as _, chown};
+    use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
 
@@ -183,13 +176,6 @@ mod tests {
             assert!(matches!(error, SecretFileError::Mode(found) if found == mode), "{error:?}");
             assert!(!format!("{error} {error:?}").contains("sesame"));
         }
-        let path = write(folder.path(), b"sesame", 0o600);
-        if chown(&path, Some(65534), None).is_err() || !rustix::process::geteuid().is_root() {
-            eprintln!("NOT RUN: only root can change the owner of a file");
-            return;
-        }
-        let error = read_variable(&path).unwrap_err();
-        assert_eq!(error.to_string(), "belongs to the user 65534, who can change it");
     }
 
     #[test]
