@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
-use bulkhead_config::{SupervisorConfig, Token};
+use bulkhead_config::{Config, SupervisorConfig, Token};
 use bulkhead_control::control::RunMode;
 use bulkhead_control::control::handover::Predecessor;
 use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
@@ -68,10 +68,17 @@ impl Link {
         outbox.flush(&self.0).map(drop)
     }
 
-    /// Greets the predecessor, and receives its state.
-    pub fn take_over(&self) -> io::Result<TakeOver> {
+    /// Greets the predecessor, and receives its state. The predecessor waits for the start of all bulkheads in `config`.
+    pub fn take_over(&self, config: &Config) -> io::Result<TakeOver> {
         die_on_request("send", kind::HELLO);
-        let hello = Hello { oldest: VERSION, newest: VERSION, program: env!("CARGO_PKG_VERSION") };
+        let start_limit =
+            config.bulkheads.iter().map(|bulkhead| bulkhead.start.ready).max().unwrap_or_default();
+        let hello = Hello {
+            oldest: VERSION,
+            newest: VERSION,
+            program: env!("CARGO_PKG_VERSION"),
+            start_limit_ms: u64::try_from(start_limit.as_millis()).unwrap_or(u64::MAX),
+        };
         self.send(encode(kind::HELLO, &hello, &[]).map_err(invalid)?)?;
         let end = Instant::now() + STATE_TIMEOUT;
         let mut found = TakeOver::default();

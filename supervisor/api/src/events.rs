@@ -211,7 +211,7 @@ events! {
     /// The upgrade is complete: the old program reports that the new one is the main process, and the new program that the
     /// old one has ended.
     UpgradeFinished = "upgrade_finished" { pid: u32, version: String };
-    /// The upgrade has failed at the step in `step`. The old program serves on.
+    /// The upgrade has failed at the step in `step`. The old program serves on, unless it is stopping.
     UpgradeFailed = "upgrade_failed" { step: Text, message: String };
     /// No reports were written for a number of crashes, because too many occurred at once.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };

@@ -229,7 +229,7 @@ impl Session {
 
     /// Returns true if the client has had no jobs for too long, but has neither closed the connection nor read all
     /// outcomes. Input does not extend the time, because the client could otherwise prevent the end of the supervisor.
-    /// Must be called repeatedly once another supervisor has taken over.
+    /// Must be called repeatedly after GOAWAY, and once another supervisor has taken over.
     pub(super) fn is_left_over(&mut self, now: Time) -> bool {
         if !self.requests.is_empty() || self.inbox.is_storing() {
             self.left_over_since = None;
@@ -649,6 +649,7 @@ impl Sessions {
     pub(super) fn send_goaway(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.is_going_away = true;
+            self.needs_checks = true;
             // The request is dropped, too.
             session.is_held_back = false;
             let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
@@ -735,19 +736,22 @@ impl Sessions {
         self.needs_checks
     }
 
-    /// Returns the clients that have exceeded a time limit. Clients with a message must be rejected. Clients
-    /// without a message do not read their output and must be disconnected.
+    /// Returns the clients that have exceeded a time limit. Clients with a message must be rejected. Clients without a
+    /// message must be disconnected: they do not read their output, or do not leave after GOAWAY.
     pub(super) fn check_timeouts(&mut self, now: Time) -> Vec<(SessionIndex, Option<&'static str>)> {
         let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
         let (mut late, mut is_any_watched) = (Vec::new(), false);
-        for (index, session) in self.slab.iter() {
+        for index in self.slab.indices() {
+            let Some(session) = self.slab.get_mut(index) else { continue };
             let hello_since = match session.phase {
                 Phase::AwaitingHello { since } => Some(since),
                 _ => None,
             };
             let times = [hello_since, session.mid_frame_since, session.unread_since];
-            is_any_watched |= times.iter().any(Option::is_some) || session.phase == Phase::Closing;
-            if over(session.unread_since, READ_TIMEOUT) {
+            is_any_watched |=
+                times.iter().any(Option::is_some) || session.phase == Phase::Closing || session.is_going_away;
+            if over(session.unread_since, READ_TIMEOUT) || session.is_going_away && session.is_left_over(now)
+            {
                 late.push((index, None));
             } else if over(hello_since, HELLO_TIMEOUT) {
                 late.push((index, Some("the client did not say hello in time")));

@@ -83,10 +83,7 @@ impl DataPlane {
         let phase = Phase::AwaitingHello { since: self.now };
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Some(refusal) = rejection {
-            self.reject_session(index, refusal.reason, &refusal.message);
-            // Sends the rejection and closes the session at once, so that rejected clients cannot use up the
-            // descriptors for accepted ones.
-            self.flush_session(index);
+            self.reject_at_once(index, refusal.reason, &refusal.message);
             if refusal.reason != RejectReason::Overloaded {
                 self.report_rejection(SocketKind::Jobs, refusal);
             }
@@ -151,23 +148,11 @@ impl DataPlane {
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
-        let is_full = self.is_full();
-        let idle = if grant.is_ok() && is_full {
-            self.sessions.idle_session_for(Owner::User(peer.uid))
-        } else {
-            None
-        };
-        if grant.is_ok() && is_full && idle.is_none() {
-            let most = self.limits.clients_max;
-            let message = format!(
-                "{most} clients are already connected, the maximum that max_clients and the limit on open \
-                 files allow; try again later"
-            );
-            return Err(ClientRejection {
-                reason: RejectReason::Overloaded,
-                ..ClientRejection::forbidden(peer, message)
-            });
-        }
+        let room = if grant.is_ok() { self.find_room(Owner::User(peer.uid)) } else { Ok(None) };
+        let idle = room.map_err(|message| ClientRejection {
+            reason: RejectReason::Overloaded,
+            ..ClientRejection::forbidden(peer, message)
+        })?;
         // A worker that connects is reported as a worker, even if its user has no access anyway.
         if grant.is_ok() || self.access.is_own_user(peer) {
             self.access.check_descent(socket, peer)?;
@@ -177,6 +162,22 @@ impl DataPlane {
             self.close_idle_session(idle);
         }
         Ok((peer, grant))
+    }
+
+    /// Returns the idle connection that must be closed to make room for a new client of `owner`, if any. Returns the
+    /// message for the client if there is no room.
+    pub(crate) fn find_room(&self, owner: Owner) -> Result<Option<SessionIndex>, String> {
+        if !self.is_full() {
+            return Ok(None);
+        }
+        let most = self.limits.clients_max;
+        let full = || {
+            format!(
+                "{most} clients are already connected, the maximum that max_clients and the limit on open files allow; \
+                 try again later"
+            )
+        };
+        self.sessions.idle_session_for(owner).map(Some).ok_or_else(full)
     }
 
     /// Updates the permissions of all clients after a change of `[[access]]`. A client that has lost its
@@ -194,12 +195,19 @@ impl DataPlane {
     // Disconnecting.
 
     /// Closes an idle connection to make room for another user.
-    fn close_idle_session(&mut self, index: SessionIndex) {
+    pub(crate) fn close_idle_session(&mut self, index: SessionIndex) {
         let message = "this idle connection was closed to make room for another user, because this user has \
                        most of the connections that max_clients allows; connect again";
         self.reject_session(index, RejectReason::Overloaded, message);
         self.flush_session(index);
         self.close_session(index);
+    }
+
+    /// Rejects a client, and closes the session at once, so that rejected clients cannot use up the descriptors for
+    /// accepted ones.
+    pub(crate) fn reject_at_once(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
+        self.reject_session(index, reason, message);
+        self.flush_session(index);
     }
 
     pub(crate) fn reject_session(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
