@@ -117,8 +117,18 @@ impl Manager {
 
     /// Stops the service with SIGTERM, and returns the status of the main process.
     pub fn stop(&self) -> WaitStatus {
+        self.begin_stop();
+        self.ended()
+    }
+
+    /// Begins to stop the service with SIGTERM.
+    pub fn begin_stop(&self) {
         lock(&self.state).is_stopping = true;
         self.signal(Signal::SIGTERM);
+    }
+
+    /// Waits until the service has stopped, and returns the status of the main process.
+    pub fn ended(&self) -> WaitStatus {
         wait_for("the service stops", || lock(&self.state).ended)
     }
 }

@@ -312,17 +312,30 @@ fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
         upgrading.until("finished");
     }
     assert_eq!(manager.main() != old, is_new_main);
-    let stopped = std::thread::scope(|scope| {
-        if is_to_both {
-            kill_pid(if is_new_main { old } else { new }, Signal::SIGTERM);
-        }
-        let stopped = scope.spawn(|| manager.stop());
+    let drain = || {
         wait_for("both programs drain", || (manager.log().matches("draining").count() >= 2).then_some(()));
-        std::fs::write(&gate, "").unwrap();
-        assert_eq!(of_old.outcome(), (1, (0, 0)));
-        assert_eq!(of_new.outcome(), (1, (0, 0)));
-        stopped.join().unwrap()
-    });
+    };
+    if is_to_both {
+        // The message of the new program is first at the old one.
+        kill_pid(new, Signal::SIGTERM);
+        drain();
+    }
+    manager.begin_stop();
+    drain();
+    if is_to_both {
+        // The old program has handled SIGTERM when it has logged two summaries.
+        for count in 1..=2 {
+            kill_pid(old, Signal::SIGUSR1);
+            let is_summary = |line: &&str| line.contains("summary") && line.contains("bulkhead=\"b\"");
+            wait_for("the old program logs a summary", || {
+                (manager.log().lines().filter(is_summary).count() >= count).then_some(())
+            });
+        }
+    }
+    std::fs::write(&gate, "").unwrap();
+    assert_eq!(of_old.outcome(), (1, (0, 0)));
+    assert_eq!(of_new.outcome(), (1, (0, 0)));
+    let stopped = manager.ended();
     assert!(matches!(stopped, WaitStatus::Exited(_, 0)), "{stopped:?}");
     assert!(!manager.socket().exists(), "the socket is left");
     let (code, text) = upgrading.end();
@@ -357,17 +370,15 @@ fn stopping_program_keeps_its_connections() {
     wait_for("both jobs run", || (get(&manager, "/v1/bulkheads/b")["in_flight"] == 2).then_some(()));
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
-    std::thread::scope(|scope| {
-        let stopped = scope.spawn(|| manager.stop());
-        wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
-        std::fs::write(&gates[0], "").unwrap();
-        assert_eq!(clients[0].outcome(), (1, (0, 0)));
-        clients[0].submit(2, "", b"");
-        assert_eq!(clients[0].outcome(), (2, (outcome_code::REJECTED, RejectReason::Draining.code())));
-        std::fs::write(&gates[1], "").unwrap();
-        assert_eq!(clients[1].outcome(), (1, (0, 0)));
-        assert!(matches!(stopped.join().unwrap(), WaitStatus::Exited(_, 0)));
-    });
+    manager.begin_stop();
+    wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+    std::fs::write(&gates[0], "").unwrap();
+    assert_eq!(clients[0].outcome(), (1, (0, 0)));
+    clients[0].submit(2, "", b"");
+    assert_eq!(clients[0].outcome(), (2, (outcome_code::REJECTED, RejectReason::Draining.code())));
+    std::fs::write(&gates[1], "").unwrap();
+    assert_eq!(clients[1].outcome(), (1, (0, 0)));
+    assert!(matches!(manager.ended(), WaitStatus::Exited(_, 0)));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bulkhead_tests::{children, heavy, name};
 use nix::sys::ptrace;
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
 use super::load::{Load, read_record};
@@ -171,6 +172,23 @@ fn keeper_and_kept_connection_of_dead_successor_are_gone() {
     upgraded(&manager);
 }
 
+/// A thread that does not run, although the other threads of its process do.
+struct StoppedThread(Pid);
+
+impl StoppedThread {
+    fn new(thread: u32) -> Self {
+        let thread = Pid::from_raw(thread as i32);
+        ptrace::seize(thread, ptrace::Options::empty()).unwrap();
+        ptrace::interrupt(thread).unwrap();
+        waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+        Self(thread)
+    }
+
+    fn resume(self) {
+        ptrace::detach(self.0, None).unwrap();
+    }
+}
+
 #[test]
 fn hanging_new_program_is_killed_and_the_old_one_serves_on() {
     // The whole program, and only its data plane, which runs on the first thread.
@@ -182,9 +200,7 @@ fn hanging_new_program_is_killed_and_the_old_one_serves_on() {
         if is_whole {
             kill_pid(new, Signal::SIGSTOP);
         } else {
-            let thread = Pid::from_raw(new as i32);
-            ptrace::seize(thread, ptrace::Options::empty()).unwrap();
-            ptrace::interrupt(thread).unwrap();
+            StoppedThread::new(new);
         }
         let (code, text) = upgrading.end();
         assert!(code == Some(1) && text.contains("has not responded for 3 s"), "{code:?}: {text}");
@@ -208,9 +224,10 @@ fn permits_of_a_killed_program_are_used_after_its_workers_have_ended() {
     let worker = get(&manager, "/v1/bulkheads/b")["workers"][0]["pid"].as_u64().unwrap() as u32;
     let is_keeper = |pid: &u32| name(*pid).is_some_and(|name| name == "bulkhead-keeper");
     let keeper = children(new).into_iter().find(is_keeper).unwrap();
-    // The worker cannot end by itself, and the keeper cannot kill it.
+    // The worker cannot end by itself, and the keeper cannot kill it. The end of the new program would continue a keeper
+    // that a signal has stopped.
     kill_pid(worker, Signal::SIGSTOP);
-    kill_pid(keeper, Signal::SIGSTOP);
+    let stopped = StoppedThread::new(keeper);
     kill_pid(new, Signal::SIGKILL);
     let (socket, operation) = (manager.socket(), format!("steps:count {}", next.display()));
     let client = std::thread::spawn(move || {
@@ -223,7 +240,7 @@ fn permits_of_a_killed_program_are_used_after_its_workers_have_ended() {
         assert!(!next.exists(), "a job began while the worker of the killed program had one");
         std::thread::sleep(Duration::from_millis(10));
     }
-    kill_pid(keeper, Signal::SIGCONT);
+    stopped.resume();
     wait_for("the next job runs", || next.exists().then_some(()));
     assert!(!is_alive(worker), "the worker is left");
     assert_eq!(client.join().unwrap(), (1, (0, 0)));
