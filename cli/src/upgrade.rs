@@ -45,7 +45,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
             ))
         }
         "stopped" => {
-            let message = "the supervisor was told to stop during the upgrade, so no program serves on";
+            let message = "a signal has stopped the supervisor during the upgrade";
             Err(Failure::new(exit::FAILED, message.to_owned()))
         }
         step => {

@@ -16,8 +16,8 @@ use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
 use bulkhead_linux::packets::{self, Outbox, Received};
 use bulkhead_linux::wait::wait_until_readable;
 use bulkhead_plane::handover::{
-    BulkheadState, Failed, Frame, Hello, InheritedName, MESSAGE_BYTES_MAX, State, TenantState, VERSION,
-    WorkerId, die_on_request, encode, inherited, kind,
+    BulkheadState, Failed, Frame, FrameError, Hello, InheritedName, MESSAGE_BYTES_MAX, State, TenantState,
+    VERSION, WorkerId, die_on_request, encode, inherited, kind,
 };
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -102,9 +102,8 @@ impl Link {
                 kind::INHERITED => {
                     let InheritedName { name, place } = frame.message().map_err(invalid)?;
                     let descriptor = descriptors.into_iter().next();
-                    let missing =
-                        || io::Error::other("a descriptor is missing: raise the limit on open files");
-                    let entry = (place.to_owned(), descriptor.ok_or_else(missing)?);
+                    let descriptor = descriptor.ok_or(FrameError::NoDescriptor).map_err(invalid)?;
+                    let entry = (place.to_owned(), descriptor);
                     found.descriptors.insert(name.to_owned(), entry);
                 }
                 kind::BULKHEAD => found.bulkheads.push(frame.message().map_err(invalid)?),

@@ -409,7 +409,7 @@ impl Sessions {
     /// connection belongs to the user with the most connections. Returns `None` if `owner` would then have
     /// more connections than that user, or if that user has no idle connection. A single user can therefore
     /// have all connections, but loses idle ones when another user connects.
-    pub(super) fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
+    fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
         // Clients of the control plane have separate permits and are not counted.
         let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
@@ -422,6 +422,25 @@ impl Sessions {
         let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.owner == giver).collect();
         of_giver.sort_unstable_by_key(|(_, session)| session.active_at);
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
+    }
+
+    /// Returns the idle connection that must be closed to make room for a new client of `owner`, if any. Returns the
+    /// message for the client if there are `clients_max` clients and none can be closed.
+    pub(super) fn find_room(
+        &self,
+        owner: Owner,
+        is_full: bool,
+        clients_max: usize,
+    ) -> Result<Option<SessionIndex>, String> {
+        if !is_full {
+            return Ok(None);
+        }
+        self.idle_session_for(owner).map(Some).ok_or_else(|| {
+            format!(
+                "{clients_max} clients are already connected, the maximum that max_clients and the limit on open files \
+                 allow; try again later"
+            )
+        })
     }
 
     /// Rejects a client: sends the reason, and then closes the session. Returns false if the session is

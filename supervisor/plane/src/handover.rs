@@ -300,6 +300,9 @@ pub enum FrameError {
     /// The metadata does not fit the kind of message.
     #[error(transparent)]
     Codec(#[from] CodecError),
+    /// The descriptor of the message is missing, because this process has no free one.
+    #[error("a descriptor is missing: raise the limit on open files")]
+    NoDescriptor,
     /// The message must be understood, but this version does not know it.
     #[error("this version does not know the message {0}")]
     Unknown(u8),

@@ -310,7 +310,7 @@ fn check_finds_circular_imports() {
 // The data plane: parts and wiring.
 
 /// Recorded structure of the data plane. Each number may shrink, and must then be lowered here.
-const METHOD_LINES_MAX: usize = 3546;
+const METHOD_LINES_MAX: usize = 3545;
 const VISIBLE_FIELDS_MAX: usize = 98;
 const CALLS_BETWEEN_FILES_MAX: usize = 39;
 const CALL_CIRCLE_MAX: usize = 6;

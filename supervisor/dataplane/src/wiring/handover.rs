@@ -400,9 +400,7 @@ impl DataPlane {
 
     fn receive_session(&mut self, frame: &Frame<'_>, descriptors: Vec<OwnedFd>) -> Result<(), FrameError> {
         let state: SessionState = frame.message()?;
-        // Without a descriptor, this process has reached its limit, and the connection is lost. `max_clients` prevents
-        // this, because it is lowered to what the limit allows.
-        let Some(socket) = descriptors.into_iter().next() else { return Ok(()) };
+        let socket = descriptors.into_iter().next().ok_or(FrameError::NoDescriptor)?;
         if state.capabilities & !crate::CLIENT_CAPABILITIES != 0 {
             return Ok(());
         }
@@ -421,15 +419,16 @@ impl DataPlane {
                 Client::passed_on(HttpClient::Token(token.clone()))
             }
         };
-        // A connection of the control plane has a permit of that control plane instead.
-        let room = if client.permit.is_none() { self.find_room(client.owner) } else { Ok(None) };
+        let is_crowded = client.permit.is_none() && self.is_full();
+        let room = self.sessions.find_room(client.owner, is_crowded, self.limits.clients_max);
         let phase = if state.is_open { Phase::Open } else { Phase::AwaitingHello { since: self.now } };
         if let Ok(Some(idle)) = room {
             self.close_idle_session(idle);
         }
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Err(message) = room {
-            self.reject_at_once(index, RejectReason::Overloaded, &message);
+            self.reject_session(index, RejectReason::Overloaded, &message);
+            self.flush_session(index);
         } else if let Some(session) = self.sessions.get_mut(index) {
             session.restore(&state, frame.payload);
             self.sessions.schedule_read(index);

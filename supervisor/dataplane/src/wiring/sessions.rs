@@ -83,14 +83,17 @@ impl DataPlane {
         let phase = Phase::AwaitingHello { since: self.now };
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Some(refusal) = rejection {
-            self.reject_at_once(index, refusal.reason, &refusal.message);
+            self.reject_session(index, refusal.reason, &refusal.message);
+            // Sends the rejection and closes the session at once, so that rejected clients cannot use up the
+            // descriptors for accepted ones.
+            self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
                 self.report_rejection(SocketKind::Jobs, refusal);
             }
         }
     }
 
-    fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
@@ -148,7 +151,8 @@ impl DataPlane {
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
-        let room = if grant.is_ok() { self.find_room(Owner::User(peer.uid)) } else { Ok(None) };
+        let is_crowded = grant.is_ok() && self.is_full();
+        let room = self.sessions.find_room(Owner::User(peer.uid), is_crowded, self.limits.clients_max);
         let idle = room.map_err(|message| ClientRejection {
             reason: RejectReason::Overloaded,
             ..ClientRejection::forbidden(peer, message)
@@ -162,22 +166,6 @@ impl DataPlane {
             self.close_idle_session(idle);
         }
         Ok((peer, grant))
-    }
-
-    /// Returns the idle connection that must be closed to make room for a new client of `owner`, if any. Returns the
-    /// message for the client if there is no room.
-    pub(crate) fn find_room(&self, owner: Owner) -> Result<Option<SessionIndex>, String> {
-        if !self.is_full() {
-            return Ok(None);
-        }
-        let most = self.limits.clients_max;
-        let full = || {
-            format!(
-                "{most} clients are already connected, the maximum that max_clients and the limit on open files allow; \
-                 try again later"
-            )
-        };
-        self.sessions.idle_session_for(owner).map(Some).ok_or_else(full)
     }
 
     /// Updates the permissions of all clients after a change of `[[access]]`. A client that has lost its
@@ -201,13 +189,6 @@ impl DataPlane {
         self.reject_session(index, RejectReason::Overloaded, message);
         self.flush_session(index);
         self.close_session(index);
-    }
-
-    /// Rejects a client, and closes the session at once, so that rejected clients cannot use up the descriptors for
-    /// accepted ones.
-    pub(crate) fn reject_at_once(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
-        self.reject_session(index, reason, message);
-        self.flush_session(index);
     }
 
     pub(crate) fn reject_session(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {

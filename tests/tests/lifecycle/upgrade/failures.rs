@@ -211,7 +211,7 @@ fn hanging_new_program_is_killed_and_the_old_one_serves_on() {
 }
 
 #[test]
-fn permits_of_a_killed_program_are_used_after_its_workers_have_ended() {
+fn permits_of_killed_program_wait_for_end_of_its_workers() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let old = manager.main();
     let mut upgrading = Upgrading::start(&manager);
@@ -266,7 +266,7 @@ fn upgrade_fails_if_the_service_manager_cannot_be_told() {
 }
 
 #[test]
-fn program_whose_predecessor_died_before_it_said_so_is_the_main_process() {
+fn successor_of_dead_predecessor_is_the_main_process() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");
     // The message MAIN.

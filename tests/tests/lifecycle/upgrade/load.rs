@@ -17,14 +17,14 @@ use super::*;
 
 /// A bulkhead with a queue, one with workers for each tenant, and one for payloads in memory files.
 const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
-                     [bulkhead.tenants]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nmax_queue = 1000\n\
+                     [bulkhead.tenants]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      tenants = { isolate = true, max_active = 4 }\n\
-                     [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nmax_queue = 1000\n\
+                     [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
 /// Records of the workers, and the maximum number of jobs in each that run at once.
 const RECORDS: [(&str, usize); 4] =
-    [("record-b", 4), ("record-tenants-x", 2), ("record-tenants-y", 2), ("record-files", 2)];
+    [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
 /// Size of a payload that is sent in a memory file, in bytes.
 const FILE_BYTES: usize = 128 * 1024;
@@ -108,29 +108,28 @@ impl Load {
             let (client, operation) = (client.clone(), operation("record-b"));
             load.add(move |id| text(client.job("b", "").operation(&operation(id)).send()));
         }
-        for tenant in ["x", "y"] {
+        for tenant in ["x", "x", "y", "y"] {
             let (client, operation) = (client.clone(), operation(&format!("record-tenants-{tenant}")));
             load.add(move |id| {
                 text(client.job("tenants", "").tenant(tenant).operation(&operation(id)).send())
             });
         }
         // Payloads in memory files. The worker reports where the payload was, and the sum of its bytes.
-        let (of_files, operation_of_files, lent) =
-            (client.clone(), operation("record-files"), load.lent.clone());
-        load.add(move |id| {
-            let operation = operation_of_files(id) + ";sum";
-            let payload = vec![1; FILE_BYTES];
-            match of_files.job("files", payload).operation(&operation).send() {
-                Ok(reply) => match String::from_utf8_lossy(reply.payload()).split_once(' ') {
-                    Some((place, sum)) if sum == FILE_BYTES.to_string() => {
+        for _ in 0..2 {
+            let (client, operation, lent) = (client.clone(), operation("record-files"), load.lent.clone());
+            load.add(move |id| {
+                let operation = operation(id) + ";sum";
+                let reply = client.job("files", vec![1; FILE_BYTES]).operation(&operation).send();
+                let answer = reply.as_ref().map(|reply| String::from_utf8_lossy(reply.payload()));
+                match answer.as_deref().map(|answer| answer.split_once(' ')) {
+                    Ok(Some((place, sum))) if sum == FILE_BYTES.to_string() => {
                         lent.fetch_add(u64::from(place == "file"), Ordering::SeqCst);
                         "ok".into()
                     }
-                    _ => format!("file: {:?}", reply.payload()),
-                },
-                Err(error) => format!("file: {error}"),
-            }
-        });
+                    _ => format!("file: {reply:?}"),
+                }
+            });
+        }
         // The library, with a connection for each job.
         let (path, operation_of_each) = (socket.clone(), operation("record-b"));
         load.add(move |id| {
