@@ -132,6 +132,9 @@ pub(crate) enum Command {
         job: Option<u32>,
     },
     /// Put load on a bulkhead, and print throughput and latency
+    ///
+    /// The exit status is 0 if any job was `ok`, 69 if the supervisor was not reachable for a job, and otherwise that of
+    /// the last job.
     Bench(Bench),
     /// Run durable jobs on several hosts: runs bulkhead-fleet with these arguments
     #[command(disable_help_flag = true)]

@@ -12,7 +12,8 @@ use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// Runs the command. Returns 0 if any job was `ok`, otherwise the exit code of the last job.
+/// Runs the command. Returns 69 if the supervisor was not reachable for a job. Otherwise returns 0 if any job was `ok`, and
+/// the exit code of the last job if none was.
 pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     let payload = match &bench.request.payload_file {
         Some(file) => payload::read(file)?,
@@ -39,6 +40,7 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     print(args, bench, &state.stats, seconds)?;
     Ok(match state.last_failure {
         _ if is_interrupted => exit::CANCELLED,
+        _ if state.is_unreachable => exit::UNREACHABLE,
         Some(code) if state.stats.latencies.total() == 0 => code,
         _ => exit::OK,
     })
@@ -49,6 +51,8 @@ struct BenchState {
     stats: JobStats,
     /// Exit code of the last job that was not `ok`.
     last_failure: Option<u8>,
+    /// True if a job has no outcome because the supervisor was not reachable.
+    is_unreachable: bool,
 }
 
 async fn submit_loop(template: Job, deadline: Instant, state: Arc<Mutex<BenchState>>) {
@@ -58,6 +62,7 @@ async fn submit_loop(template: Job, deadline: Instant, state: Arc<Mutex<BenchSta
         state.stats.add(&result, took);
         if let Err(error) = result {
             state.last_failure = Some(error.exit_code());
+            state.is_unreachable |= error.outcome().is_none();
             // After a permanent rejection, for example because of an unknown bulkhead name, all further jobs
             // would be rejected as well.
             if matches!(error, JobError::Rejected(_))

@@ -28,7 +28,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         let Ok(step) = serde_json::from_str::<UpgradeStep>(line) else { return Ok(()) };
         if args.json {
             output::json(line)?;
-        } else if &*step.step != "failed" {
+        } else if !matches!(&*step.step, "failed" | "stopped") {
             output::line(&sentence(&step))?;
         }
         last = step;
@@ -43,6 +43,10 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
                 exit::FAILED,
                 format!("the upgrade has failed, and the old program continues to serve: {why}"),
             ))
+        }
+        "stopped" => {
+            let message = "a signal has stopped the supervisor during the upgrade";
+            Err(Failure::new(exit::FAILED, message.to_owned()))
         }
         step => {
             let message = format!(

@@ -119,7 +119,7 @@ pub fn run(
 fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<Ready, RunError> {
     let activated = ActivatedSockets::take()
         .map_err(system("use the sockets that the service manager passes (LISTEN_FDS)"))?;
-    let taken = link.map(|link| link.take_over().map(|taken| (link, taken))).transpose();
+    let taken = link.map(|link| link.take_over(&config).map(|taken| (link, taken))).transpose();
     let taken = taken.map_err(system("take over from the previous supervisor"))?;
     if let Some((_, taken)) = &taken {
         taken.restore_limits();

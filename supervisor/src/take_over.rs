@@ -9,15 +9,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
-use bulkhead_config::{SupervisorConfig, Token};
+use bulkhead_config::{Config, SupervisorConfig, Token};
 use bulkhead_control::control::RunMode;
 use bulkhead_control::control::handover::Predecessor;
 use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
 use bulkhead_linux::packets::{self, Outbox, Received};
 use bulkhead_linux::wait::wait_until_readable;
 use bulkhead_plane::handover::{
-    BulkheadState, Failed, Frame, Hello, InheritedName, MESSAGE_BYTES_MAX, State, TenantState, VERSION,
-    WorkerId, die_on_request, encode, inherited, kind,
+    BulkheadState, Failed, Frame, FrameError, Hello, InheritedName, MESSAGE_BYTES_MAX, State, TenantState,
+    VERSION, WorkerId, die_on_request, encode, inherited, kind,
 };
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -68,10 +68,17 @@ impl Link {
         outbox.flush(&self.0).map(drop)
     }
 
-    /// Greets the predecessor, and receives its state.
-    pub fn take_over(&self) -> io::Result<TakeOver> {
+    /// Greets the predecessor, and receives its state. The predecessor waits for the start of all bulkheads in `config`.
+    pub fn take_over(&self, config: &Config) -> io::Result<TakeOver> {
         die_on_request("send", kind::HELLO);
-        let hello = Hello { oldest: VERSION, newest: VERSION, program: env!("CARGO_PKG_VERSION") };
+        let start_limit =
+            config.bulkheads.iter().map(|bulkhead| bulkhead.start.ready).max().unwrap_or_default();
+        let hello = Hello {
+            oldest: VERSION,
+            newest: VERSION,
+            program: env!("CARGO_PKG_VERSION"),
+            start_limit_ms: u64::try_from(start_limit.as_millis()).unwrap_or(u64::MAX),
+        };
         self.send(encode(kind::HELLO, &hello, &[]).map_err(invalid)?)?;
         let end = Instant::now() + STATE_TIMEOUT;
         let mut found = TakeOver::default();
@@ -95,9 +102,8 @@ impl Link {
                 kind::INHERITED => {
                     let InheritedName { name, place } = frame.message().map_err(invalid)?;
                     let descriptor = descriptors.into_iter().next();
-                    let missing =
-                        || io::Error::other("a descriptor is missing: raise the limit on open files");
-                    let entry = (place.to_owned(), descriptor.ok_or_else(missing)?);
+                    let descriptor = descriptor.ok_or(FrameError::NoDescriptor).map_err(invalid)?;
+                    let entry = (place.to_owned(), descriptor);
                     found.descriptors.insert(name.to_owned(), entry);
                 }
                 kind::BULKHEAD => found.bulkheads.push(frame.message().map_err(invalid)?),

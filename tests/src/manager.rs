@@ -14,7 +14,8 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
+use rustix::net::sockopt::set_socket_passcred;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tempfile::TempDir;
 
 use crate::{kill_pid, processes_with, programs, wait_for, write_config};
@@ -36,6 +37,8 @@ struct State {
     ended: Option<WaitStatus>,
     restarts: u32,
     is_ready: bool,
+    /// Processes that have sent notifications.
+    notifiers: Vec<u32>,
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
@@ -53,6 +56,7 @@ impl Manager {
         write_config(folder.path(), supervisor_keys, bulkheads);
         let socket = UnixDatagram::bind(folder.path().join("notify.sock")).expect("a writable folder");
         socket.set_nonblocking(true).expect("an open socket");
+        set_socket_passcred(&socket, true).expect("an open socket");
         let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         let service = Service { folder: folder.path().to_owned(), variables: variables.collect() };
         let state = Arc::new(Mutex::new(State { main: service.spawn(), ..State::default() }));
@@ -66,6 +70,11 @@ impl Manager {
     /// Returns the main process.
     pub fn main(&self) -> u32 {
         lock(&self.state).main
+    }
+
+    /// Returns true if a process has sent a notification.
+    pub fn has_notified(&self, pid: u32) -> bool {
+        lock(&self.state).notifiers.contains(&pid)
     }
 
     /// Returns the number of restarts after a failure.
@@ -108,8 +117,18 @@ impl Manager {
 
     /// Stops the service with SIGTERM, and returns the status of the main process.
     pub fn stop(&self) -> WaitStatus {
+        self.begin_stop();
+        self.ended()
+    }
+
+    /// Begins to stop the service with SIGTERM.
+    pub fn begin_stop(&self) {
         lock(&self.state).is_stopping = true;
         self.signal(Signal::SIGTERM);
+    }
+
+    /// Waits until the service has stopped, and returns the status of the main process.
+    pub fn ended(&self) -> WaitStatus {
         wait_for("the service stops", || lock(&self.state).ended)
     }
 }
@@ -152,8 +171,9 @@ impl Service {
     /// Follows the main process until the service has stopped.
     fn watch(&self, socket: &UnixDatagram, state: &Mutex<State>) {
         loop {
-            while let Some(text) = receive(socket) {
+            while let Some((text, sender)) = receive(socket) {
                 let mut state = lock(state);
+                state.notifiers.extend(sender);
                 for line in text.lines() {
                     if let Some(pid) = line.strip_prefix("MAINPID=").and_then(|pid| pid.parse().ok()) {
                         // systemd ignores a process that has ended.
@@ -197,18 +217,25 @@ impl Service {
     }
 }
 
-/// Receives a notification. Closes its descriptors, which answers a barrier.
-fn receive(socket: &UnixDatagram) -> Option<String> {
+/// Receives a notification, and the process that has sent it. Closes its descriptors, which answers a barrier.
+fn receive(socket: &UnixDatagram) -> Option<(String, Option<u32>)> {
     let mut bytes = [0; 4096];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1), ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut slices = [IoSliceMut::new(&mut bytes)];
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = recvmsg(socket, &mut slices, &mut ancillary, flags).ok()?;
+    let mut sender = None;
     for message in ancillary.drain() {
-        if let rustix::net::RecvAncillaryMessage::ScmRights(descriptors) = message {
-            descriptors.for_each(|descriptor: OwnedFd| drop(descriptor));
+        match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => {
+                descriptors.for_each(|descriptor: OwnedFd| drop(descriptor));
+            }
+            RecvAncillaryMessage::ScmCredentials(credentials) => {
+                sender = u32::try_from(credentials.pid.as_raw_pid()).ok();
+            }
+            _ => {}
         }
     }
-    Some(String::from_utf8_lossy(&bytes[..received.bytes]).into_owned())
+    Some((String::from_utf8_lossy(&bytes[..received.bytes]).into_owned(), sender))
 }

@@ -35,7 +35,8 @@ pub struct ShortState {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct UpgradeStep {
-    /// The step that was reached: `started`, `ready`, `switched` and `finished`, or `failed`.
+    /// The step that was reached: `started`, `ready`, `switched` and `finished`. `failed` if the old program serves on,
+    /// `stopped` if the supervisor stops.
     pub step: Text,
     /// Process id of the new program.
     #[serde(skip_serializing_if = "Option::is_none")]

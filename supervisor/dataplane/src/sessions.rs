@@ -229,7 +229,7 @@ impl Session {
 
     /// Returns true if the client has had no jobs for too long, but has neither closed the connection nor read all
     /// outcomes. Input does not extend the time, because the client could otherwise prevent the end of the supervisor.
-    /// Must be called repeatedly once another supervisor has taken over.
+    /// Must be called repeatedly after GOAWAY, and once another supervisor has taken over.
     pub(super) fn is_left_over(&mut self, now: Time) -> bool {
         if !self.requests.is_empty() || self.inbox.is_storing() {
             self.left_over_since = None;
@@ -409,7 +409,7 @@ impl Sessions {
     /// connection belongs to the user with the most connections. Returns `None` if `owner` would then have
     /// more connections than that user, or if that user has no idle connection. A single user can therefore
     /// have all connections, but loses idle ones when another user connects.
-    pub(super) fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
+    fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
         // Clients of the control plane have separate permits and are not counted.
         let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
@@ -422,6 +422,25 @@ impl Sessions {
         let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.owner == giver).collect();
         of_giver.sort_unstable_by_key(|(_, session)| session.active_at);
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
+    }
+
+    /// Returns the idle connection that must be closed to make room for a new client of `owner`, if any. Returns the
+    /// message for the client if there are `clients_max` clients and none can be closed.
+    pub(super) fn find_room(
+        &self,
+        owner: Owner,
+        is_full: bool,
+        clients_max: usize,
+    ) -> Result<Option<SessionIndex>, String> {
+        if !is_full {
+            return Ok(None);
+        }
+        self.idle_session_for(owner).map(Some).ok_or_else(|| {
+            format!(
+                "{clients_max} clients are already connected, the maximum that max_clients and the limit on open files \
+                 allow; try again later"
+            )
+        })
     }
 
     /// Rejects a client: sends the reason, and then closes the session. Returns false if the session is
@@ -649,6 +668,7 @@ impl Sessions {
     pub(super) fn send_goaway(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.is_going_away = true;
+            self.needs_checks = true;
             // The request is dropped, too.
             session.is_held_back = false;
             let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
@@ -735,19 +755,22 @@ impl Sessions {
         self.needs_checks
     }
 
-    /// Returns the clients that have exceeded a time limit. Clients with a message must be rejected. Clients
-    /// without a message do not read their output and must be disconnected.
+    /// Returns the clients that have exceeded a time limit. Clients with a message must be rejected. Clients without a
+    /// message must be disconnected: they do not read their output, or do not leave after GOAWAY.
     pub(super) fn check_timeouts(&mut self, now: Time) -> Vec<(SessionIndex, Option<&'static str>)> {
         let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
         let (mut late, mut is_any_watched) = (Vec::new(), false);
-        for (index, session) in self.slab.iter() {
+        for index in self.slab.indices() {
+            let Some(session) = self.slab.get_mut(index) else { continue };
             let hello_since = match session.phase {
                 Phase::AwaitingHello { since } => Some(since),
                 _ => None,
             };
             let times = [hello_since, session.mid_frame_since, session.unread_since];
-            is_any_watched |= times.iter().any(Option::is_some) || session.phase == Phase::Closing;
-            if over(session.unread_since, READ_TIMEOUT) {
+            is_any_watched |=
+                times.iter().any(Option::is_some) || session.phase == Phase::Closing || session.is_going_away;
+            if over(session.unread_since, READ_TIMEOUT) || session.is_going_away && session.is_left_over(now)
+            {
                 late.push((index, None));
             } else if over(hello_since, HELLO_TIMEOUT) {
                 late.push((index, Some("the client did not say hello in time")));

@@ -51,6 +51,8 @@ pub mod kind {
     pub const MAIN: u8 = 12;
     pub const STOP: u8 = 13;
     pub const FAILED: u8 = 14;
+    pub const PING: u8 = 15;
+    pub const PONG: u8 = 16;
 
     // The transfer socket.
     pub const SESSION: u8 = 32;
@@ -66,6 +68,8 @@ pub struct Hello<'a> {
     pub newest: u16,
     /// Version of the program.
     pub program: &'a str,
+    /// Longest time in milliseconds that a bulkhead may take to start (`start.ready`) in the successor's configuration.
+    pub start_limit_ms: u64,
 }
 
 /// INHERITED: a descriptor for the successor.
@@ -296,6 +300,9 @@ pub enum FrameError {
     /// The metadata does not fit the kind of message.
     #[error(transparent)]
     Codec(#[from] CodecError),
+    /// The descriptor of the message is missing, because this process has no free one.
+    #[error("a descriptor is missing: raise the limit on open files")]
+    NoDescriptor,
     /// The message must be understood, but this version does not know it.
     #[error("this version does not know the message {0}")]
     Unknown(u8),

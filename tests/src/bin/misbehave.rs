@@ -307,8 +307,7 @@ fn take_steps(
             // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
             // Records the beginning and the end of a job of some milliseconds.
-            ["ledger", path, ms] => {
-                let id = String::from_utf8_lossy(job.payload());
+            ["ledger", path, ms, id] => {
                 append(path, &format!("begin {id}\n"))?;
                 std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0)));
                 append(path, &format!("end {id}\n"))?;
@@ -317,6 +316,12 @@ fn take_steps(
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
+            // Returns where the payload was, and the sum of its bytes.
+            ["sum"] => {
+                let place = if job.mapped_payload().is_some() { "file" } else { "bytes" };
+                let sum: u64 = job.payload().iter().map(|byte| u64::from(*byte)).sum();
+                answer = format!("{place} {sum}").into_bytes();
+            }
             ["echo"] => answer = job.payload().to_vec(),
             ["pid"] => answer = std::process::id().to_string().into_bytes(),
             // Returns the peak number of concurrent jobs in this process within `ms` milliseconds, including

@@ -812,6 +812,20 @@ fn bench_prints_throughput_and_latency() {
     });
 }
 
+#[test]
+fn bench_fails_if_the_supervisor_ends() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\n");
+    let mut command = supervisor.command();
+    command.args(["bench", "b", "--duration", "10s", "--json"]).stdout(Stdio::piped());
+    let bench = command.spawn().unwrap();
+    wait_for("jobs run", || (supervisor.number("b", "done") > 0).then_some(()));
+    supervisor.signal(Signal::SIGKILL);
+    let output = bench.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(69), "{output:?}");
+    let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(object["outcomes"]["ok"].as_u64() > Some(0), "{object}");
+}
+
 // Completions and man pages.
 
 const SUBCOMMANDS: [&str; 20] = [

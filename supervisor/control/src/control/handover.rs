@@ -244,6 +244,11 @@ impl Handover {
         self.stop_requested(|stops| stops.messages += 1)
     }
 
+    /// Returns true if this supervisor has begun to stop.
+    pub(super) fn is_stopping(&self) -> bool {
+        *self.stopping.borrow()
+    }
+
     /// Waits until this supervisor begins to stop.
     pub(super) async fn stopping(&self) {
         let _ = self.stopping.subscribe().wait_for(|is_stopping| *is_stopping).await;
@@ -311,7 +316,8 @@ impl Link {
     }
 
     /// Sends a message without contents. Returns an error if the socket is full.
-    fn send_now(&self, kind: u8) -> io::Result<()> {
+    pub(super) fn send_now(&self, kind: u8) -> io::Result<()> {
+        die_on_request("send", kind);
         let mut outbox = Outbox::default();
         outbox.push(encode(kind, &Nothing {}, &[]).map_err(invalid)?, Vec::new());
         if outbox.flush(self.0.get_ref())? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }

@@ -141,8 +141,17 @@ async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Resu
     receiver.await.map_err(|_| io::Error::other("the data plane has ended"))
 }
 
+/// Answers a PING once the data plane has responded. A separate task, so that a data plane that hangs does not delay the
+/// predecessor's other messages.
+async fn answer(control: Shared, link: Arc<Link>) {
+    if control.is_healthy().await {
+        // Without an answer, the predecessor sends another PING.
+        let _ = link.send_now(kind::PONG);
+    }
+}
+
 /// Handles the predecessor's messages until the predecessor and its keepers have ended.
-async fn serve_beside(control: &Shared, link: &Link, lifeline: &AsyncFd<OwnedFd>) {
+async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<OwnedFd>) {
     let mut is_linked = true;
     loop {
         tokio::select! {
@@ -158,6 +167,7 @@ async fn serve_beside(control: &Shared, link: &Link, lifeline: &AsyncFd<OwnedFd>
                         control.notify_systemd(&[NotifyState::Watchdog]);
                     }
                     kind::STOP => control.stop_with_other(),
+                    kind::PING => drop(tokio::spawn(answer(control.clone(), link.clone()))),
                     _ => {}
                 },
                 Ok(None) | Err(_) => is_linked = false,

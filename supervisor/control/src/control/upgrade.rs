@@ -4,7 +4,7 @@
 //! | ends | when | result |
 //! | --- | --- | --- |
 //! | the new program | before SWITCH | this supervisor has served all the time |
-//! | the new program | until the main process changes | it is killed, and this supervisor serves again |
+//! | the new program, or it hangs | until the main process changes | it is killed, and this supervisor serves again |
 //! | the new program | afterwards | this supervisor ends with an error, so that the service manager restarts the service |
 //! | this supervisor | any | the new program continues to serve, unless the service manager ends it |
 
@@ -39,7 +39,7 @@ use sd_notify::NotifyState;
 use serde::Deserialize;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use super::connections::Admission;
 use super::handover::{Incoming, Link, register, wait_for_end};
@@ -52,7 +52,7 @@ pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
 /// Time limit for the first message of the new program.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time that the new program gets for its start in addition to the longest `start.ready`.
+/// Time that the new program gets for its start in addition to the longest `start.ready` of its configuration.
 const READY_MARGIN: Duration = Duration::from_secs(10);
 
 /// Time limit for the new program's confirmation that it serves.
@@ -61,6 +61,12 @@ const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time for which both programs run until the new one becomes the main process. Until then the upgrade can fail without
 /// a restart of the service.
 const PROBATION: Duration = Duration::from_secs(10);
+
+/// Interval between two PINGs until the main process changes.
+const PING_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Number of PINGs without a PONG after which the new program is taken to hang.
+const UNANSWERED_PINGS_MAX: u32 = 3;
 
 /// Maximum time to wait for the end of the workers of a new program that was killed. With `ACTIVE_TIMEOUT`, below the time
 /// limit for a client's hello, because nothing is read meanwhile.
@@ -203,7 +209,10 @@ impl Upgrade {
         match self.hand_over(&mut successor, &mut listener).await {
             Ok((successor, Probation::Passed)) => self.leave(successor).await,
             // The signal has already stopped this supervisor.
-            Ok((successor, Probation::Stopping)) => self.watch_stop(successor).await,
+            Ok((successor, Probation::Stopping)) => {
+                self.report(UpgradeStep::new("stopped"));
+                self.watch_stop(successor).await;
+            }
             Err(StepFailure(step, message)) => {
                 if let Some(successor) = &successor {
                     successor.kill().await;
@@ -227,15 +236,17 @@ impl Upgrade {
     }
 
     fn report_failure(&self, step: &'static str, message: String) {
+        let is_stopping = self.control.handover.is_stopping();
         let what = EventKind::UpgradeFailed { step: step.into(), message: message.clone() };
         self.control.events.add(Event::new(Severity::Critical, None, what));
-        self.report(UpgradeStep { message: Some(message), ..UpgradeStep::new("failed") });
+        let last = UpgradeStep::new(if is_stopping { "stopped" } else { "failed" });
+        self.report(UpgradeStep { message: Some(message), ..last });
     }
 
     /// Reports a step to the client, which may have gone.
     fn report(&self, step: UpgradeStep) {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_last = matches!(&*step.step, "finished" | "failed");
+        let is_last = matches!(&*step.step, "finished" | "failed" | "stopped");
         if let Some(steps) = &*steps {
             let _ = steps.try_send(step);
         }
@@ -274,7 +285,7 @@ impl Upgrade {
         control.events.add(Event::new(Severity::Info, None, what));
         self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("started") });
 
-        let version = self.greet(successor).await?;
+        let (version, start_limit) = self.greet(successor).await?;
         successor.version = version;
         let (reader, writer) = io::pipe().map_err(failed("state"))?;
         successor.lifeline = Some(register(reader.into()).map_err(failed("state"))?);
@@ -283,7 +294,7 @@ impl Upgrade {
             .send_state(successor, (&bulkheads, &tenants), lifelines, listener.as_ref())
             .await
             .map_err(failed("state"))?;
-        let limit = self.longest_start() + READY_MARGIN;
+        let limit = start_limit.saturating_add(READY_MARGIN);
         successor.expect(control, kind::READY, limit, "ready").await?;
         self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("ready") });
 
@@ -377,10 +388,10 @@ impl Upgrade {
         })
     }
 
-    /// Receives HELLO. Returns the version of the program.
-    async fn greet(&self, successor: &Successor) -> Result<String, StepFailure> {
+    /// Receives HELLO. Returns the version of the program, and the longest time that its bulkheads may take to start.
+    async fn greet(&self, successor: &Successor) -> Result<(String, Duration), StepFailure> {
         let hello = successor.expect(&self.control, kind::HELLO, HELLO_TIMEOUT, "hello").await?;
-        let Hello { oldest, newest, program } = hello.message().map_err(failed("hello"))?;
+        let Hello { oldest, newest, program, start_limit_ms } = hello.message().map_err(failed("hello"))?;
         if !(oldest..=newest).contains(&VERSION) {
             let message = format!(
                 "the program {program} speaks the versions {oldest} to {newest} of the handover, this supervisor speaks \
@@ -388,7 +399,7 @@ impl Upgrade {
             );
             return Err(StepFailure("hello", message));
         }
-        Ok(program.to_owned())
+        Ok((program.to_owned(), Duration::from_millis(start_limit_ms)))
     }
 
     /// Sends the state and the descriptors. Returns this end of the transfer socket.
@@ -439,12 +450,6 @@ impl Upgrade {
         Ok(here)
     }
 
-    /// Returns the longest time that a bulkhead may take to start.
-    fn longest_start(&self) -> Duration {
-        let config = self.control.config();
-        config.bulkheads.iter().map(|bulkhead| bulkhead.start.ready).max().unwrap_or_default()
-    }
-
     /// Returns the longest deadline that a job can have.
     fn longest_deadline(&self) -> Duration {
         let config = self.control.config();
@@ -470,11 +475,15 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits until the new program has served for some seconds.
+    /// Waits until the new program has served for some seconds. Its data plane must respond all the time.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;
         let ended = || StepFailure("serve", "the new program has ended".to_owned());
+        let mut pings = tokio::time::interval(PING_INTERVAL);
+        // After a pause of this supervisor, the new program gets time to respond.
+        pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut unanswered = 0;
         loop {
             tokio::select! {
                 biased;
@@ -484,11 +493,22 @@ impl Upgrade {
                         control.stop_with_other();
                         return Ok(Probation::Stopping);
                     }
+                    Ok(Some(message)) if message.kind == kind::PONG => unanswered = 0,
                     Ok(Some(_)) => {}
                     Ok(None) | Err(_) => return Err(ended()),
                 },
                 _ = successor.ended() => return Err(ended()),
-                () = tokio::time::sleep_until(end) => return Ok(Probation::Passed),
+                () = tokio::time::sleep_until(end), if unanswered == 0 => return Ok(Probation::Passed),
+                _ = pings.tick() => {
+                    if unanswered == UNANSWERED_PINGS_MAX {
+                        let limit = (PING_INTERVAL * UNANSWERED_PINGS_MAX).as_secs();
+                        let message = format!("the new program has not responded for {limit} s");
+                        return Err(StepFailure("serve", message));
+                    }
+                    unanswered += 1;
+                    // An error has the same effect as a PING without an answer.
+                    let _ = successor.link.send_now(kind::PING);
+                }
             }
         }
     }

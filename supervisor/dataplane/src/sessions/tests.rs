@@ -107,3 +107,49 @@ fn request_is_removed_with_its_outcome() {
     sessions.close(index);
     assert!(!sessions.finish_request(id, 8));
 }
+
+/// Lets a session receive the beginning of a frame.
+fn receive_beginning(sessions: &mut Sessions, index: SessionIndex, now: Time) {
+    sessions[index].inbox = Inbox::with_partial(vec![1; 4]);
+    sessions.received(index, Received::Drained, now);
+}
+
+#[test]
+fn request_that_is_left_to_a_successor_has_no_time_limit() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].phase = Phase::Open;
+    receive_beginning(&mut sessions, index, at(1));
+    assert_eq!(sessions.check_timeouts(at(32)).len(), 1);
+    sessions[index].is_held_back = true;
+    receive_beginning(&mut sessions, index, at(2));
+    assert!(sessions.check_timeouts(at(3600)).is_empty());
+}
+
+#[test]
+fn client_that_ignores_goaway_is_closed() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].phase = Phase::Open;
+    let id = sessions.id(index);
+    sessions.record_request(id, 7, CompartmentIndex::default(), JobId(1));
+    sessions.send_goaway(index);
+    sessions[index].outbox = Outbox::default();
+    assert!(sessions.needs_checks() && sessions.check_timeouts(at(60)).is_empty(), "the client has a job");
+    sessions.finish_request(id, 7);
+    assert!(sessions.check_timeouts(at(61)).is_empty());
+    // Input does not extend the time.
+    receive_beginning(&mut sessions, index, at(70));
+    assert_eq!(sessions.check_timeouts(at(71)), [(index, None)]);
+}
+
+#[test]
+fn client_that_never_reads_does_not_keep_a_replaced_supervisor() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].phase = Phase::Open;
+    sessions.send_signal(sessions.id(index), kind::LEASE_ENDED, 1);
+    assert!(!sessions[index].is_left_over(at(10)) && !sessions[index].is_left_over(at(609)));
+    receive_beginning(&mut sessions, index, at(609));
+    assert!(sessions[index].is_left_over(at(610)));
+}

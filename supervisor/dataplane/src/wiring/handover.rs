@@ -19,6 +19,7 @@ use bulkhead_plane::handover::{
 };
 use bulkhead_plane::peer_check;
 use bulkhead_policy::{Activity, BreakerState, BulkheadState as State, Event, Limits, RateLimit, RatePer};
+use bulkhead_shared::RejectReason;
 use mio::Interest;
 use mio::unix::SourceFd;
 
@@ -399,8 +400,7 @@ impl DataPlane {
 
     fn receive_session(&mut self, frame: &Frame<'_>, descriptors: Vec<OwnedFd>) -> Result<(), FrameError> {
         let state: SessionState = frame.message()?;
-        // Without a descriptor, this process has reached its limit, and the connection is lost.
-        let Some(socket) = descriptors.into_iter().next() else { return Ok(()) };
+        let socket = descriptors.into_iter().next().ok_or(FrameError::NoDescriptor)?;
         if state.capabilities & !crate::CLIENT_CAPABILITIES != 0 {
             return Ok(());
         }
@@ -419,9 +419,17 @@ impl DataPlane {
                 Client::passed_on(HttpClient::Token(token.clone()))
             }
         };
+        let is_crowded = client.permit.is_none() && self.is_full();
+        let room = self.sessions.find_room(client.owner, is_crowded, self.limits.clients_max);
         let phase = if state.is_open { Phase::Open } else { Phase::AwaitingHello { since: self.now } };
+        if let Ok(Some(idle)) = room {
+            self.close_idle_session(idle);
+        }
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
-        if let Some(session) = self.sessions.get_mut(index) {
+        if let Err(message) = room {
+            self.reject_session(index, RejectReason::Overloaded, &message);
+            self.flush_session(index);
+        } else if let Some(session) = self.sessions.get_mut(index) {
             session.restore(&state, frame.payload);
             self.sessions.schedule_read(index);
         }

@@ -93,7 +93,7 @@ impl DataPlane {
         }
     }
 
-    fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
@@ -151,23 +151,12 @@ impl DataPlane {
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
-        let is_full = self.is_full();
-        let idle = if grant.is_ok() && is_full {
-            self.sessions.idle_session_for(Owner::User(peer.uid))
-        } else {
-            None
-        };
-        if grant.is_ok() && is_full && idle.is_none() {
-            let most = self.limits.clients_max;
-            let message = format!(
-                "{most} clients are already connected, the maximum that max_clients and the limit on open \
-                 files allow; try again later"
-            );
-            return Err(ClientRejection {
-                reason: RejectReason::Overloaded,
-                ..ClientRejection::forbidden(peer, message)
-            });
-        }
+        let is_crowded = grant.is_ok() && self.is_full();
+        let room = self.sessions.find_room(Owner::User(peer.uid), is_crowded, self.limits.clients_max);
+        let idle = room.map_err(|message| ClientRejection {
+            reason: RejectReason::Overloaded,
+            ..ClientRejection::forbidden(peer, message)
+        })?;
         // A worker that connects is reported as a worker, even if its user has no access anyway.
         if grant.is_ok() || self.access.is_own_user(peer) {
             self.access.check_descent(socket, peer)?;
@@ -194,7 +183,7 @@ impl DataPlane {
     // Disconnecting.
 
     /// Closes an idle connection to make room for another user.
-    fn close_idle_session(&mut self, index: SessionIndex) {
+    pub(crate) fn close_idle_session(&mut self, index: SessionIndex) {
         let message = "this idle connection was closed to make room for another user, because this user has \
                        most of the connections that max_clients allows; connect again";
         self.reject_session(index, RejectReason::Overloaded, message);
