@@ -816,9 +816,10 @@ fn bench_prints_throughput_and_latency() {
 fn bench_fails_if_the_supervisor_ends() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\n");
     let mut command = supervisor.command();
-    command.args(["bench", "b", "--duration", "10s", "--json"]).stdout(Stdio::piped());
+    command.args(["bench", "b", "--duration", "10s", "--concurrency", "1", "--json"]).stdout(Stdio::piped());
     let bench = command.spawn().unwrap();
-    wait_for("jobs run", || (supervisor.number("b", "done") > 0).then_some(()));
+    // The second job is submitted after the outcome of the first one.
+    wait_for("two jobs have run", || (supervisor.number("b", "done") > 1).then_some(()));
     supervisor.signal(Signal::SIGKILL);
     let output = bench.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(69), "{output:?}");

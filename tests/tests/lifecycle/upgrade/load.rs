@@ -106,12 +106,12 @@ impl Load {
         let client = Client::connect(&socket).unwrap();
         for _ in 0..2 {
             let (client, operation) = (client.clone(), operation("record-b"));
-            load.add(move |id| text(client.job("b", "").operation(&operation(id)).send()));
+            load.add(move |id| text(client.job("b", "").operation(operation(id)).send()));
         }
         for tenant in ["x", "x", "y", "y"] {
             let (client, operation) = (client.clone(), operation(&format!("record-tenants-{tenant}")));
             load.add(move |id| {
-                text(client.job("tenants", "").tenant(tenant).operation(&operation(id)).send())
+                text(client.job("tenants", "").tenant(tenant).operation(operation(id)).send())
             });
         }
         // Payloads in memory files. The worker reports where the payload was, and the sum of its bytes.
@@ -134,7 +134,7 @@ impl Load {
         let (path, operation_of_each) = (socket.clone(), operation("record-b"));
         load.add(move |id| {
             let client = Client::connect(&path).unwrap();
-            text(client.job("b", "").operation(&operation_of_each(id)).send())
+            text(client.job("b", "").operation(operation_of_each(id)).send())
         });
         // A client without library that always has several jobs in progress on its connection.
         let raw = Arc::new(Mutex::new((Raw::connect(&socket), 0)));
@@ -211,7 +211,7 @@ impl Load {
                     std::thread::sleep(Duration::from_millis(5));
                     return "not connected".into();
                 };
-                match open.job("b", "").operation(&format!("{operation}{id}")).send() {
+                match open.job("b", "").operation(format!("{operation}{id}")).send() {
                     Ok(_) => {
                         client = Some(open);
                         "ok".into()
