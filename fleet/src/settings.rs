@@ -456,6 +456,6 @@ mod tests {
     #[test]
     fn credentials_and_nkey_exclude_each_other() {
         let error = read(&format!("{SERVERS}credentials = \"a\"\nnkey = \"b\"\nca = \"c\"\n")).unwrap_err();
-        assert!(error.contains("remove credentials or nkey") && error.contains("tls://"), "{error}");
+        assert!(error.contains("both credentials and nkey") && error.contains("tls://"), "{error}");
     }
 }

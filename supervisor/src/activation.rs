@@ -70,7 +70,7 @@ mod tests {
             sockets.add(name, listener).unwrap();
         }
         for (name, listener, expected) in [
-            ("jobs", unix(), "two sockets `jobs`"),
+            ("jobs", unix(), "two sockets named `jobs`"),
             ("admin", tcp(), "must be a Unix socket"),
             ("http", unix(), "must be a TCP socket"),
             ("bulkhead.socket", unix(), "set FileDescriptorName= in the socket unit to jobs, admin"),
