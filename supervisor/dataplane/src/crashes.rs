@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, Confinement, CrashId, CrashJob, CrashReport, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
+    Cause, Confinement, CrashId, CrashJob, CrashReport, NativeCrash, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
 };
 use bulkhead_keeper::Usage;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
@@ -109,6 +109,7 @@ pub(super) struct CrashContext {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
+    native: Option<NativeCrash>,
 }
 
 impl CrashContext {
@@ -121,7 +122,7 @@ impl CrashContext {
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None })
+        Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None, native: None })
     }
 
     /// Returns the circumstances of a program's death. `message` is the worker's description.
@@ -130,7 +131,12 @@ impl CrashContext {
         let output = output.trim_start_matches(": ");
         let stderr_tail = (!output.is_empty()).then(|| output.to_owned());
         let (victim, stage) = (Victim::Program, Stage::Working);
-        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail }
+        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail, native: None }
+    }
+
+    /// Sets the reason why the report has no backtrace.
+    pub(super) fn set_unavailable(&mut self, reason: &str) {
+        self.native = Some(NativeCrash::unavailable(reason));
     }
 
     /// Returns the crash report and its permit. `names` contains the bulkhead and the tenant.
@@ -161,6 +167,7 @@ impl CrashContext {
             culprit: self.culprit,
             jobs,
             stderr_tail: self.stderr_tail,
+            native: self.native,
             confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
         (Box::new(report), slot.permit)

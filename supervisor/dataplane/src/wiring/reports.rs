@@ -1,12 +1,13 @@
 //! Reports to operators the deaths of workers and programs, and the operator events of policy.
 
+use std::os::fd::OwnedFd;
 use std::time::SystemTime;
 
 use bulkhead_api::{EventKind, JOBS_MAX, Severity};
 use bulkhead_keeper::Usage;
 use bulkhead_plane::command::DroppableNotice;
-use bulkhead_plane::crash::cause_of;
-use bulkhead_policy::{Death, JobOutcome, OperatorEvent, PostMortem, WorkerId};
+use bulkhead_plane::crash::{CrashRecord, cause_of, recorded_signal};
+use bulkhead_policy::{Death, Ending, JobOutcome, OperatorEvent, PostMortem, WorkerId};
 use bulkhead_shared::JobId;
 
 use crate::crashes::{CrashContext, crash_jobs};
@@ -16,16 +17,22 @@ use crate::slab::CompartmentIndex;
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Reports the death of a worker, unless it exited normally. Must be called before policy gets the exit
-    /// event.
-    pub(crate) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
+    /// Reports the death of a worker, unless it exited normally. `file` has the worker's crash record, if the worker
+    /// can write one. Must be called before policy gets the exit event.
+    pub(crate) fn report_death(&mut self, link: &Link, death: Death, usage: Usage, file: Option<OwnedFd>) {
         let compartment = &mut self.compartments[link.compartment];
         if compartment.is_replay {
             return;
         }
         let Some(post) = compartment.policy.post_mortem(self.now, link.worker, JOBS_MAX) else { return };
-        if let Some(context) = CrashContext::of_worker(&post, death, usage) {
-            self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context);
+        let signal = recorded_signal(&Ending { death, killed: post.killed.clone() });
+        let program = link.program.clone();
+        let record = file.zip(signal).map(|(file, signal)| CrashRecord { file, signal, program });
+        if let Some(mut context) = CrashContext::of_worker(&post, death, usage) {
+            if signal.is_some() && record.is_none() {
+                context.set_unavailable("the worker's library does not record crashes, or the worker died before its welcome");
+            }
+            self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context, record);
         }
     }
 
@@ -49,8 +56,11 @@ impl DataPlane {
         if is_replay {
             return self.replays.program_died(index, cause);
         }
-        let context = CrashContext::of_program(cause, message);
-        self.send_crash_report(index, (worker, &post), None, context);
+        let mut context = CrashContext::of_program(cause, message);
+        if recorded_signal(&death.into()).is_some() {
+            context.set_unavailable("a program of `exec` has no library that records crashes");
+        }
+        self.send_crash_report(index, (worker, &post), None, context, None);
     }
 
     /// Sends a crash report. `link` is the worker's link if it was already removed from the table.
@@ -60,6 +70,7 @@ impl DataPlane {
         (worker, post): (WorkerId, &PostMortem),
         link: Option<&Link>,
         context: CrashContext,
+        record: Option<CrashRecord>,
     ) {
         let bulkhead = self.compartments[index].bulkhead;
         let times = (self.now, SystemTime::now());
@@ -70,7 +81,7 @@ impl DataPlane {
         let tenant = self.compartments[index].tenant.as_deref();
         let names = (&*self.bulkheads[bulkhead].name, tenant);
         let (report, permit) = context.report(slot, names, (worker, post), confinement, jobs);
-        self.reporter.notify(DroppableNotice::Crash { report, permit });
+        self.reporter.notify(DroppableNotice::Crash { report, permit, record });
     }
 
     /// Sends the due events about crashes without a crash report.
