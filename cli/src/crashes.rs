@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use bulkhead_api::{
-    Cause, CrashId, CrashJob, CrashReport, NativeCrash, NativeFrame, Replay, ReplayVerdict, ReplayedJob, Summary, Usage, Victim, Word,
+    Cause, CrashId, CrashJob, CrashReport, NativeCrash, NativeFrame, Replay, ReplayVerdict, ReplayedJob,
+    Summary, Usage, Victim, Word,
 };
 use hyper::Method;
 use serde::Deserialize;
@@ -174,13 +175,16 @@ fn native(native: &NativeCrash) -> String {
     }
     for thread in &native.threads {
         let code = native.signal_code.map(|code| format!(", signal code {code}")).unwrap_or_default();
-        let address = native.address.as_ref().map(|it| format!(", address {}", shown(it))).unwrap_or_default();
+        let address =
+            native.address.as_ref().map(|it| format!(", address {}", shown(it))).unwrap_or_default();
         lines.push_str(&format!("\nbacktrace of thread {}{code}{address}\n", thread.id));
         let frames: Vec<String> = thread.frames.iter().enumerate().map(frame).collect();
         lines.push_str(&indented(&frames.join("\n")));
-        let registers = thread.registers.iter().map(|(name, value)| format!("{:<4} {:<18}", shown(name), shown(value)));
+        let registers =
+            thread.registers.iter().map(|(name, value)| format!("{:<4} {:<18}", shown(name), shown(value)));
         let rows: Vec<String> = registers.collect();
-        let rows: Vec<String> = rows.chunks(REGISTERS_PER_LINE).map(|row| row.join("  ").trim_end().to_owned()).collect();
+        let rows: Vec<String> =
+            rows.chunks(REGISTERS_PER_LINE).map(|row| row.join("  ").trim_end().to_owned()).collect();
         lines.push_str(&format!("\nregisters\n{}", indented(&rows.join("\n"))));
     }
     lines

@@ -12,8 +12,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use bulkhead_shared::crash_record::{
-    FILE_BYTES, HEADER_BYTES, Header, MAPS_BYTES_MAX, MAPS_OFFSET, RECORD_OFFSET, RECORDED_SIGNALS, REGISTERS_MAX,
-    STACK_BYTES_MAX, STACK_OFFSET,
+    FILE_BYTES, HEADER_BYTES, Header, MAPS_BYTES_MAX, MAPS_OFFSET, RECORD_OFFSET, RECORDED_SIGNALS,
+    REGISTERS_MAX, STACK_BYTES_MAX, STACK_OFFSET,
 };
 use libc::{c_int, c_void};
 use rustix::fs::{Mode, OFlags};
@@ -67,7 +67,8 @@ pub(crate) fn install(file: OwnedFd) {
     if found.st_size < FILE_BYTES as i64 || !is_writable {
         return;
     }
-    let Ok(maps) = rustix::fs::open("/proc/self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
+    let Ok(maps) = rustix::fs::open("/proc/self/maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+    else {
         return;
     };
     let mut previous = [EMPTY_ACTION; RECORDED_SIGNALS.len()];

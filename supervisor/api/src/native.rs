@@ -75,7 +75,9 @@ pub struct NativeFrame {
 impl NativeFrame {
     fn texts(&self) -> impl Iterator<Item = &String> {
         let Self { module, offset, build_id, function, file, line: _ } = self;
-        [module.as_ref(), Some(offset), build_id.as_ref(), function.as_ref(), file.as_ref()].into_iter().flatten()
+        [module.as_ref(), Some(offset), build_id.as_ref(), function.as_ref(), file.as_ref()]
+            .into_iter()
+            .flatten()
     }
 
     /// Truncates all texts to the maximum size. Of paths, the end is kept.
@@ -100,9 +102,13 @@ impl NativeCrash {
 
     /// Returns the approximate size in memory, in bytes.
     pub fn bytes(&self) -> usize {
-        let of_frame = |frame: &NativeFrame| size_of::<NativeFrame>() + frame.texts().map(String::len).sum::<usize>();
+        let of_frame =
+            |frame: &NativeFrame| size_of::<NativeFrame>() + frame.texts().map(String::len).sum::<usize>();
         let of_thread = |thread: &NativeThread| {
-            let registers = thread.registers.iter().map(|(name, value)| name.len() + value.len() + size_of::<[String; 2]>());
+            let registers = thread
+                .registers
+                .iter()
+                .map(|(name, value)| name.len() + value.len() + size_of::<[String; 2]>());
             registers.sum::<usize>() + thread.frames.iter().map(of_frame).sum::<usize>()
         };
         size_of::<Self>() + self.threads.iter().map(of_thread).sum::<usize>()

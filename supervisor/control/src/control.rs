@@ -66,10 +66,10 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
 
 use crate::observe::crashes::{CrashThread, Crashes};
-use crate::observe::symbolizer::{self, Symbolizer, SymbolizerOptions};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, ResidentSizes};
+use crate::observe::symbolizer::{self, Symbolizer, SymbolizerOptions};
 use crate::sockets::{InheritedSockets, Sockets};
 use bulkhead_config::{Config, SupervisorConfig, Token};
 use bulkhead_linux::peer::UnrelatedProcesses;

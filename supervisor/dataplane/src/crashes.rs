@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, Confinement, CrashId, CrashJob, CrashReport, NativeCrash, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
+    Cause, Confinement, CrashId, CrashJob, CrashReport, NativeCrash, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX,
+    Stage, Victim,
 };
 use bulkhead_keeper::Usage;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
@@ -122,7 +123,15 @@ impl CrashContext {
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None, native: None })
+        Some(Self {
+            victim: Victim::Worker,
+            cause,
+            stage,
+            culprit,
+            usage: Some(usage),
+            stderr_tail: None,
+            native: None,
+        })
     }
 
     /// Returns the circumstances of a program's death. `message` is the worker's description.

@@ -320,7 +320,8 @@ impl Keeper {
                 return Ok(None);
             }
             let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-            let wanted = if self.has_pending_orders() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            let wanted =
+                if self.has_pending_orders() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             let _ = rustix::io::retry_on_intr(|| poll(&mut [PollFd::new(&self.socket, wanted)], Some(&left)));
         }
     }

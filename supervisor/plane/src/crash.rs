@@ -31,7 +31,9 @@ impl fmt::Debug for CrashRecord {
 /// Returns the number of the signal that killed a process, if a worker writes a crash record for this signal.
 pub fn recorded_signal(ending: &Ending) -> Option<i32> {
     match ending {
-        Ending { death: Death::Signal(signal), killed: None } if RECORDED_SIGNALS.contains(signal) => Some(*signal),
+        Ending { death: Death::Signal(signal), killed: None } if RECORDED_SIGNALS.contains(signal) => {
+            Some(*signal)
+        }
         _ => None,
     }
 }

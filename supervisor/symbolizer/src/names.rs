@@ -40,7 +40,8 @@ pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<Na
     for indices in by_module.values() {
         let lookup = |index: usize| addresses[index].lookup;
         let Some((_, Some(module))) = modules.at(lookup(indices[0])) else { continue };
-        let of_module: Vec<u64> = indices.iter().map(|index| lookup(*index).wrapping_sub(module.bias)).collect();
+        let of_module: Vec<u64> =
+            indices.iter().map(|index| lookup(*index).wrapping_sub(module.bias)).collect();
         for (index, named) in indices.iter().zip(names(module, &of_module)) {
             let base = found[*index][0].clone();
             let with_names = named.into_iter().map(|name| NativeFrame {
@@ -80,9 +81,11 @@ fn names(module: &Module, addresses: &[u64]) -> Vec<Vec<Name>> {
         if names.is_empty() {
             names.push(Name::default());
         }
-        // The outermost function is the one with the symbol.
-        if let Some(name) = names.last_mut().filter(|name| name.function.is_none()) {
-            name.function = symbol;
+        // The outermost function is the one with the symbol. Debug information can lack the path of its name.
+        if let (Some(name), Some(symbol)) = (names.last_mut(), symbol)
+            && name.function.as_ref().is_none_or(|function| symbol.contains(function))
+        {
+            name.function = Some(symbol);
         }
     }
     names

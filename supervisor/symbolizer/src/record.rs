@@ -16,12 +16,14 @@ pub(crate) const MACHINE: u32 = 183;
 /// Names of the registers, in the order of the record.
 #[cfg(target_arch = "x86_64")]
 const REGISTER_NAMES: [&str; 17] = [
-    "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rdi", "rsi", "rbp", "rbx", "rdx", "rax", "rcx", "rsp", "rip",
+    "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rdi", "rsi", "rbp", "rbx", "rdx", "rax", "rcx",
+    "rsp", "rip",
 ];
 #[cfg(target_arch = "aarch64")]
 const REGISTER_NAMES: [&str; REGISTERS_MAX] = [
-    "x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17",
-    "x18", "x19", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x29", "x30", "sp", "pc",
+    "x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15",
+    "x16", "x17", "x18", "x19", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x29", "x30",
+    "sp", "pc",
 ];
 
 const _: () = assert!(REGISTER_NAMES.len() <= REGISTERS_MAX);

@@ -1,8 +1,8 @@
 //! From registers and stack to return addresses.
 
 use framehop::{
-    CacheNative, ExplicitModuleSectionInfo, FrameAddress, MayAllocateDuringUnwind, Unwinder, UnwinderNative,
-    UnwindRegsNative,
+    CacheNative, ExplicitModuleSectionInfo, FrameAddress, MayAllocateDuringUnwind, UnwindRegsNative,
+    Unwinder, UnwinderNative,
 };
 
 use bulkhead_api::NATIVE_FRAMES_MAX;
@@ -78,7 +78,8 @@ fn unwind_module(mapping: &Mapping<'_>, module: &Module) -> Option<framehop::Mod
 /// Returns the address of the crashed instruction, and the registers for unwinding.
 #[cfg(target_arch = "x86_64")]
 fn registers(record: &Record<'_>) -> (u64, UnwindRegsNative) {
-    let [.., bp, _, _, _, _, sp, ip] = record.header.registers.first_chunk::<17>().copied().unwrap_or_default();
+    let [.., bp, _, _, _, _, sp, ip] =
+        record.header.registers.first_chunk::<17>().copied().unwrap_or_default();
     (ip, UnwindRegsNative::new(ip, sp, bp))
 }
 

@@ -298,7 +298,10 @@ fn report_size(report: &CrashReport) -> usize {
         job.payload.as_ref().map_or(0, Vec::len) + job.operation.len() + job.tenant.len() + size_of_val(job)
     });
     let native = report.native.as_ref().map_or(0, NativeCrash::bytes);
-    jobs.sum::<usize>() + native + report.stderr_tail.as_ref().map_or(0, String::len) + size_of::<CrashReport>()
+    jobs.sum::<usize>()
+        + native
+        + report.stderr_tail.as_ref().map_or(0, String::len)
+        + size_of::<CrashReport>()
 }
 
 // Folder for crash reports.

@@ -46,7 +46,8 @@ impl Symbolizer {
     /// Adds a backtrace to the report as soon as possible. Does not block.
     pub(crate) fn submit(&self, id: CrashId, record: CrashRecord) {
         if self.requests.try_send((id, record)).is_err() {
-            self.results.set(id, NativeCrash::unavailable("too many other crashes waited for the symbolizer"));
+            self.results
+                .set(id, NativeCrash::unavailable("too many other crashes waited for the symbolizer"));
         }
     }
 }
@@ -82,8 +83,8 @@ impl SymbolizerOptions {
     /// Returns the backtrace, or the reason why there is none.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
-        let mut bytes = take_record(&record.file)
-            .map_err(|error| format!("failed to read the crash record: {error}"))?;
+        let mut bytes =
+            take_record(&record.file).map_err(|error| format!("failed to read the crash record: {error}"))?;
         let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
         if header.is_none_or(|header| header.signal != record.signal) {
             return Err(NO_RECORD.to_owned());

@@ -30,7 +30,9 @@ impl DataPlane {
         let record = file.zip(signal).map(|(file, signal)| CrashRecord { file, signal, program });
         if let Some(mut context) = CrashContext::of_worker(&post, death, usage) {
             if signal.is_some() && record.is_none() {
-                context.set_unavailable("the worker's library does not record crashes, or the worker died before its welcome");
+                context.set_unavailable(
+                    "the worker's library does not record crashes, or the worker died before its welcome",
+                );
             }
             self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context, record);
         }

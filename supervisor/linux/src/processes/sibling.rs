@@ -65,7 +65,8 @@ mod tests {
     fn sibling_is_a_child_of_the_parent() {
         let (mut reader, writer) = std::io::pipe().unwrap();
         // By path, because `>&10` is a syntax error in shells that accept one digit.
-        let script = format!("(echo $PPID; echo ${{WITHHELD-none}}) > /proc/self/fd/{}", writer.as_fd().as_raw_fd());
+        let script =
+            format!("(echo $PPID; echo ${{WITHHELD-none}}) > /proc/self/fd/{}", writer.as_fd().as_raw_fd());
         let arguments = ["sh", "-c", &script].map(OsString::from);
         let child = spawn(Path::new("/bin/sh"), &arguments, &["WITHHELD"], writer.as_fd()).unwrap();
         drop(writer);
