@@ -1,7 +1,8 @@
 //! Backtraces in crash reports: from the crash record of a worker, by a symbolizer that trusts no part of it.
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, compile_library, outcome, wait_for};
+use bulkhead_tests::http::Place;
+use bulkhead_tests::{Supervisor, compile_library, outcome, programs, wait_for};
 use serde_json::Value;
 
 /// A library that crashes in an inner function.
@@ -159,6 +160,33 @@ fn report_says_why_there_is_no_backtrace() {
     assert!(report["native"]["unavailable"].as_str().unwrap().contains("no record"), "{}", report["native"]);
     let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
     assert!(String::from_utf8_lossy(&shown.stdout).contains("no backtrace: the worker wrote no record"));
+}
+
+/// Registers can contain parts of a payload.
+#[test]
+fn monitoring_token_does_not_show_registers() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["token", "read"] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, format!("a-token-of-the-tests-{name}\n")).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    }
+    let http = "http = \"127.0.0.1:0\"\nhttp_token_file = \"token\"";
+    let read =
+        "[[access]]\ntoken_file = \"read\"\nrole = \"read\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
+    let supervisor = Supervisor::launch(folder, http, read).until_ready();
+    let Place::Tcp(address) = Place::tcp(&supervisor) else { panic!("no address") };
+    let id = crash(&supervisor, "segv")["id"].as_str().unwrap().to_owned();
+    for (token, has_registers) in [("token", true), ("read", false)] {
+        let mut command = std::process::Command::new(programs().join("bulkhead"));
+        command.args(["--host", &format!("http://{address}"), "--token-file"]);
+        command.arg(supervisor.folder.path().join(token)).args(["crashes", &id, "--json"]);
+        let shown = command.output().unwrap();
+        let report: Value = serde_json::from_slice(&shown.stdout).unwrap_or_else(|_| panic!("{shown:?}"));
+        let thread = &report["native"]["threads"][0];
+        assert_eq!(!thread["registers"].as_object().unwrap().is_empty(), has_registers, "{thread}");
+        assert!(!frames(&report).is_empty());
+    }
 }
 
 /// The worker writes its crash record itself, with mappings of other files and random contents.

@@ -693,8 +693,28 @@ mod tests {
         let mut other = boxed(1);
         other.pid = 99;
         store.add(other);
+        store.set_native(boxed(1).id, NativeCrash::unavailable("for a test"));
         assert_eq!(std::fs::read(&file).unwrap(), before);
         assert_eq!(store.get(boxed(1).id).unwrap().pid, 99);
+    }
+
+    #[test]
+    fn backtrace_is_added_to_stored_report() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let native = NativeCrash::unavailable("for a test");
+        for folder in [None, Some(&*path)] {
+            let mut store = Store::open(folder, 10).unwrap();
+            store.add(boxed(1));
+            store.set_native(boxed(1).id, native.clone());
+            store.set_native(boxed(2).id, native.clone());
+            let report = store.get(boxed(1).id).unwrap();
+            assert_eq!((report.native.as_ref(), report.jobs[0].payload.is_some()), (Some(&native), true));
+            assert_eq!(
+                (numbers(&store), store.memory_bytes > 0),
+                (vec!["0001".to_owned()], folder.is_none())
+            );
+        }
     }
 
     #[test]

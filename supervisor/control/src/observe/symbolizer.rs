@@ -86,7 +86,10 @@ impl SymbolizerOptions {
         let mut bytes =
             take_record(&record.file).map_err(|error| format!("failed to read the crash record: {error}"))?;
         let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
-        if header.is_none_or(|header| header.signal != record.signal) {
+        // The previous handler of a recorded signal can abort the process, as that of Rust's standard library does
+        // after a stack overflow.
+        let is_cause = |header: Header| header.signal == record.signal || record.signal == libc::SIGABRT;
+        if !header.is_some_and(is_cause) {
             return Err(NO_RECORD.to_owned());
         }
         let answer = self.run(record, &bytes, deadline);

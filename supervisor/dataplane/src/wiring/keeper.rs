@@ -12,7 +12,6 @@ use mio::Interest;
 use mio::unix::SourceFd;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::journal::Journal;
 use crate::links::{Link, death_of};
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, Endpoint, Incoming};
@@ -112,7 +111,7 @@ impl DataPlane {
         }
         let event = match death {
             Some((death, usage)) => {
-                let record = link.journal.take().and_then(Journal::into_crash_record);
+                let record = link.take_crash_record();
                 self.report_death(&link, death, usage, record);
                 if let Some(template) = link.template {
                     self.update_templates(|it, _| it.forked_worker_died(compartment, template, death));
