@@ -1,13 +1,11 @@
 //! Reports to operators the deaths of workers and programs, and the operator events of policy.
 
-use std::os::fd::OwnedFd;
 use std::time::SystemTime;
 
 use bulkhead_api::{EventKind, JOBS_MAX, Severity};
 use bulkhead_keeper::Usage;
-use bulkhead_plane::command::DroppableNotice;
-use bulkhead_plane::crash::{CrashRecord, cause_of, recorded_signal};
-use bulkhead_policy::{Death, Ending, JobOutcome, OperatorEvent, PostMortem, WorkerId};
+use bulkhead_plane::crash::cause_of;
+use bulkhead_policy::{Death, JobOutcome, OperatorEvent, PostMortem, WorkerId};
 use bulkhead_shared::JobId;
 
 use crate::crashes::{CrashContext, crash_jobs};
@@ -17,24 +15,17 @@ use crate::slab::CompartmentIndex;
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Reports the death of a worker, unless it exited normally. `file` has the worker's crash record, if the worker
-    /// can write one. Must be called before policy gets the exit event.
-    pub(crate) fn report_death(&mut self, link: &Link, death: Death, usage: Usage, file: Option<OwnedFd>) {
+    /// Reports the death of a worker, unless it exited normally. Must be called before policy gets the exit
+    /// event.
+    pub(crate) fn report_death(&mut self, link: &mut Link, death: Death, usage: Usage) {
         let compartment = &mut self.compartments[link.compartment];
         if compartment.is_replay {
             return;
         }
         let Some(post) = compartment.policy.post_mortem(self.now, link.worker, JOBS_MAX) else { return };
-        let signal = recorded_signal(&Ending { death, killed: post.killed.clone() });
-        let program = link.program.clone();
-        let record = file.zip(signal).map(|(file, signal)| CrashRecord { file, signal, program });
-        if let Some(mut context) = CrashContext::of_worker(&post, death, usage) {
-            if signal.is_some() && record.is_none() {
-                context.set_unavailable(
-                    "the worker's library does not record crashes, or the worker died before its welcome",
-                );
-            }
-            self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context, record);
+        let record = (link.take_crash_record(), link.program.clone());
+        if let Some(context) = CrashContext::of_worker(&post, death, usage, record) {
+            self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context);
         }
     }
 
@@ -58,11 +49,8 @@ impl DataPlane {
         if is_replay {
             return self.replays.program_died(index, cause);
         }
-        let mut context = CrashContext::of_program(cause, message);
-        if recorded_signal(&death.into()).is_some() {
-            context.set_unavailable("a program of `exec` has no library that records crashes");
-        }
-        self.send_crash_report(index, (worker, &post), None, context, None);
+        let context = CrashContext::of_program(death, cause, message);
+        self.send_crash_report(index, (worker, &post), None, context);
     }
 
     /// Sends a crash report. `link` is the worker's link if it was already removed from the table.
@@ -72,7 +60,6 @@ impl DataPlane {
         (worker, post): (WorkerId, &PostMortem),
         link: Option<&Link>,
         context: CrashContext,
-        record: Option<CrashRecord>,
     ) {
         let bulkhead = self.compartments[index].bulkhead;
         let times = (self.now, SystemTime::now());
@@ -82,8 +69,7 @@ impl DataPlane {
         let jobs = crash_jobs(&mut self.compartments[index].policy, &post.jobs);
         let tenant = self.compartments[index].tenant.as_deref();
         let names = (&*self.bulkheads[bulkhead].name, tenant);
-        let (report, permit) = context.report(slot, names, (worker, post), confinement, jobs);
-        self.reporter.notify(DroppableNotice::Crash { report, permit, record });
+        self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
     /// Sends the due events about crashes without a crash report.
