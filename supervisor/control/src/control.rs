@@ -410,7 +410,9 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
                 control.add_stderr_tail(&mut report).await;
                 let id = report.id;
                 control.crashes.add(report, permit);
-                record.map(|record| control.symbolizer.submit(id, record));
+                if let Some(record) = record {
+                    control.symbolizer.submit(id, record);
+                }
             }
             Notice::Milestone(Milestone::Started) => control.report_started(),
             Notice::Milestone(Milestone::Stopping) => {
