@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use bulkhead_api::{
-    Cause, CrashId, CrashJob, CrashReport, Replay, ReplayVerdict, ReplayedJob, Summary, Usage, Victim, Word,
+    Cause, CrashId, CrashJob, CrashReport, NativeCrash, NativeFrame, Replay, ReplayVerdict, ReplayedJob,
+    Summary, Usage, Victim, Word,
 };
 use hyper::Method;
 use serde::Deserialize;
@@ -17,6 +18,9 @@ use crate::requests::{document, get, parse_failure, percent_encoded, read, reque
 
 /// Maximum number of payload bytes to show.
 const PREVIEW_BYTES: usize = 256;
+
+/// Number of registers per line.
+const REGISTERS_PER_LINE: usize = 3;
 
 /// Number of bytes per line of a binary payload.
 const HEX_LINE_BYTES: usize = 16;
@@ -154,12 +158,45 @@ fn describe(report: &CrashReport) -> String {
     if let Some(confinement) = &report.confinement {
         add("confinement", shown(confinement));
     }
+    lines.push_str(&report.native.as_ref().map(native).unwrap_or_default());
     lines.push_str(&jobs(report));
     if let Some(tail) = &report.stderr_tail {
         lines.push_str("\nstderr\n");
         lines.push_str(&indented(&escape(tail)));
     }
     lines
+}
+
+/// Formats the backtrace and the registers of a crash.
+fn native(native: &NativeCrash) -> String {
+    let mut lines = String::new();
+    if let Some(reason) = &native.unavailable {
+        lines.push_str(&format!("\nno backtrace: {}\n", shown(reason)));
+    }
+    for thread in &native.threads {
+        let code = native.signal_code.map(|code| format!(", signal code {code}")).unwrap_or_default();
+        let address =
+            native.address.as_ref().map(|it| format!(", address {}", shown(it))).unwrap_or_default();
+        lines.push_str(&format!("\nbacktrace of thread {}{code}{address}\n", thread.id));
+        let frames: Vec<String> = thread.frames.iter().enumerate().map(frame).collect();
+        lines.push_str(&indented(&frames.join("\n")));
+        let registers =
+            thread.registers.iter().map(|(name, value)| format!("{:<4} {:<18}", shown(name), shown(value)));
+        let rows: Vec<String> = registers.collect();
+        let rows: Vec<String> =
+            rows.chunks(REGISTERS_PER_LINE).map(|row| row.join("  ").trim_end().to_owned()).collect();
+        lines.push_str(&format!("\nregisters\n{}", indented(&rows.join("\n"))));
+    }
+    lines
+}
+
+/// Formats a frame, such as `#0  walk_list at bad.c:3 (libbad.so+0x1120)`.
+fn frame((index, frame): (usize, &NativeFrame)) -> String {
+    let function = frame.function.as_ref().map_or_else(|| "??".to_owned(), shown);
+    let line = frame.line.map(|line| format!(":{line}")).unwrap_or_default();
+    let place = frame.file.as_ref().map(|file| format!(" at {}{line}", shown(file))).unwrap_or_default();
+    let module = frame.module.as_ref().map(|module| format!("{}+", shown(module))).unwrap_or_default();
+    format!("#{index:<2} {function}{place} ({module}{})", shown(&frame.offset))
 }
 
 fn jobs(report: &CrashReport) -> String {

@@ -10,6 +10,7 @@
 pub mod client_protocol;
 pub mod codec;
 pub mod connection;
+pub mod crash_record;
 pub mod exit;
 mod flat;
 pub mod frame;

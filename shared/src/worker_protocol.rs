@@ -37,6 +37,10 @@ pub mod capability {
     /// Can write the time of its last heartbeat into its [journal](crate::journal) instead of sending a
     /// heartbeat.
     pub const JOURNAL_HEARTBEATS: u64 = 8;
+
+    /// Writes a [crash record](crate::crash_record) behind its journal if it dies of a signal. The supervisor
+    /// therefore creates a larger memory file.
+    pub const CRASH_RECORDS: u64 = 64;
 }
 
 /// Capabilities of the supervisor, sent in a worker's welcome.

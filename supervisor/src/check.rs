@@ -23,7 +23,6 @@ use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
 use bulkhead_shared::text::escape;
 use bulkhead_shared::worker_protocol::{Extend, Status, WorkerWelcome};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::supervisor::{RunError, system};
@@ -247,22 +246,13 @@ impl StartCheck {
     ) -> Result<Option<T>, String> {
         let deadline = Instant::now() + timeout;
         loop {
-            while let Some(report) = self.keeper.receive().map_err(text)? {
-                if let Report::Exited { worker, exit, .. } = &report {
-                    self.exits.insert(*worker, *exit);
-                }
-                if let Some(found) = wanted(report) {
-                    return Ok(Some(found));
-                }
+            let Some(report) = self.keeper.wait(deadline).map_err(text)? else { return Ok(None) };
+            if let Report::Exited { worker, exit, .. } = &report {
+                self.exits.insert(*worker, *exit);
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
+            if let Some(found) = wanted(report) {
+                return Ok(Some(found));
             }
-            let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-            let mut events = [PollFd::new(&self.keeper, PollFlags::IN)];
-            let _ = rustix::io::retry_on_intr(|| poll(&mut events, Some(&left)));
-            self.keeper.flush().map_err(text)?;
         }
     }
 

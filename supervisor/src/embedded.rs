@@ -33,7 +33,7 @@ pub use local::LocalSupervisor;
 /// True once [`keeper_main_if_asked`] was called in this process.
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
-/// If this process was started as a keeper, runs the keeper and does not return. An application that uses
+/// If this process was started as a keeper or a symbolizer, runs it and does not return. An application that uses
 /// [`KeeperProgram::ThisProgram`] must call this function at the beginning of `main`, before it starts other
 /// threads.
 ///
@@ -42,9 +42,7 @@ static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 /// // The application begins here.
 /// ```
 pub fn keeper_main_if_asked() {
-    if is_started_as_keeper() {
-        bulkhead_keeper::run_as_keeper();
-    }
+    crate::run_hidden_mode();
     MAY_BE_KEEPER.store(true, Ordering::SeqCst);
 }
 

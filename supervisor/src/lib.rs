@@ -25,3 +25,16 @@ pub mod take_over;
 
 pub use embedded::{Builder, KeeperProgram, LocalSupervisor, StartError, Supervisor, keeper_main_if_asked};
 pub use supervisor::RunError;
+
+/// If this process was started as a keeper or a symbolizer, runs it and does not return. Must be called at the beginning
+/// of `main`.
+#[doc(hidden)]
+pub fn run_hidden_mode() {
+    let argument = std::env::args_os().nth(1).unwrap_or_default();
+    if argument == keeper::KEEPER_ARGUMENT {
+        keeper::run_as_keeper();
+    }
+    if argument == bulkhead_plane::program::SYMBOLIZE_ARGUMENT {
+        bulkhead_symbolizer::run_as_symbolizer();
+    }
+}

@@ -11,7 +11,7 @@ use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::own_folder::OwnFolder;
 use bulkhead_supervisor::take_over::Link;
-use bulkhead_supervisor::{check, config, doctor, keeper, pages, supervisor};
+use bulkhead_supervisor::{check, config, doctor, pages, supervisor};
 use clap::Parser;
 
 /// Exit code if the supervisor could not be started, or ended with an error.
@@ -25,9 +25,7 @@ const USAGE: u8 = 2;
 const OUTPUT_FAILED: u8 = 74;
 
 fn main() -> ExitCode {
-    if std::env::args_os().nth(1).is_some_and(|argument| argument == keeper::KEEPER_ARGUMENT) {
-        keeper::run_as_keeper();
-    }
+    bulkhead_supervisor::run_hidden_mode();
     signals::restore_default_sigchld();
     let args = Args::parse();
     match &args.command {

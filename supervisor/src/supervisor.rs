@@ -14,6 +14,7 @@ use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
 use bulkhead_control::control::handover::{HandoverOptions, ProcessEnd, SuccessorProgram};
 use bulkhead_control::control::upgrade::TAKE_OVER_ARGUMENT;
 use bulkhead_control::control::{self, ActiveConfig, ControlThread, Options, RunMode};
+use bulkhead_control::observe::symbolizer::SymbolizerOptions;
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{BoundSocket, InheritedSockets, Sockets};
 use bulkhead_dataplane::{Components, DataPlane, descriptors};
@@ -266,6 +267,7 @@ impl Ready {
             own_uid,
             labels: labels.clone(),
         };
+        let symbolizer = SymbolizerOptions { keeper: keeper.launcher(), support: support.clone() };
         let parts = Components {
             config: config.clone(),
             support,
@@ -286,6 +288,7 @@ impl Ready {
             notices: notice_receiver,
             counters: counters.clone(),
             active_config,
+            symbolizer,
             crashes: crashes::start(store, &threads).map_err(system("start the thread for crash reports"))?,
             own_uid,
             config,

@@ -597,3 +597,19 @@ fn sandbox() -> String {
     let programs = programs.to_str().expect("an ordinary path");
     format!("\n[defaults.sandbox]\nuser = \"shared\"\nwrite = [\".\"]\nread = [\"{programs}\"]\n")
 }
+
+/// Compiles C source code into a shared library. Dropping the returned `TempDir` deletes the library.
+pub fn compile_library(source: &str, flags: &[&str]) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("library.c"), folder.path().join("library.so"));
+    std::fs::write(&input, source).unwrap();
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/include");
+    let mut cc = Command::new("cc");
+    cc.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-shared", "-fPIC"]);
+    cc.args(flags).arg("-I").arg(include).arg("-o").arg(&output).arg(&input);
+    let run = cc.output().unwrap_or_else(|error| {
+        panic!("these tests need a C compiler named `cc` (Debian: apt-get install gcc libc6-dev): {error}")
+    });
+    assert!(run.status.success(), "cc failed:\n{}", String::from_utf8_lossy(&run.stderr));
+    (folder, output)
+}

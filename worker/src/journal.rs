@@ -57,15 +57,16 @@ unsafe impl Send for Journal {}
 
 impl Journal {
     /// Maps the journal file received from the supervisor.
-    pub(crate) fn map(file: OwnedFd) -> io::Result<Self> {
-        if rustix::fs::fstat(&file)?.st_size != JOURNAL_BYTES as i64 {
+    pub(crate) fn map(file: &OwnedFd) -> io::Result<Self> {
+        // The file is larger than the journal if it also has room for a crash record.
+        if rustix::fs::fstat(file)?.st_size < JOURNAL_BYTES as i64 {
             return Err(io::Error::other("the journal has an unexpected size"));
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-        // SAFETY: this creates a new mapping at an address that the kernel chooses. The file has exactly the
-        // mapped size and is sealed against shrinking.
+        // SAFETY: this creates a new mapping at an address that the kernel chooses. The file is at least
+        // as long as the mapping and is sealed against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
-        let base = unsafe { mmap(null, JOURNAL_BYTES, protection, MapFlags::SHARED, &file, 0) }?;
+        let base = unsafe { mmap(null, JOURNAL_BYTES, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { base, used: 0 })
     }

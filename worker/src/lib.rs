@@ -15,6 +15,7 @@
 //! the feature `tokio`, handlers can be async functions.
 
 mod context;
+mod crash_recorder;
 mod files;
 mod journal;
 mod link;

@@ -52,6 +52,8 @@ pub(crate) struct Welcome {
     /// Location in the journal for the time of the last heartbeat; `None` if the supervisor expects heartbeat
     /// frames.
     pub(crate) heartbeat_time: Option<&'static AtomicU64>,
+    /// Memory file with the journal.
+    pub(crate) journal_file: Option<OwnedFd>,
     pub(crate) result_bytes_max: u64,
 }
 
@@ -87,7 +89,8 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
             | capability::RESIZE
             | capability::PREFETCH
             | capability::JOURNAL_HEARTBEATS
-            | capability::MEMORY_FILES,
+            | capability::MEMORY_FILES
+            | capability::CRASH_RECORDS,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
@@ -108,21 +111,23 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
                     batch.keep_rest();
                     // After the welcome, the supervisor relies on the journal.
-                    let mut heartbeat_time = None;
+                    let (mut heartbeat_time, mut journal_file) = (None, None);
                     if has_journal {
                         let file = files
                             .pop()
                             .ok_or("the journal's descriptor did not arrive: raise `rlimits.nofile`")?;
-                        let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
+                        let journal = Journal::map(&file).map_err(|error| format!("the journal: {error}"))?;
                         let is_read = welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
                         heartbeat_time = is_read.then(|| journal.heartbeat_time());
                         writer.set_journal(journal);
+                        journal_file = Some(file);
                     }
                     return Ok(Welcome {
                         seal,
                         threads_max: threads_max(welcome.max_in_flight),
                         heartbeat_ms: welcome.heartbeat_ms,
                         heartbeat_time,
+                        journal_file,
                         result_bytes_max: welcome.result_bytes_max,
                     });
                 }

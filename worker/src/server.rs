@@ -11,6 +11,7 @@ use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, TemplateMessage};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::context::{Ctx, Job, StartCtx, StatusReceiver};
+use crate::crash_recorder;
 use crate::link::{self, Reader, Writer};
 use crate::ownership;
 use crate::pool::{Handler, Pool, run_user_code};
@@ -277,7 +278,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let signals = termination().map_err(text)?;
         let writer = Arc::new(Writer::new(&link).map_err(text)?);
         let mut reader = Reader::new();
-        let welcome = link::handshake(&link, &mut reader, &writer)?;
+        let mut welcome = link::handshake(&link, &mut reader, &writer)?;
+        welcome.journal_file.take().into_iter().for_each(crash_recorder::install);
         let Self { init, operations, fallback, .. } = self;
         let handler =
             move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {

@@ -11,7 +11,7 @@ use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{Text, Word};
+use crate::{NativeCrash, Text, Word};
 
 /// Maximum size of one job's payload in a report, in bytes. The data plane keeps a copy of payloads up to
 /// this size while a worker has the job. For a larger payload, the report contains only the size.
@@ -225,6 +225,9 @@ pub struct CrashReport {
     pub jobs: Vec<CrashJob>,
     #[serde(default)]
     pub stderr_tail: Option<String>,
+    /// Registers and backtrace, if a signal killed the process. Added to the report soon after the crash.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub native: Option<NativeCrash>,
     /// Confinement of the worker, as read back from the kernel.
     #[serde(default)]
     #[schemars(with = "Option<crate::Confinement>")]
@@ -349,6 +352,7 @@ impl CrashReport {
             && self.jobs.len() <= JOBS_MAX
             && self.culprit.is_none_or(|culprit| culprit < self.jobs.len())
             && self.jobs.iter().all(is_valid_job)
+            && self.native.as_ref().is_none_or(NativeCrash::is_valid)
     }
 }
 

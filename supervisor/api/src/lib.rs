@@ -10,6 +10,7 @@ mod crash;
 mod events;
 mod histogram;
 mod jobs;
+mod native;
 mod outcome;
 mod reload;
 mod responses;
@@ -27,6 +28,7 @@ pub use crash::{
 pub use events::{Event, EventKind, Severity};
 pub use histogram::Histogram;
 pub use jobs::{Job, Jobs};
+pub use native::{NATIVE_BYTES_MAX, NATIVE_FRAMES_MAX, NativeCrash, NativeFrame, NativeThread, hex};
 pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
 pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};

@@ -69,6 +69,7 @@ use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, ResidentSizes};
+use crate::observe::symbolizer::{self, Symbolizer, SymbolizerOptions};
 use crate::sockets::{InheritedSockets, Sockets};
 use bulkhead_config::{Config, SupervisorConfig, Token};
 use bulkhead_linux::peer::UnrelatedProcesses;
@@ -132,6 +133,8 @@ pub struct Options {
     pub active_config: ActiveConfig,
     /// Handle for crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
+    /// Means to start symbolizers.
+    pub symbolizer: SymbolizerOptions,
     /// Id of the user who, besides root, can connect to the admin socket.
     pub own_uid: u32,
     /// Configuration that is active at the start.
@@ -160,6 +163,7 @@ pub(crate) struct Control {
     events: Events,
     output: Arc<Output>,
     crashes: Crashes,
+    symbolizer: Symbolizer,
     /// Recent resource usage of the workers.
     usage: Mutex<advice::UsageSamples>,
     /// Cache of the resident sizes of workers.
@@ -219,6 +223,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         counters,
         active_config,
         crashes,
+        symbolizer,
         own_uid,
         config,
         http,
@@ -230,6 +235,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         unrelated,
     } = options;
     let (crashes, crash_thread) = crashes;
+    let symbolizer = symbolizer::start(symbolizer, crashes.native_sender(), &threads)?;
     let (admin, sockets) = match mode {
         RunMode::Standalone { admin, sockets } => (Some(admin), Some(sockets)),
         RunMode::Embedded => (None, None),
@@ -244,6 +250,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         events: Events::default(),
         output: Arc::default(),
         crashes,
+        symbolizer,
         usage: Mutex::default(),
         resident_sizes: ResidentSizes::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
@@ -399,9 +406,13 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
                 }
                 control.events.add(*event);
             }
-            Notice::Droppable(DroppableNotice::Crash { mut report, permit }) => {
+            Notice::Droppable(DroppableNotice::Crash { mut report, permit, record }) => {
                 control.add_stderr_tail(&mut report).await;
+                let id = report.id;
                 control.crashes.add(report, permit);
+                if let Some(record) = record {
+                    control.symbolizer.submit(id, record);
+                }
             }
             Notice::Milestone(Milestone::Started) => control.report_started(),
             Notice::Milestone(Milestone::Stopping) => {

@@ -8,3 +8,4 @@ pub(crate) mod metrics;
 pub mod output;
 pub mod process;
 pub mod spans;
+pub mod symbolizer;

@@ -7,14 +7,18 @@
 mod start_failures;
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, Confinement, CrashId, CrashJob, CrashReport, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
+    Cause, Confinement, CrashId, CrashJob, CrashReport, NativeCrash, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX,
+    Stage, Victim,
 };
 use bulkhead_keeper::Usage;
-use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
+use bulkhead_plane::command::DroppableNotice;
+use bulkhead_plane::crash::{self, CrashRecord, REPORTS_WAITING_MAX, cause_of, recorded_signal};
+use bulkhead_plane::program::Program;
 use bulkhead_policy::{Bulkhead, Death, Ending, HeldJob, JobOutcome, PostMortem, Time, WorkerId};
 use bulkhead_shared::{JobId, Verdict};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -109,31 +113,56 @@ pub(super) struct CrashContext {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
+    /// Reason for a missing backtrace, if a signal killed the process and there is no record.
+    native: Option<NativeCrash>,
+    record: Option<CrashRecord>,
 }
 
 impl CrashContext {
-    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally.
-    pub(super) fn of_worker(post: &PostMortem, death: Death, usage: Usage) -> Option<Self> {
+    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally. `file` has the worker's
+    /// crash record, if the worker can write one.
+    pub(super) fn of_worker(
+        post: &PostMortem,
+        death: Death,
+        usage: Usage,
+        (file, program): (Option<OwnedFd>, Arc<Program>),
+    ) -> Option<Self> {
+        const WHY: &str =
+            "the worker's library does not record crashes, or the worker died before its welcome";
         let cause = crash_cause(post, death)?;
+        let signal = recorded_signal(&Ending { death, killed: post.killed.clone() });
+        let record = file.zip(signal).map(|(file, signal)| CrashRecord { file, signal, program });
+        let has_none = signal.is_some() && record.is_none();
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None })
+        Some(Self {
+            victim: Victim::Worker,
+            cause,
+            stage,
+            culprit,
+            usage: Some(usage),
+            stderr_tail: None,
+            native: has_none.then(|| NativeCrash::unavailable(WHY)),
+            record,
+        })
     }
 
     /// Returns the circumstances of a program's death. `message` is the worker's description.
-    pub(super) fn of_program(cause: Cause, message: &str) -> Self {
+    pub(super) fn of_program(death: Death, cause: Cause, message: &str) -> Self {
+        const WHY: &str = "a program of `exec` has no library that records crashes";
         let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let output = output.trim_start_matches(": ");
         let stderr_tail = (!output.is_empty()).then(|| output.to_owned());
         let (victim, stage) = (Victim::Program, Stage::Working);
-        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail }
+        let native = recorded_signal(&death.into()).map(|_| NativeCrash::unavailable(WHY));
+        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail, native, record: None }
     }
 
-    /// Returns the crash report and its permit. `names` contains the bulkhead and the tenant.
+    /// Returns the notice with the crash report. `names` contains the bulkhead and the tenant.
     pub(super) fn report(
         self,
         slot: ReportSlot,
@@ -141,7 +170,7 @@ impl CrashContext {
         (worker, post): (WorkerId, &PostMortem),
         confinement: Option<Confinement>,
         jobs: Vec<CrashJob>,
-    ) -> (Box<CrashReport>, OwnedSemaphorePermit) {
+    ) -> DroppableNotice {
         let report = CrashReport {
             id: slot.id,
             at: slot.at,
@@ -161,9 +190,10 @@ impl CrashContext {
             culprit: self.culprit,
             jobs,
             stderr_tail: self.stderr_tail,
+            native: self.native,
             confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
-        (Box::new(report), slot.permit)
+        DroppableNotice::Crash { report: Box::new(report), permit: slot.permit, record: self.record }
     }
 }
 

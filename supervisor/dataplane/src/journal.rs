@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use bulkhead_linux::shared_words::SharedWords;
 use bulkhead_policy::JobJournal;
+use bulkhead_shared::crash_record;
 use bulkhead_shared::journal::{
     BEGUN_OFFSET, FRAMES_BYTES_MAX, FRAMES_OFFSET, HEARTBEAT_OFFSET, JOURNAL_BYTES, RECALLED_OFFSET,
 };
@@ -21,6 +22,8 @@ use super::memory_files::sealed_file;
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
+    /// True if the file has room for a crash record.
+    has_crash_record: bool,
 }
 
 /// Gives policy access to the counters in a worker's journal.
@@ -40,14 +43,22 @@ impl JobJournal for JournalClaims {
 const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
-    pub(super) fn make() -> io::Result<Self> {
-        let file = sealed_file(c"journal", JOURNAL_BYTES as u64)?;
+    /// Creates a journal, and room for a crash record if the worker can write one. Unwritten parts of the file take no
+    /// memory.
+    pub(super) fn make(has_crash_record: bool) -> io::Result<Self> {
+        let bytes = if has_crash_record { crash_record::FILE_BYTES } else { JOURNAL_BYTES };
+        let file = sealed_file(c"journal", bytes as u64)?;
         let words = Arc::new(SharedWords::map(&file, FRAMES_OFFSET / WORD_BYTES)?);
-        Ok(Self { file, words })
+        Ok(Self { file, words, has_crash_record })
     }
 
     pub(super) fn claims(&self) -> Box<dyn JobJournal> {
         Box::new(JournalClaims(self.words.clone()))
+    }
+
+    /// Returns the file if it has room for a crash record.
+    pub(super) fn into_crash_record(self) -> Option<OwnedFd> {
+        self.has_crash_record.then_some(self.file)
     }
 
     /// Returns the time since the worker's last heartbeat. Returns `None` if there is no heartbeat, or if its

@@ -353,6 +353,11 @@ impl Link {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
     }
 
+    /// Takes the file with the worker's crash record. Returns `None` if the worker writes none.
+    pub(super) fn take_crash_record(&mut self) -> Option<OwnedFd> {
+        self.journal.take().and_then(Journal::into_crash_record)
+    }
+
     /// Sets whether the worker writes heartbeats to the journal.
     pub(super) fn set_beats_in_journal(&mut self, beats_in_journal: bool) {
         self.beats_in_journal = beats_in_journal && self.journal.is_some();

@@ -12,9 +12,10 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 
 use self::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
@@ -95,6 +96,11 @@ pub struct KeeperLauncher {
 }
 
 impl KeeperLauncher {
+    /// Returns the program of the keeper.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
     /// Starts the keeper, and sends it the subordinate user ids for workers and the lifeline.
     pub fn start(&self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
@@ -314,6 +320,25 @@ impl Keeper {
                     }
                 }
             }
+        }
+    }
+
+    /// Waits for the next report. Returns `None` if there is none before the deadline. Fails like
+    /// [`Keeper::receive`].
+    pub fn wait(&mut self, deadline: Instant) -> io::Result<Option<Report>> {
+        loop {
+            self.flush()?;
+            if let Some(report) = self.receive()? {
+                return Ok(Some(report));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let wanted =
+                if self.has_pending_orders() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            let _ = rustix::io::retry_on_intr(|| poll(&mut [PollFd::new(&self.socket, wanted)], Some(&left)));
         }
     }
 

@@ -17,6 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::access::HttpClient;
 use crate::counters::SpoolCounters;
+use crate::crash::CrashRecord;
 use crate::demand::Observation;
 use crate::handover::HandoverCommand;
 use crate::peer_check::ClientRejection;
@@ -446,6 +447,8 @@ pub enum DroppableNotice {
         report: Box<CrashReport>,
         /// Permit that limits the number of crash reports that are waiting to be stored.
         permit: OwnedSemaphorePermit,
+        /// Record from which the control plane gets the backtrace.
+        record: Option<CrashRecord>,
     },
 }
 

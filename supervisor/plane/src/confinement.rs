@@ -285,6 +285,11 @@ impl Sandbox {
         }
     }
 
+    /// Returns the files that a worker executes or loads.
+    pub(crate) fn programs(&self) -> Vec<PathBuf> {
+        self.programs.iter().map(PathBuf::from).collect()
+    }
+
     /// Returns the reason why a worker must not run several programs at once, or `None` if it can.
     pub fn why_single_program(&self) -> Option<&str> {
         self.why_single_program.as_deref()

@@ -1,10 +1,42 @@
 //! Causes of crashes for crash reports. The data plane creates a crash report, and the control plane adds the
 //! last output of the process and stores the report.
 
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{Cause, CauseKind, CrashId, CrashJob, CrashReport, Stage, Usage, Victim};
 use bulkhead_policy::{Death, Ending, KillReason};
+use bulkhead_shared::crash_record::RECORDED_SIGNALS;
+
+use crate::program::Program;
+
+/// The crash record of a worker that a signal has killed, to be read by a symbolizer.
+pub struct CrashRecord {
+    /// Memory file of the worker; see [`bulkhead_shared::crash_record`].
+    pub file: OwnedFd,
+    /// Number of the signal that killed the worker.
+    pub signal: i32,
+    /// Program of the worker.
+    pub program: Arc<Program>,
+}
+
+impl fmt::Debug for CrashRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CrashRecord").field("signal", &self.signal).finish_non_exhaustive()
+    }
+}
+
+/// Returns the number of the signal that killed a process, if a worker writes a crash record for this signal.
+pub fn recorded_signal(ending: &Ending) -> Option<i32> {
+    match ending {
+        Ending { death: Death::Signal(signal), killed: None } if RECORDED_SIGNALS.contains(signal) => {
+            Some(*signal)
+        }
+        _ => None,
+    }
+}
 
 /// Maximum number of crash reports that are waiting to be stored. Further reports are dropped and counted.
 pub const REPORTS_WAITING_MAX: usize = 64;
@@ -80,6 +112,7 @@ pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
             digest: None,
         }],
         stderr_tail: Some("last words".into()),
+        native: None,
         confinement: None,
     }
 }

@@ -14,6 +14,15 @@ use bulkhead_keeper::{Rlimit, SpawnOrder};
 /// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
+/// Undocumented command-line argument. A supervisor's program whose first argument this is must run as a symbolizer.
+pub const SYMBOLIZE_ARGUMENT: &str = "__symbolize";
+
+/// Maximum size of a symbolizer's memory, in bytes.
+const SYMBOLIZER_BYTES: u64 = 1 << 30;
+
+/// Environment variable with the number of a symbolizer's link.
+const SYMBOLIZER_LINK: &str = "BULKHEAD_LINK_FD=3";
+
 /// Number of the descriptor that is a worker's link to the supervisor.
 const LINK_DESCRIPTOR: i32 = 3;
 
@@ -27,6 +36,8 @@ pub struct Program {
     directory: String,
     rlimits: Vec<Rlimit>,
     sandbox: Sandbox,
+    /// Confinement of a symbolizer, which reads the crash record of a worker.
+    symbolizer_sandbox: Sandbox,
     /// True if each job runs a separate process of an `exec` program.
     runs_programs: bool,
     /// True if workers are forked from a template.
@@ -47,6 +58,7 @@ impl Program {
         let programs =
             host.filter(|_| needs_host(bulkhead)).map(Path::to_path_buf).into_iter().chain([configured]);
         let sandbox = Sandbox::resolve(bulkhead, programs.collect(), support);
+        let symbolizer_sandbox = symbolizer_sandbox(bulkhead, &sandbox, support);
         let host = host.map_or_else(|| HOST.to_owned(), text);
         let worker_rlimits = rlimits::for_workers(bulkhead, &sandbox);
         let mut rlimits = kernel_limits(&worker_rlimits);
@@ -89,10 +101,37 @@ impl Program {
             directory,
             rlimits,
             sandbox,
+            symbolizer_sandbox,
             runs_programs,
             is_forked,
             subject,
         }
+    }
+
+    /// Returns the keeper's order for starting a symbolizer for a dead worker. `program` is the supervisor's
+    /// executable.
+    pub fn symbolizer_order<'a>(&'a self, program: &'a str, worker: u64, id: Option<u32>) -> SpawnOrder<'a> {
+        let mut confinement = self.symbolizer_sandbox.order(id);
+        confinement.programs.push(program);
+        let rlimits = [(Resource::Core, NO_DUMP_BYTES), (Resource::As, SYMBOLIZER_BYTES)];
+        SpawnOrder {
+            worker,
+            program,
+            arguments: vec!["bulkhead-symbolizer", SYMBOLIZE_ARGUMENT],
+            environment: vec![SYMBOLIZER_LINK],
+            environment_files: Vec::new(),
+            directory: "/",
+            rlimits: rlimits
+                .map(|(resource, limit)| Rlimit { resource: resource.number(), soft: limit, hard: limit })
+                .to_vec(),
+            confinement,
+            is_template: false,
+        }
+    }
+
+    /// Returns the confinement of a symbolizer.
+    pub fn symbolizer_sandbox(&self) -> &Sandbox {
+        &self.symbolizer_sandbox
     }
 
     /// Returns true if each job runs a separate process of an `exec` program.
@@ -149,6 +188,24 @@ impl Program {
     pub fn path_for_messages(&self) -> &str {
         &self.subject
     }
+}
+
+/// Resolves the confinement of a symbolizer: that of the worker without write access and network, and under `strict`
+/// if this machine supports it. So a record that takes over the symbolizer gains no rights over those of its worker.
+fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
+    let resolve = |profile| {
+        let mut bulkhead = bulkhead.clone();
+        bulkhead.start.mode = config::StartMode::Spawn;
+        let sandbox = &mut bulkhead.sandbox;
+        sandbox.profile = profile;
+        sandbox.network = false;
+        let written = std::mem::take(&mut sandbox.write);
+        sandbox.read.extend(written);
+        (sandbox.allow, sandbox.deny) = (Vec::new(), Vec::new());
+        Sandbox::resolve(&bulkhead, worker.programs(), support)
+    };
+    let strict = resolve(config::Profile::Strict);
+    if strict.obstacle().is_none() { strict } else { resolve(bulkhead.sandbox.profile) }
 }
 
 /// Returns the command-line options with which the host gets `output_grace`, `exit_status` and `files`.

@@ -42,6 +42,7 @@ fn main() {
         Some("loses-starting-keepers") => loses_starting_keepers(),
         Some("holds") => holds(),
         Some("attempts") => attempts(&arguments[1]),
+        Some("backtrace") => backtrace(),
         Some("two") => two(),
         Some("refused") => refused(),
         Some("forgets") => forgets(),
@@ -766,6 +767,22 @@ fn forgets() {
     let error =
         Supervisor::builder(settings("", "")).keeper(program).start_blocking().unwrap_err().to_string();
     assert!(error.contains("did not become a keeper"), "{error}");
+}
+
+/// Crash reports of an embedded supervisor are files.
+fn backtrace() {
+    let folder = std::env::current_dir().unwrap().join("crashes");
+    let keys = format!("crash_dir = {folder:?}");
+    let supervisor = Supervisor::start_blocking(settings(&keys, "")).unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    assert_eq!(outcome(&send(&client, "segv", "")), "crashed/signal");
+    wait_for("the report has a backtrace", || {
+        let texts =
+            std::fs::read_dir(&folder).ok()?.flatten().map(|file| std::fs::read_to_string(file.path()));
+        texts.flatten().any(|text| text.contains("\"function\": \"misbehave::misbehave\"")).then_some(())
+    });
+    drop(client);
+    supervisor.shutdown().unwrap();
 }
 
 /// Checks that dropping the supervisor lets running jobs finish.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_shared::client_protocol::{Hello, role};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
+use bulkhead_shared::crash_record;
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::worker_protocol::{self, Empty, LINK_VARIABLE, Status, WorkerWelcome, capability};
 use bulkhead_worker::{Ctx, Fault, HandlerError, Job, Server};
@@ -392,6 +393,12 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             raise(Signal::SIGSEGV)?;
         },
         "abort" => std::process::abort(),
+        "panic-in-c" => panic_in_c(),
+        "unrecorded-segv" => die_without_record()?,
+        "forged-record" => {
+            forge_record()?;
+            die_without_record()?;
+        }
         "exit" => std::process::exit(i32::try_from(number(job)).unwrap_or(1)),
         "panic" => panic!("a handler panicked"),
         "say" => {
@@ -855,4 +862,70 @@ impl Raw {
             _ => self.send(kind::RESULT, job, b"well"),
         }
     }
+}
+
+/// Panics in a function that cannot unwind, so that the process aborts.
+#[inline(never)]
+extern "C" fn panic_in_c() {
+    panic!("a function called from C panicked");
+}
+
+/// Dies of SIGSEGV with the default action of the signal.
+fn die_without_record() -> Result<(), HandlerError> {
+    #[expect(unsafe_code, reason = "setting the disposition of a signal")]
+    // SAFETY: no handler function is installed.
+    unsafe { nix::sys::signal::signal(Signal::SIGSEGV, nix::sys::signal::SigHandler::SigDfl) }?;
+    raise(Signal::SIGSEGV)?;
+    Ok(())
+}
+
+/// Writes a crash record with random registers and stack, and with mappings of files that are not programs.
+fn forge_record() -> Result<(), HandlerError> {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    let random = || RandomState::new().build_hasher().finish();
+    let is_journal = |entry: &std::fs::DirEntry| {
+        std::fs::read_link(entry.path())
+            .is_ok_and(|target| target.to_string_lossy().contains("memfd:journal"))
+    };
+    let journal = std::fs::read_dir("/proc/self/fd")?.flatten().find(is_journal);
+    let journal = std::fs::File::options()
+        .write(true)
+        .open(journal.ok_or(std::io::Error::from(std::io::ErrorKind::NotFound))?.path())?;
+    let fifo = std::env::temp_dir().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;
+    let own = std::env::current_exe()?;
+    let mut maps = String::new();
+    for (index, path) in
+        ["/etc/passwd".as_ref(), fifo.as_path(), "/dev/zero".as_ref(), &own].into_iter().enumerate()
+    {
+        let found = std::fs::metadata(path)?;
+        let (start, device) = (0x10_0000 * index, found.dev());
+        let (major, minor) = (libc::major(device), libc::minor(device));
+        maps += &format!(
+            "{start:x}-{:x} r-xp {:08x} {major:02x}:{minor:02x} {} {}\n",
+            start + 0x10_0000,
+            random() % 0x10_0000,
+            found.ino(),
+            path.display()
+        );
+    }
+    let stack: Vec<u8> = (0..1000).flat_map(|_| (random() % 0x40_0000).to_le_bytes()).collect();
+    let header = crash_record::Header {
+        machine: if cfg!(target_arch = "x86_64") { 62 } else { 183 },
+        signal: libc::SIGSEGV,
+        code: random() as i32,
+        thread: random() as u32,
+        address: random(),
+        maps_bytes: maps.len() as u32,
+        stack_bytes: stack.len() as u32,
+        stack_start: 0x1000,
+        registers: std::array::from_fn(|_| random() % 0x40_0000),
+    };
+    let mut bytes = [0; crash_record::HEADER_BYTES];
+    header.encode(&mut bytes);
+    let start = crash_record::RECORD_OFFSET as u64;
+    journal.write_all_at(maps.as_bytes(), start + crash_record::MAPS_OFFSET as u64)?;
+    journal.write_all_at(&stack, start + crash_record::STACK_OFFSET as u64)?;
+    Ok(journal.write_all_at(&bytes, start)?)
 }

@@ -30,6 +30,11 @@ fn embedded_supervisor_runs_jobs_and_restarts_workers() {
 }
 
 #[test]
+fn embedded_supervisor_reports_backtraces() {
+    runs("backtrace");
+}
+
+#[test]
 fn embedded_clients_use_memory_files() {
     runs("lends-files");
 }

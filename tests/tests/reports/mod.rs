@@ -1,5 +1,6 @@
 //! Reports about jobs and workers: crash reports, events, metrics and spans.
 
+mod backtraces;
 mod consistency;
 mod crash_reports;
 mod events;

@@ -2,15 +2,15 @@
 //! promises of the `exec` contract and of `bulkhead.h`.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Fault, HandlerFailure, Verdict};
 use bulkhead_tests::{
-    Supervisor, children, heavy, is_alive, kill_pid, name, outcome, resident_bytes, tally, wait_for,
+    Supervisor, children, compile_library, heavy, is_alive, kill_pid, name, outcome, resident_bytes, tally,
+    wait_for,
 };
 use nix::sys::signal::Signal;
 
@@ -615,24 +615,8 @@ int other_entry(const bulkhead_job *job, const bulkhead_host *host)
 }
 "#;
 
-/// Compiles C source code into a shared library. Dropping the returned `TempDir` deletes the library.
-fn compile(source: &str, flags: &[&str]) -> (tempfile::TempDir, PathBuf) {
-    let folder = tempfile::tempdir().unwrap();
-    let (input, output) = (folder.path().join("library.c"), folder.path().join("library.so"));
-    std::fs::write(&input, source).unwrap();
-    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/include");
-    let mut cc = Command::new("cc");
-    cc.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-shared", "-fPIC"]);
-    cc.args(flags).arg("-I").arg(include).arg("-o").arg(&output).arg(&input);
-    let run = cc.output().unwrap_or_else(|error| {
-        panic!("these tests need a C compiler named `cc` (Debian: apt-get install gcc libc6-dev): {error}")
-    });
-    assert!(run.status.success(), "cc failed:\n{}", String::from_utf8_lossy(&run.stderr));
-    (folder, output)
-}
-
 fn library(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
-    let (folder, path) = compile(LIBRARY, &["-D_GNU_SOURCE"]);
+    let (folder, path) = compile_library(LIBRARY, &["-D_GNU_SOURCE"]);
     let (supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}\n"));
     (folder, supervisor, client)
 }
@@ -767,8 +751,8 @@ fn log_explains_why_library_cannot_be_used() {
         (INCOMPLETE, "defined_nowhere"),
         (DIES_AT_INIT, "SIGABRT"),
     ];
-    let compiled = sources.map(|(source, _)| compile(source, &[]));
-    let (_folder, good) = compile(LIBRARY, &["-D_GNU_SOURCE"]);
+    let compiled = sources.map(|(source, _)| compile_library(source, &[]));
+    let (_folder, good) = compile_library(LIBRARY, &["-D_GNU_SOURCE"]);
     let text_file = compiled[0].0.path().join("text.so");
     std::fs::write(&text_file, "not a library").unwrap();
 
@@ -792,7 +776,7 @@ fn log_explains_why_library_cannot_be_used() {
 /// dead process.
 #[test]
 fn event_explains_failed_library_start() {
-    let (_folder, path) = compile(FAILS_AT_INIT, &[]);
+    let (_folder, path) = compile_library(FAILS_AT_INIT, &[]);
     let (supervisor, _client) =
         start(&format!("[bulkhead.x]\nlibrary = {path:?}\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"));
     wait_failed(&supervisor, "x");
@@ -884,7 +868,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 "#;
 
 fn careless(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
-    let (folder, path) = compile(CARELESS, &["-D_GNU_SOURCE"]);
+    let (folder, path) = compile_library(CARELESS, &["-D_GNU_SOURCE"]);
     let (supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}\n"));
     (folder, supervisor, client)
 }
@@ -927,7 +911,7 @@ const HANGS_AT_EXIT: &str = "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEA
 
 #[test]
 fn hanging_destructor_delays_no_job() {
-    let (_folder, path) = compile(HANGS_AT_EXIT, &[]);
+    let (_folder, path) = compile_library(HANGS_AT_EXIT, &[]);
     let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
     let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));
     let mut workers = Vec::new();

@@ -72,6 +72,7 @@ impl Fixture {
             threads_max: threads_max(max_in_flight),
             heartbeat_ms: 0,
             heartbeat_time: None,
+            journal_file: None,
             result_bytes_max: 100,
         };
         let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();
@@ -381,8 +382,8 @@ fn init_thread_respects_the_limit() {
 fn journal() -> (Journal, Claims) {
     let file = rustix::fs::memfd_create("journal", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, bulkhead_shared::journal::JOURNAL_BYTES as u64).unwrap();
-    let theirs = Journal::map(file.try_clone().unwrap()).unwrap();
-    (Journal::map(file).unwrap(), theirs.claims())
+    let theirs = Journal::map(&file).unwrap();
+    (Journal::map(&file).unwrap(), theirs.claims())
 }
 
 /// Jobs arrive and are recalled at random. Each job either runs once or is returned to the supervisor.

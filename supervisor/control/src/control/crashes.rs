@@ -53,6 +53,9 @@ pub(super) async fn show(
         Ok(mut report) => {
             if read_only.is_some() {
                 report.jobs.iter_mut().for_each(|job| job.payload = None);
+                // Registers can contain parts of a payload.
+                let threads = report.native.iter_mut().flat_map(|native| &mut native.threads);
+                threads.for_each(|thread| thread.registers.clear());
             }
             axum::Json(report).into_response()
         }

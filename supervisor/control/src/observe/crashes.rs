@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc as blocking;
 use std::time::Duration;
 
-use bulkhead_api::{CrashId, CrashReport, Stage, Summary};
+use bulkhead_api::{CrashId, CrashReport, NativeCrash, Stage, Summary};
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
@@ -175,8 +175,16 @@ impl Store {
         if report.stage == Stage::Starting {
             self.starts.insert(report.id);
         }
+        let is_new = report.count == 1;
+        self.store(report, is_new);
+        self.drop_surplus();
+        while self.memory_bytes > MEMORY_BYTES_MAX && self.drop_oldest_in_memory() {}
+    }
+
+    /// Stores a report in a file or, if this is impossible, in memory.
+    fn store(&mut self, report: Box<CrashReport>, is_new: bool) {
         let (id, summary) = (report.id, report.summary());
-        let in_memory = if self.write(&report) {
+        let in_memory = if self.write(&report, is_new) {
             None
         } else {
             let bytes = report_size(&report);
@@ -188,14 +196,27 @@ impl Store {
         {
             self.memory_bytes -= bytes;
         }
-        self.drop_surplus();
-        while self.memory_bytes > MEMORY_BYTES_MAX && self.drop_oldest_in_memory() {}
+    }
+
+    /// Adds registers and backtrace to a report, unless the report was dropped.
+    fn set_native(&mut self, id: CrashId, native: NativeCrash) {
+        let Ok(mut report) = self.get(id) else { return };
+        report.native = Some(native);
+        let bytes = report_size(&report);
+        match self.reports.get_mut(&id).and_then(|stored| stored.in_memory.as_mut()) {
+            // A file with this id can be that of an earlier supervisor, which must not be replaced.
+            Some(in_memory) => {
+                self.memory_bytes = self.memory_bytes - in_memory.1 + bytes;
+                *in_memory = (report, bytes);
+            }
+            None => self.store(report, false),
+        }
     }
 
     /// Writes a report to a file. Returns false if there is no folder or the write fails.
-    fn write(&mut self, report: &CrashReport) -> bool {
+    fn write(&mut self, report: &CrashReport, is_new: bool) -> bool {
         let Some(folder) = &self.folder else { return false };
-        match folder.write(report) {
+        match folder.write(report, is_new) {
             Ok(()) => {
                 if std::mem::take(&mut self.is_failing) {
                     tracing::info!("crash reports can be written again");
@@ -276,7 +297,11 @@ fn report_size(report: &CrashReport) -> usize {
     let jobs = report.jobs.iter().map(|job| {
         job.payload.as_ref().map_or(0, Vec::len) + job.operation.len() + job.tenant.len() + size_of_val(job)
     });
-    jobs.sum::<usize>() + report.stderr_tail.as_ref().map_or(0, String::len) + size_of::<CrashReport>()
+    let native = report.native.as_ref().map_or(0, NativeCrash::bytes);
+    jobs.sum::<usize>()
+        + native
+        + report.stderr_tail.as_ref().map_or(0, String::len)
+        + size_of::<CrashReport>()
 }
 
 // Folder for crash reports.
@@ -380,15 +405,13 @@ impl CrashFolder {
         Ok(report)
     }
 
-    /// Writes a report to its file atomically.
-    fn write(&self, report: &CrashReport) -> io::Result<()> {
+    /// Writes a report to its file atomically. A new report must not replace a file: after the clock was set back,
+    /// its id can be equal to that of a report of an earlier supervisor.
+    fn write(&self, report: &CrashReport, is_new: bool) -> io::Result<()> {
         let unfinished = self.path.join(format!("{}{UNFINISHED_SUFFIX}", report.id));
         let written = write_new(&unfinished, report).and_then(|()| {
             let (directory, target) = (rustix::fs::CWD, self.file(report.id));
-            // A report that stands for several crashes replaces its previous version. Any other report must
-            // not replace a file. After the clock was set back, its id can be equal to that of a report of an
-            // earlier supervisor.
-            let flags = if report.count > 1 { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
+            let flags = if is_new { RenameFlags::NOREPLACE } else { RenameFlags::empty() };
             match rustix::fs::renameat_with(directory, &unfinished, directory, &target, flags) {
                 // The file system does not support `RENAME_NOREPLACE`.
                 Err(rustix::io::Errno::INVAL) if !target.exists() => std::fs::rename(&unfinished, &target),
@@ -435,6 +458,8 @@ enum StoreRequest {
         report: Box<CrashReport>,
         permit: OwnedSemaphorePermit,
     },
+    /// Adds registers and backtrace to a report.
+    SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
     /// The previous supervisor of an upgrade has ended, and has left its last reports in the folder.
@@ -444,6 +469,18 @@ enum StoreRequest {
 /// Sender of requests to the thread that stores the reports.
 #[derive(Clone, Debug)]
 pub struct Crashes(mpsc::Sender<StoreRequest>);
+
+/// Sender of backtraces to the thread that stores the reports. Does not keep the thread running.
+#[derive(Clone, Debug)]
+pub struct NativeSender(mpsc::WeakSender<StoreRequest>);
+
+impl NativeSender {
+    /// Adds registers and backtrace to a report. Does nothing during the shutdown, or if the report was dropped.
+    pub fn set(&self, id: CrashId, native: NativeCrash) {
+        // The channel has room for as many backtraces as reports wait for one.
+        self.0.upgrade().map(|sender| sender.try_send(StoreRequest::SetNative(id, native)));
+    }
+}
 
 /// Handle of the thread that stores the reports. The thread ends when all senders have been dropped.
 #[derive(Debug)]
@@ -462,6 +499,7 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
                     store.add(report);
                     drop(permit);
                 }
+                StoreRequest::SetNative(id, native) => store.set_native(id, native),
                 // Nobody receives the reply if the client has disconnected.
                 StoreRequest::List(reply) => drop(reply.send(store.list())),
                 StoreRequest::Get(id, reply) => drop(reply.send(store.get(id))),
@@ -487,6 +525,11 @@ impl Crashes {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
             tracing::error!("a crash report was dropped, because too many are waiting to be written");
         }
+    }
+
+    /// Returns a sender of backtraces.
+    pub fn native_sender(&self) -> NativeSender {
+        NativeSender(self.0.downgrade())
     }
 
     /// Returns summaries of all reports, oldest first. Returns `None` if the thread is too busy.
@@ -650,8 +693,28 @@ mod tests {
         let mut other = boxed(1);
         other.pid = 99;
         store.add(other);
+        store.set_native(boxed(1).id, NativeCrash::unavailable("for a test"));
         assert_eq!(std::fs::read(&file).unwrap(), before);
         assert_eq!(store.get(boxed(1).id).unwrap().pid, 99);
+    }
+
+    #[test]
+    fn backtrace_is_added_to_stored_report() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let native = NativeCrash::unavailable("for a test");
+        for folder in [None, Some(&*path)] {
+            let mut store = Store::open(folder, 10).unwrap();
+            store.add(boxed(1));
+            store.set_native(boxed(1).id, native.clone());
+            store.set_native(boxed(2).id, native.clone());
+            let report = store.get(boxed(1).id).unwrap();
+            assert_eq!((report.native.as_ref(), report.jobs[0].payload.is_some()), (Some(&native), true));
+            assert_eq!(
+                (numbers(&store), store.memory_bytes > 0),
+                (vec!["0001".to_owned()], folder.is_none())
+            );
+        }
     }
 
     #[test]

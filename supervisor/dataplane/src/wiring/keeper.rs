@@ -111,7 +111,7 @@ impl DataPlane {
         }
         let event = match death {
             Some((death, usage)) => {
-                self.report_death(&link, death, usage);
+                self.report_death(&mut link, death, usage);
                 if let Some(template) = link.template {
                     self.update_templates(|it, _| it.forked_worker_died(compartment, template, death));
                 }

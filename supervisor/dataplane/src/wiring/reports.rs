@@ -4,7 +4,6 @@ use std::time::SystemTime;
 
 use bulkhead_api::{EventKind, JOBS_MAX, Severity};
 use bulkhead_keeper::Usage;
-use bulkhead_plane::command::DroppableNotice;
 use bulkhead_plane::crash::cause_of;
 use bulkhead_policy::{Death, JobOutcome, OperatorEvent, PostMortem, WorkerId};
 use bulkhead_shared::JobId;
@@ -18,13 +17,14 @@ use crate::{DataPlane, JobData};
 impl DataPlane {
     /// Reports the death of a worker, unless it exited normally. Must be called before policy gets the exit
     /// event.
-    pub(crate) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
+    pub(crate) fn report_death(&mut self, link: &mut Link, death: Death, usage: Usage) {
         let compartment = &mut self.compartments[link.compartment];
         if compartment.is_replay {
             return;
         }
         let Some(post) = compartment.policy.post_mortem(self.now, link.worker, JOBS_MAX) else { return };
-        if let Some(context) = CrashContext::of_worker(&post, death, usage) {
+        let record = (link.take_crash_record(), link.program.clone());
+        if let Some(context) = CrashContext::of_worker(&post, death, usage, record) {
             self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context);
         }
     }
@@ -49,7 +49,7 @@ impl DataPlane {
         if is_replay {
             return self.replays.program_died(index, cause);
         }
-        let context = CrashContext::of_program(cause, message);
+        let context = CrashContext::of_program(death, cause, message);
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
@@ -69,8 +69,7 @@ impl DataPlane {
         let jobs = crash_jobs(&mut self.compartments[index].policy, &post.jobs);
         let tenant = self.compartments[index].tenant.as_deref();
         let names = (&*self.bulkheads[bulkhead].name, tenant);
-        let (report, permit) = context.report(slot, names, (worker, post), confinement, jobs);
-        self.reporter.notify(DroppableNotice::Crash { report, permit });
+        self.reporter.notify(context.report(slot, names, (worker, post), confinement, jobs));
     }
 
     /// Sends the due events about crashes without a crash report.

@@ -97,8 +97,21 @@ function report(crash) {
     ['report', crash.id],
   ];
   const stderr = crash.stderr_tail ? [h('h4', {}, 'Standard error'), h('pre', { tabindex: 0 }, crash.stderr_tail)] : [];
+  const backtrace = crash.native ? [h('h4', {}, 'Backtrace'), h('pre', { tabindex: 0 }, nativeText(crash.native))] : [];
   const replay = crash.jobs.some((one) => one.payload != null && !one.is_answered) ? [replayButton(crash)] : [];
-  return [list(facts), ...replay, ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
+  return [list(facts), ...replay, ...backtrace, ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
+}
+
+function nativeText(native) {
+  const frame = (one, at) => {
+    const place = one.file ? ` at ${one.file}${one.line == null ? '' : `:${one.line}`}` : '';
+    return `#${at} ${one.function ?? '??'}${place} (${one.module ? `${one.module}+` : ''}${one.offset})`;
+  };
+  if (native.unavailable) return `no backtrace: ${native.unavailable}`;
+  return native.threads.flatMap((thread) => [
+    [`thread ${thread.id}`, `signal code ${native.signal_code}`, `address ${native.address}`].join(', '),
+    ...thread.frames.map(frame),
+  ]).join('\n');
 }
 
 const VERDICTS = {

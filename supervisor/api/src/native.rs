@@ -1,0 +1,163 @@
+//! The native part of a crash report: registers, and a backtrace with names.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Maximum number of frames of a thread.
+pub const NATIVE_FRAMES_MAX: usize = 64;
+
+/// Maximum number of threads.
+const THREADS_MAX: usize = 64;
+
+/// Maximum number of registers of a thread.
+const REGISTERS_MAX: usize = 64;
+
+/// Maximum size of a text in bytes.
+const TEXT_BYTES_MAX: usize = 512;
+
+/// Maximum size of the JSON text of a [`NativeCrash`] in bytes. Larger than any valid document of a crash.
+pub const NATIVE_BYTES_MAX: u64 = 512 * 1024;
+
+/// Registers and backtrace of a process that a signal killed, or the reason why they are missing. All contents come
+/// from the dead process, which can have forged them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NativeCrash {
+    /// Reason why there is no backtrace. Completes a sentence that begins with "no backtrace:".
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unavailable: Option<String>,
+    /// Cause of the signal (`si_code`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub signal_code: Option<i32>,
+    /// Address that the signal is about, in hexadecimal digits. For SIGSEGV, the address that could not be accessed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+    /// Threads of the process. Only the thread that received the signal is recorded.
+    #[serde(default)]
+    pub threads: Vec<NativeThread>,
+}
+
+/// A thread of a dead process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NativeThread {
+    /// Id of the thread, as seen by the process.
+    pub id: u32,
+    /// Values of the registers in hexadecimal digits, by name.
+    #[serde(default)]
+    pub registers: BTreeMap<String, String>,
+    /// Frames, beginning with the function that crashed.
+    pub frames: Vec<NativeFrame>,
+}
+
+/// A frame of a backtrace. An inlined function has a frame of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NativeFrame {
+    /// Path of the program or library.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub module: Option<String>,
+    /// Address in the module as `addr2line` takes it, in hexadecimal digits. Without a module, the address in the process.
+    pub offset: String,
+    /// Build id of the module.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub build_id: Option<String>,
+    /// Name of the function.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub function: Option<String>,
+    /// Source file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// Line in the source file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub line: Option<u32>,
+}
+
+impl NativeFrame {
+    fn texts(&self) -> impl Iterator<Item = &String> {
+        let Self { module, offset, build_id, function, file, line: _ } = self;
+        [module.as_ref(), Some(offset), build_id.as_ref(), function.as_ref(), file.as_ref()]
+            .into_iter()
+            .flatten()
+    }
+
+    /// Truncates all texts to the maximum size. Of paths, the end is kept.
+    pub fn truncate_texts(&mut self) {
+        for path in [&mut self.module, &mut self.file].into_iter().flatten() {
+            let start = path.len().saturating_sub(TEXT_BYTES_MAX);
+            let start = (start..=path.len()).find(|at| path.is_char_boundary(*at)).unwrap_or(0);
+            path.drain(..start);
+        }
+        for text in [&mut self.function, &mut self.build_id].into_iter().flatten() {
+            text.truncate(bulkhead_shared::limits::truncate(text, TEXT_BYTES_MAX).len());
+        }
+    }
+}
+
+impl NativeCrash {
+    /// Returns a document without a backtrace. `reason` completes a sentence that begins with "no backtrace:".
+    pub fn unavailable(reason: &str) -> Self {
+        let reason = bulkhead_shared::limits::truncate(reason, TEXT_BYTES_MAX);
+        Self { unavailable: Some(reason.to_owned()), ..Self::default() }
+    }
+
+    /// Returns the approximate size in memory, in bytes.
+    pub fn bytes(&self) -> usize {
+        let of_frame =
+            |frame: &NativeFrame| size_of::<NativeFrame>() + frame.texts().map(String::len).sum::<usize>();
+        let of_thread = |thread: &NativeThread| {
+            let registers = thread
+                .registers
+                .iter()
+                .map(|(name, value)| name.len() + value.len() + size_of::<[String; 2]>());
+            registers.sum::<usize>() + thread.frames.iter().map(of_frame).sum::<usize>()
+        };
+        size_of::<Self>() + self.threads.iter().map(of_thread).sum::<usize>()
+    }
+
+    /// Returns true if the document is within its limits. Documents of other processes need this check.
+    pub fn is_valid(&self) -> bool {
+        let is_short = |text: &String| text.len() <= TEXT_BYTES_MAX;
+        let is_valid_frame = |frame: &NativeFrame| frame.texts().all(is_short);
+        let is_valid_thread = |thread: &NativeThread| {
+            thread.registers.len() <= REGISTERS_MAX
+                && thread.registers.iter().all(|(name, value)| is_short(name) && is_short(value))
+                && thread.frames.len() <= NATIVE_FRAMES_MAX
+                && thread.frames.iter().all(is_valid_frame)
+        };
+        self.unavailable.iter().chain(&self.address).all(is_short)
+            && self.threads.len() <= THREADS_MAX
+            && self.threads.iter().all(is_valid_thread)
+    }
+}
+
+/// Formats an address or the value of a register.
+pub fn hex(value: u64) -> String {
+    format!("{value:#x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn native_crash_has_limits() {
+        let long = "x".repeat(TEXT_BYTES_MAX) + "/the end";
+        let mut frame = NativeFrame {
+            module: Some(format!("é{long}")),
+            function: Some(long.clone()),
+            ..NativeFrame::default()
+        };
+        let crash = |frame: &NativeFrame, count| NativeCrash {
+            threads: vec![NativeThread { frames: vec![frame.clone(); count], ..NativeThread::default() }],
+            ..NativeCrash::default()
+        };
+        assert!(!crash(&frame, 1).is_valid());
+        frame.truncate_texts();
+        assert!(frame.module.as_ref().unwrap().ends_with("/the end"), "{frame:?}");
+        assert!(crash(&frame, NATIVE_FRAMES_MAX).is_valid());
+        assert!(!crash(&frame, NATIVE_FRAMES_MAX + 1).is_valid());
+        assert!(NativeCrash::unavailable(&long).is_valid());
+        let text = serde_json::to_string(&crash(&frame, NATIVE_FRAMES_MAX)).unwrap();
+        assert!((text.len() as u64) < NATIVE_BYTES_MAX);
+    }
+}

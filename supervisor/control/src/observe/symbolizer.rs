@@ -1,0 +1,228 @@
+//! Backtraces for crash reports. A separate thread starts a symbolizer for each crash record, one at a time.
+//!
+//! The symbolizer runs below a keeper of its own, which lives as long as the symbolizer, so that neither the data
+//! plane nor its keeper has to know of it. Its answer is as untrusted as the record.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use bulkhead_api::{CrashId, NATIVE_BYTES_MAX, NativeCrash};
+use bulkhead_keeper::{Keeper, KeeperLauncher, Report, spawn_failure_advice};
+use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
+use bulkhead_plane::crash::CrashRecord;
+use bulkhead_plane::threads::ThreadMonitor;
+use bulkhead_shared::crash_record::{HEADER_BYTES, Header, RECORD_BYTES, RECORD_OFFSET};
+use rustix::fs::FallocateFlags;
+
+use super::crashes::NativeSender;
+
+/// Maximum number of records that wait for the symbolizer. Each keeps a memory file.
+const RECORDS_WAITING_MAX: usize = 16;
+
+/// Maximum time for one record.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Maximum time to wait until all processes of a symbolizer have ended, so that its user id can be reused.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Number of the only process that a symbolizer's keeper starts.
+const SPAWN_NUMBER: u64 = 1;
+
+/// Sender of crash records to the thread that starts symbolizers.
+#[derive(Clone, Debug)]
+pub(crate) struct Symbolizer {
+    requests: SyncSender<(CrashId, CrashRecord)>,
+    results: NativeSender,
+}
+
+impl Symbolizer {
+    /// Adds a backtrace to the report as soon as possible. Does not block.
+    pub(crate) fn submit(&self, id: CrashId, record: CrashRecord) {
+        if self.requests.try_send((id, record)).is_err() {
+            self.results
+                .set(id, NativeCrash::unavailable("too many other crashes waited for the symbolizer"));
+        }
+    }
+}
+
+/// Everything that is needed to start symbolizers.
+pub struct SymbolizerOptions {
+    /// Starts the keepers.
+    pub keeper: KeeperLauncher,
+    /// Source of the user ids.
+    pub support: Arc<SandboxSupport>,
+}
+
+/// Starts the thread. It ends when all senders have been dropped.
+pub(crate) fn start(
+    options: SymbolizerOptions,
+    results: NativeSender,
+    threads: &ThreadMonitor,
+) -> io::Result<Symbolizer> {
+    let (requests, receiver) = sync_channel(RECORDS_WAITING_MAX);
+    let symbolizer = Symbolizer { requests, results: results.clone() };
+    threads.spawn("symbolizer", move || serve(&options, &receiver, &results))?;
+    Ok(symbolizer)
+}
+
+fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)>, results: &NativeSender) {
+    while let Ok((id, record)) = requests.recv() {
+        let native = options.symbolize(&record).unwrap_or_else(|reason| NativeCrash::unavailable(&reason));
+        results.set(id, native);
+    }
+}
+
+impl SymbolizerOptions {
+    /// Returns the backtrace, or the reason why there is none.
+    fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
+        let deadline = Instant::now() + RECORD_TIMEOUT;
+        let mut bytes =
+            take_record(&record.file).map_err(|error| format!("failed to read the crash record: {error}"))?;
+        let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
+        // The previous handler of a recorded signal can abort the process, as that of Rust's standard library does
+        // after a stack overflow.
+        let is_cause = |header: Header| header.signal == record.signal || record.signal == libc::SIGABRT;
+        if !header.is_some_and(is_cause) {
+            return Err(NO_RECORD.to_owned());
+        }
+        let answer = self.run(record, &bytes, deadline);
+        erase(&mut bytes);
+        let answer = answer.map_err(|error| format!("the symbolizer failed: {error}"))?;
+        serde_json::from_slice(&answer)
+            .ok()
+            .filter(NativeCrash::is_valid)
+            .ok_or_else(|| "the symbolizer failed: its answer is not valid".to_owned())
+    }
+
+    /// Starts a symbolizer, and returns its answer.
+    fn run(&self, record: &CrashRecord, bytes: &[u8], deadline: Instant) -> io::Result<Vec<u8>> {
+        let sandbox = record.program.symbolizer_sandbox();
+        if let Some(obstacle) = sandbox.obstacle() {
+            return Err(io::Error::other(obstacle));
+        }
+        let ids = self.support.ids().filter(|_| sandbox.identity() == WorkerIdentity::Each);
+        let id = ids.as_ref().map(|ids| ids.allocate()).transpose()?;
+        let mut keeper = None;
+        let answer = self
+            .start_keeper()
+            .and_then(|started| ask(keeper.insert(started), &self.program()?, record, id, bytes, deadline));
+        let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
+        // An id whose processes may still run must not be reused.
+        if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
+            ids.free(id);
+        }
+        answer
+    }
+
+    fn start_keeper(&self) -> io::Result<Keeper> {
+        self.keeper.clone().start()
+    }
+
+    /// Returns the path of the keeper's program, which is also the symbolizer.
+    fn program(&self) -> io::Result<PathBuf> {
+        match self.keeper.program() {
+            own if own == Path::new("/proc/self/exe") => std::env::current_exe(),
+            other => Ok(other.to_owned()),
+        }
+    }
+}
+
+/// Reason for a missing backtrace if the worker has written no record.
+const NO_RECORD: &str = "the worker wrote no record of its crash; code in the worker may handle the signal itself, \
+                         or the stack of a thread without a signal stack has overflowed";
+
+/// Copies the record, so that processes of the worker cannot change it any more, and erases it in the file.
+fn take_record(file: &OwnedFd) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; RECORD_BYTES];
+    let mut filled = 0;
+    while filled < RECORD_BYTES {
+        let offset = (RECORD_OFFSET + filled) as u64;
+        match rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut bytes[filled..], offset))? {
+            0 => return Err(ErrorKind::UnexpectedEof.into()),
+            count => filled += count,
+        }
+    }
+    let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    // The file is freed soon, in any case.
+    let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
+    Ok(bytes)
+}
+
+/// Overwrites a record, because the stack can contain secrets.
+fn erase(bytes: &mut Vec<u8>) {
+    bytes.fill(0);
+    // Keeps the compiler from removing the writes to memory that is about to be freed.
+    std::hint::black_box(bytes);
+}
+
+/// Sends the record to a new symbolizer, and returns the answer.
+fn ask(
+    keeper: &mut Keeper,
+    program: &Path,
+    record: &CrashRecord,
+    id: Option<u32>,
+    bytes: &[u8],
+    deadline: Instant,
+) -> io::Result<Vec<u8>> {
+    let (mut link, theirs) = UnixStream::pair()?;
+    let program = program.to_str().ok_or(ErrorKind::InvalidFilename)?;
+    let order = record.program.symbolizer_order(program, SPAWN_NUMBER, id);
+    let null = || File::options().write(true).open("/dev/null").map(OwnedFd::from);
+    keeper.spawn(&order, theirs.into(), null()?, null()?)?;
+    loop {
+        match keeper.wait(deadline)? {
+            Some(Report::Spawned { .. }) => break,
+            Some(Report::SpawnFailed { step, error, .. }) => {
+                let advice = spawn_failure_advice(&step, &error);
+                return Err(io::Error::other(format!("{step}: {error}{advice}")));
+            }
+            Some(_) => {}
+            None => return Err(ErrorKind::TimedOut.into()),
+        }
+    }
+    let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    link.set_write_timeout(Some(left()))?;
+    link.write_all(bytes)?;
+    link.shutdown(Shutdown::Write)?;
+    let (mut answer, mut part) = (Vec::new(), [0; 16 * 1024]);
+    loop {
+        link.set_read_timeout(Some(left()))?;
+        match link.read(&mut part) {
+            Ok(0) => return Ok(answer),
+            Ok(count) if (answer.len() + count) as u64 <= NATIVE_BYTES_MAX => answer.extend(&part[..count]),
+            Ok(_) => return Err(ErrorKind::FileTooLarge.into()),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(ErrorKind::TimedOut.into()),
+            Err(error) => return Err(error),
+        }
+        if Instant::now() > deadline {
+            return Err(ErrorKind::TimedOut.into());
+        }
+    }
+}
+
+/// Kills the symbolizer. Returns true when all its processes have ended.
+fn has_ended(mut keeper: Keeper) -> io::Result<bool> {
+    let deadline = Instant::now() + END_TIMEOUT;
+    keeper.kill(SPAWN_NUMBER)?;
+    loop {
+        match keeper.wait(deadline)? {
+            Some(Report::Reaped { .. } | Report::SpawnFailed { .. }) => return Ok(true),
+            Some(_) => {}
+            None => return Ok(false),
+        }
+    }
+}
+
+impl std::fmt::Debug for SymbolizerOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SymbolizerOptions").finish_non_exhaustive()
+    }
+}

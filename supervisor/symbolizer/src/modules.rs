@@ -1,0 +1,161 @@
+//! The files of programs and libraries that a record names, with their unwind tables.
+//!
+//! A file counts only if it is the file that was mapped, by device and inode. A hostile worker can have written it.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+
+use object::read::ReadCache;
+use object::read::elf::{ElfFile64, FileHeader, ProgramHeader};
+use object::{Endianness, Object, ObjectSection};
+use rustix::fs::{FileType, Mode, OFlags, fstat, major, minor, open};
+
+use crate::record::{Mapping, Record};
+
+/// Maximum number of files that are opened for one record.
+const MODULES_MAX: usize = 64;
+
+/// Maximum size of a file in bytes. Only the needed parts are read.
+const FILE_BYTES_MAX: i64 = 2 << 30;
+
+/// Maximum size of a section in bytes.
+const SECTION_BYTES_MAX: u64 = 256 << 20;
+
+/// Folder with the separate debug information of distributions.
+const DEBUG_FOLDER: &str = "/usr/lib/debug/.build-id";
+
+pub(crate) type Elf<'m> = ElfFile64<'m, Endianness, &'m ReadCache<File>>;
+
+/// A file that is mapped into the worker.
+pub(crate) struct Module {
+    data: ReadCache<File>,
+    /// Difference between addresses in the worker and addresses in the file.
+    pub(crate) bias: u64,
+    pub(crate) build_id: Option<String>,
+}
+
+/// Sections of a file that are needed for unwinding.
+pub(crate) struct UnwindSections {
+    pub(crate) text: Option<(Range<u64>, Vec<u8>)>,
+    pub(crate) eh_frame: Option<(Range<u64>, Vec<u8>)>,
+    pub(crate) eh_frame_hdr: Option<(Range<u64>, Vec<u8>)>,
+    pub(crate) got: Option<Range<u64>>,
+}
+
+impl Module {
+    fn open(mapping: &Mapping<'_>) -> Option<Self> {
+        let file = open_file(mapping.path, Some(mapping)).ok()?;
+        let data = ReadCache::new(file);
+        let (bias, build_id) = {
+            let elf = Elf::parse(&data).ok()?;
+            (bias(&elf, mapping)?, build_id(&elf))
+        };
+        Some(Self { data, bias, build_id })
+    }
+
+    pub(crate) fn elf(&self) -> Option<Elf<'_>> {
+        Elf::parse(&self.data).ok()
+    }
+
+    pub(crate) fn unwind_sections(&self) -> Option<UnwindSections> {
+        let elf = self.elf()?;
+        let copy = |name: &str| {
+            let section = elf.section_by_name(name)?;
+            let data = section_data(&elf, name)?;
+            Some((range(&section)?, data.to_vec()))
+        };
+        let got = elf.section_by_name(".got").and_then(|section| range(&section));
+        let (text, eh_frame, eh_frame_hdr) = (copy(".text"), copy(".eh_frame"), copy(".eh_frame_hdr"));
+        Some(UnwindSections { text, eh_frame, eh_frame_hdr, got })
+    }
+
+    /// Returns the separate debug information of a distribution, if it is installed.
+    pub(crate) fn debug_file(&self) -> Option<ReadCache<File>> {
+        let id = self.build_id.as_ref()?;
+        let (folder, name) = id.split_at_checked(2)?;
+        let data = ReadCache::new(open_file(&format!("{DEBUG_FOLDER}/{folder}/{name}.debug"), None).ok()?);
+        let is_same = Elf::parse(&data).ok().and_then(|elf| build_id(&elf)).as_ref() == Some(id);
+        is_same.then_some(data)
+    }
+}
+
+fn range<'m>(section: &impl ObjectSection<'m>) -> Option<Range<u64>> {
+    Some(section.address()..section.address().checked_add(section.size())?)
+}
+
+/// Returns the data of a section. Compressed sections are not supported.
+pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<&'m [u8]> {
+    let section = elf.section_by_name(name).filter(|section| section.size() <= SECTION_BYTES_MAX)?;
+    let compressed = section.compressed_data().ok()?;
+    (compressed.format == object::CompressionFormat::None).then_some(compressed.data)
+}
+
+/// Returns the build id in hexadecimal digits. Debug information is stored in a file that the id names.
+fn build_id(elf: &Elf<'_>) -> Option<String> {
+    const BYTES: std::ops::RangeInclusive<usize> = 4..=64;
+    let id = elf.build_id().ok()??;
+    BYTES.contains(&id.len()).then(|| id.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Returns the difference between the addresses of a mapping and those in the file.
+fn bias(elf: &Elf<'_>, mapping: &Mapping<'_>) -> Option<u64> {
+    let endian = elf.endian();
+    let headers = elf.elf_header().program_headers(endian, elf.data()).ok()?;
+    let segment = headers.iter().find(|header| {
+        let (offset, size) = (header.p_offset(endian), header.p_filesz(endian));
+        // The kernel rounds the beginning of a mapping down to a page.
+        let page = offset & !0xfff;
+        header.p_type(endian) == object::elf::PT_LOAD
+            && header.p_flags(endian) & object::elf::PF_X != 0
+            && (page..offset.saturating_add(size)).contains(&mapping.offset)
+    })?;
+    let in_file = mapping.offset.wrapping_sub(segment.p_offset(endian)).wrapping_add(segment.p_vaddr(endian));
+    Some(mapping.start.wrapping_sub(in_file))
+}
+
+/// Opens a regular file. With `mapping`, fails unless it is the mapped file.
+fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
+    // `NONBLOCK` keeps `open` from blocking on a FIFO.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let file = open(path, flags, Mode::empty())?;
+    let found = fstat(&file)?;
+    let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+    let is_mapped = mapping.is_none_or(|mapping| {
+        found.st_ino == mapping.inode && (major(found.st_dev), minor(found.st_dev)) == mapping.device
+    });
+    if is_file && is_mapped && found.st_size <= FILE_BYTES_MAX {
+        Ok(file.into())
+    } else {
+        Err(io::ErrorKind::InvalidInput.into())
+    }
+}
+
+/// The modules of a record, which are opened when they are first needed.
+pub(crate) struct Modules<'r> {
+    pub(crate) record: &'r Record<'r>,
+    /// Modules by the index of their mapping. `None` if the file cannot be used.
+    opened: std::collections::BTreeMap<u64, Option<Module>>,
+}
+
+impl<'r> Modules<'r> {
+    pub(crate) fn new(record: &'r Record<'r>) -> Self {
+        Self { record, opened: std::collections::BTreeMap::new() }
+    }
+
+    /// Opens the module at an address. Returns the mapping if the module was opened by this call.
+    pub(crate) fn open_at(&mut self, address: u64) -> Option<(Mapping<'r>, &Module)> {
+        let mapping = *self.record.mapping_of(address)?;
+        if self.opened.contains_key(&mapping.start) || self.opened.len() >= MODULES_MAX {
+            return None;
+        }
+        let module = self.opened.entry(mapping.start).or_insert_with(|| Module::open(&mapping));
+        Some((mapping, module.as_ref()?))
+    }
+
+    /// Returns the mapping at an address, and the module if it was opened.
+    pub(crate) fn at(&self, address: u64) -> Option<(&Mapping<'r>, Option<&Module>)> {
+        let mapping = self.record.mapping_of(address)?;
+        Some((mapping, self.opened.get(&mapping.start).and_then(Option::as_ref)))
+    }
+}

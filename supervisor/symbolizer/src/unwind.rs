@@ -1,0 +1,110 @@
+//! From registers and stack to return addresses.
+
+use framehop::{
+    CacheNative, ExplicitModuleSectionInfo, FrameAddress, MayAllocateDuringUnwind, UnwindRegsNative,
+    Unwinder, UnwinderNative,
+};
+
+use bulkhead_api::NATIVE_FRAMES_MAX;
+
+use crate::modules::{Module, Modules};
+use crate::record::{Mapping, Record};
+
+/// Address of the code in a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CodeAddress {
+    /// Address of the next instruction in the frame.
+    pub(crate) address: u64,
+    /// Address in the instruction that the frame executes. For a caller, this is the call.
+    pub(crate) lookup: u64,
+}
+
+impl CodeAddress {
+    fn exact(address: u64) -> Self {
+        Self { address, lookup: address }
+    }
+}
+
+/// Returns the addresses of the frames, beginning with the one that crashed.
+pub(crate) fn unwind(record: &Record<'_>, modules: &mut Modules<'_>) -> Vec<CodeAddress> {
+    let (crashed, mut registers) = registers(record);
+    let mut frames = vec![CodeAddress::exact(crashed)];
+    let mut address = FrameAddress::from_instruction_pointer(crashed);
+    if record.mapping_of(crashed).is_none() {
+        // The worker called an invalid function pointer, which has not created a frame.
+        let Some((caller, caller_registers)) = caller_of_invalid_call(record) else { return frames };
+        let Some(next) = FrameAddress::from_return_address(caller) else { return frames };
+        frames.push(CodeAddress { address: caller, lookup: caller - 1 });
+        (address, registers) = (next, caller_registers);
+    }
+    let mut unwinder = UnwinderNative::<Vec<u8>, MayAllocateDuringUnwind>::new();
+    let mut cache = CacheNative::<MayAllocateDuringUnwind>::new();
+    let mut read_stack = |address| record.stack_word(address).ok_or(());
+    while frames.len() < NATIVE_FRAMES_MAX {
+        if let Some((mapping, module)) = modules.open_at(address.address_for_lookup())
+            && let Some(unwind_module) = unwind_module(&mapping, module)
+        {
+            unwinder.add_module(unwind_module);
+        }
+        let next = unwinder.unwind_frame(address, &mut registers, &mut cache, &mut read_stack);
+        let Ok(Some(caller)) = next else { break };
+        let Some(next) = FrameAddress::from_return_address(caller) else { break };
+        frames.push(CodeAddress { address: caller, lookup: next.address_for_lookup() });
+        address = next;
+    }
+    frames
+}
+
+fn unwind_module(mapping: &Mapping<'_>, module: &Module) -> Option<framehop::Module<Vec<u8>>> {
+    let sections = module.unwind_sections()?;
+    let split = |section: Option<(std::ops::Range<u64>, Vec<u8>)>| section.unzip();
+    let (text_svma, text) = split(sections.text);
+    let (eh_frame_svma, eh_frame) = split(sections.eh_frame);
+    let (eh_frame_hdr_svma, eh_frame_hdr) = split(sections.eh_frame_hdr);
+    let info = ExplicitModuleSectionInfo {
+        base_svma: 0,
+        text_svma,
+        text,
+        eh_frame_svma,
+        eh_frame,
+        eh_frame_hdr_svma,
+        eh_frame_hdr,
+        got_svma: sections.got,
+        ..ExplicitModuleSectionInfo::default()
+    };
+    Some(framehop::Module::new(mapping.path.to_owned(), mapping.start..mapping.end, module.bias, info))
+}
+
+/// Returns the address of the crashed instruction, and the registers for unwinding.
+#[cfg(target_arch = "x86_64")]
+fn registers(record: &Record<'_>) -> (u64, UnwindRegsNative) {
+    let [.., bp, _, _, _, _, sp, ip] =
+        record.header.registers.first_chunk::<17>().copied().unwrap_or_default();
+    (ip, UnwindRegsNative::new(ip, sp, bp))
+}
+
+/// Returns the return address of a call that has not created a frame, and the caller's registers.
+#[cfg(target_arch = "x86_64")]
+fn caller_of_invalid_call(record: &Record<'_>) -> Option<(u64, UnwindRegsNative)> {
+    let (_, registers) = registers(record);
+    let caller = record.stack_word(registers.sp())?;
+    record.mapping_of(caller.checked_sub(1)?)?;
+    let after_return = registers.sp().checked_add(8)?;
+    Some((caller, UnwindRegsNative::new(caller, after_return, registers.bp())))
+}
+
+/// Returns the address of the crashed instruction, and the registers for unwinding.
+#[cfg(target_arch = "aarch64")]
+fn registers(record: &Record<'_>) -> (u64, UnwindRegsNative) {
+    let [.., fp, lr, sp, pc] = record.header.registers;
+    (pc, UnwindRegsNative::new(lr, sp, fp))
+}
+
+/// Returns the return address of a call that has not created a frame, and the caller's registers.
+#[cfg(target_arch = "aarch64")]
+fn caller_of_invalid_call(record: &Record<'_>) -> Option<(u64, UnwindRegsNative)> {
+    let (_, registers) = registers(record);
+    let caller = registers.lr();
+    record.mapping_of(caller.checked_sub(1)?)?;
+    Some((caller, registers))
+}

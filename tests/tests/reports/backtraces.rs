@@ -1,0 +1,205 @@
+//! Backtraces in crash reports: from the crash record of a worker, by a symbolizer that trusts no part of it.
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::http::Place;
+use bulkhead_tests::{Supervisor, compile_library, outcome, programs, wait_for};
+use serde_json::Value;
+
+/// A library that crashes in an inner function.
+const LIBRARY: &str = r#"
+#include <bulkhead.h>
+#include <stdlib.h>
+#include <string.h>
+
+BULKHEAD_LIBRARY
+
+struct node { struct node *next; int value; };
+
+static __attribute__((noinline)) int walk_list(const struct node *node)
+{
+    int sum = 0;
+    for (;;) {
+        sum += *(volatile const int *)&node->value; /* the line that crashes */
+        node = node->next;
+    }
+    return sum;
+}
+
+static __attribute__((noinline)) int overflow(volatile char *previous)
+{
+    volatile char page[1000];
+    if (previous[0]) return 0;
+    page[0] = previous[0];
+    return overflow(page) + page[0];
+}
+
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
+{
+    const char *op = job->operation;
+    struct node last = { NULL, 1 }, first = { &last, 2 };
+    volatile char start = 0;
+    int (*volatile nowhere)(void) = NULL;
+    if (!strcmp(op, "walk")) return walk_list(&first);
+    if (!strcmp(op, "call")) return nowhere() + 1;
+    if (!strcmp(op, "overflow")) return overflow(&start) + 1;
+    if (!strcmp(op, "abort")) abort();
+    return host->result(job, op, strlen(op));
+}
+"#;
+
+const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identity\"] }";
+
+/// Crashes a worker of the bulkhead `b`, and returns the report with its backtrace.
+fn crash(supervisor: &Supervisor, operation: &str) -> Value {
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let error = client.job("b", "p").operation(operation).send().unwrap_err();
+    let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("an id");
+    wait_for("the backtrace", || {
+        let report = supervisor.get(&format!("/v1/crashes/{id}"));
+        report.get("native").is_some().then_some(report)
+    })
+}
+
+/// Returns the frames of the only thread.
+fn frames(report: &Value) -> &Vec<Value> {
+    let native = &report["native"];
+    assert_eq!(native["unavailable"], Value::Null, "{native:#}");
+    native["threads"][0]["frames"].as_array().expect("frames")
+}
+
+fn frame_of<'r>(report: &'r Value, function: &str) -> &'r Value {
+    let has_name = |frame: &&Value| frame["function"].as_str().is_some_and(|name| name.contains(function));
+    frames(report)
+        .iter()
+        .find(has_name)
+        .unwrap_or_else(|| panic!("no frame of {function}: {:#}", report["native"]))
+}
+
+fn line_of(text: &str) -> u64 {
+    1 + LIBRARY.lines().position(|line| line.contains(text)).expect("a line") as u64
+}
+
+#[test]
+fn crash_in_strict_library_names_function_and_line() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    let report = crash(&supervisor, "walk");
+    let (native, crashed) = (&report["native"], &frames(&report)[0]);
+    assert_eq!(
+        (&crashed["function"], &crashed["line"]),
+        (&"walk_list".into(), &line_of("that crashes").into())
+    );
+    assert!(crashed["file"].as_str().unwrap().ends_with("library.c"), "{crashed}");
+    assert_eq!((&native["signal_code"], &native["address"]), (&1.into(), &"0x8".into()), "{native:#}");
+    assert_eq!(frame_of(&report, "bulkhead_handle")["module"], path.to_str().unwrap());
+    let registers = native["threads"][0]["registers"].as_object().unwrap();
+    assert!(registers.contains_key(if cfg!(target_arch = "x86_64") { "rip" } else { "pc" }), "{registers:?}");
+    // The host has called the library from a thread of the standard library.
+    assert!(frame_of(&report, "bulkhead_worker::pool")["line"].is_u64());
+    let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.contains("#0  walk_list at ") && shown.contains("address 0x8"), "{shown}");
+
+    let report = crash(&supervisor, "call");
+    assert_eq!(frames(&report)[0]["offset"], "0x0");
+    assert_eq!(frames(&report)[1]["function"], "bulkhead_handle");
+    assert_eq!(frames(&report)[1]["line"], line_of("return nowhere()"));
+
+    let report = crash(&supervisor, "abort");
+    assert_eq!((&report["signal"], &report["native"]["address"]), (&"SIGABRT".into(), &"0x0".into()));
+    assert_eq!(frame_of(&report, "bulkhead_handle")["line"], line_of("abort();"));
+
+    let report = crash(&supervisor, "overflow");
+    assert_eq!((frames(&report).len(), &frames(&report)[50]["function"]), (64, &"overflow".into()));
+}
+
+#[test]
+fn crash_in_stripped_library_names_module_and_offset() {
+    let (_folder, path) = compile_library(LIBRARY, &["-s", "-O1", "-Wl,--build-id"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    let report = crash(&supervisor, "walk");
+    let crashed = &frames(&report)[0];
+    assert_eq!((&crashed["function"], &crashed["module"]), (&Value::Null, &path.to_str().unwrap().into()));
+    assert_eq!(crashed["build_id"].as_str().unwrap().len(), 40, "{crashed}");
+    let offset =
+        u64::from_str_radix(crashed["offset"].as_str().unwrap().trim_start_matches("0x"), 16).unwrap();
+    assert!((0x100..0x10000).contains(&offset), "{crashed}");
+    // The name of an exported function is in the file.
+    assert_eq!(frames(&report)[1]["function"], "bulkhead_handle");
+}
+
+/// Also covers workers that a template forks, and a panic that aborts the process.
+#[test]
+fn rust_worker_has_backtrace() {
+    for (keys, operation, function) in [
+        ("", "segv", "misbehave::misbehave"),
+        (STRICT, "panic-in-c", "misbehave::panic_in_c"),
+        ("start = { mode = \"fork\" }", "segv", "misbehave::misbehave"),
+        ("sandbox = { profile = \"none\" }", "abort", "misbehave::misbehave"),
+    ] {
+        let supervisor = Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{keys}\n"));
+        let report = crash(&supervisor, operation);
+        let frame = frame_of(&report, function);
+        assert!(
+            frame["file"].as_str().unwrap().ends_with("misbehave.rs") && frame["line"].is_u64(),
+            "{keys}: {frame}"
+        );
+    }
+}
+
+#[test]
+fn report_says_why_there_is_no_backtrace() {
+    let exec =
+        "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"kill -SEGV $$\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n";
+    let supervisor = Supervisor::start(exec);
+    let report = crash(&supervisor, "");
+    assert!(report["native"]["unavailable"].as_str().unwrap().contains("`exec`"), "{}", report["native"]);
+
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let report = crash(&supervisor, "unrecorded-segv");
+    assert!(report["native"]["unavailable"].as_str().unwrap().contains("no record"), "{}", report["native"]);
+    let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&shown.stdout).contains("no backtrace: the worker wrote no record"));
+}
+
+/// Registers can contain parts of a payload.
+#[test]
+fn monitoring_token_does_not_show_registers() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["token", "read"] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, format!("a-token-of-the-tests-{name}\n")).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    }
+    let http = "http = \"127.0.0.1:0\"\nhttp_token_file = \"token\"";
+    let read =
+        "[[access]]\ntoken_file = \"read\"\nrole = \"read\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
+    let supervisor = Supervisor::launch(folder, http, read).until_ready();
+    let Place::Tcp(address) = Place::tcp(&supervisor) else { panic!("no address") };
+    let id = crash(&supervisor, "segv")["id"].as_str().unwrap().to_owned();
+    for (token, has_registers) in [("token", true), ("read", false)] {
+        let mut command = std::process::Command::new(programs().join("bulkhead"));
+        command.args(["--host", &format!("http://{address}"), "--token-file"]);
+        command.arg(supervisor.folder.path().join(token)).args(["crashes", &id, "--json"]);
+        let shown = command.output().unwrap();
+        let report: Value = serde_json::from_slice(&shown.stdout).unwrap_or_else(|_| panic!("{shown:?}"));
+        let thread = &report["native"]["threads"][0];
+        assert_eq!(!thread["registers"].as_object().unwrap().is_empty(), has_registers, "{thread}");
+        assert!(!frames(&report).is_empty());
+    }
+}
+
+/// The worker writes its crash record itself, with mappings of other files and random contents.
+#[test]
+fn forged_record_affects_only_its_report() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let client = Client::connect(supervisor.socket()).unwrap();
+    // A bulkhead has a burst of ten reports.
+    for _ in 0..9 {
+        let report = crash(&supervisor, "forged-record");
+        assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
+        let text = report["native"].to_string();
+        assert!(!text.contains("root:") && text.len() < 100_000, "{text}");
+        assert_eq!(outcome(&client.job("b", "p").operation("echo").send()), "ok");
+    }
+}
