@@ -198,7 +198,7 @@ fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &San
         bulkhead.start.mode = config::StartMode::Spawn;
         let sandbox = &mut bulkhead.sandbox;
         sandbox.profile = profile;
-        sandbox.network = false;
+        sandbox.network = config::Network::None;
         let written = std::mem::take(&mut sandbox.write);
         sandbox.read.extend(written);
         (sandbox.allow, sandbox.deny) = (Vec::new(), Vec::new());
