@@ -50,7 +50,7 @@ pub struct NativeThread {
     pub frames: Vec<NativeFrame>,
 }
 
-/// A frame of a backtrace. An inlined function has a frame of its own.
+/// A frame of a backtrace. An inlined function has a separate frame.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeFrame {
     /// Path of the program or library.

@@ -323,7 +323,7 @@ impl Keeper {
         }
     }
 
-    /// Waits for the next report. Returns `None` if there is none before the deadline. Fails like
+    /// Waits for the next report. Returns `None` if no report arrives before the deadline. Fails like
     /// [`Keeper::receive`].
     pub fn wait(&mut self, deadline: Instant) -> io::Result<Option<Report>> {
         loop {

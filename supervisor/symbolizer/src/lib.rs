@@ -29,7 +29,7 @@ use record::Record;
 pub fn run_as_symbolizer() -> ! {
     let result = inherited_link().and_then(|link| serve(&mut std::fs::File::from(link)));
     if let Err(error) = &result {
-        // Nobody reads standard error, unless an engineer starts this program by hand.
+        // The supervisor discards standard error. An engineer who starts this program by hand sees the message.
         let _ =
             writeln!(io::stderr(), "the symbolizer failed: {error}; only bulkhead-supervisor can start it");
     }
@@ -53,7 +53,7 @@ fn serve(link: &mut std::fs::File) -> io::Result<()> {
     link.flush()
 }
 
-/// Returns the backtrace of a record, or the reason why there is none. The result is always within the limits of
+/// Returns the backtrace of a record, or the reason why it is missing. The result is always within the limits of
 /// [`NativeCrash::is_valid`].
 pub fn symbolize(bytes: &[u8]) -> NativeCrash {
     let Some(record) = Record::read(bytes) else {

@@ -25,7 +25,7 @@ impl CodeAddress {
     }
 }
 
-/// Returns the addresses of the frames, beginning with the one that crashed.
+/// Returns the addresses of the frames, beginning with the crashed function.
 pub(crate) fn unwind(record: &Record<'_>, modules: &mut Modules<'_>) -> Vec<CodeAddress> {
     let (crashed, mut registers) = registers(record);
     let mut frames = vec![CodeAddress::exact(crashed)];

@@ -1,7 +1,7 @@
 //! Backtraces for crash reports. A separate thread starts a symbolizer for each crash record, one at a time.
 //!
-//! The symbolizer runs below a keeper of its own, which lives as long as the symbolizer, so that neither the data
-//! plane nor its keeper has to know of it. Its answer is as untrusted as the record.
+//! Each symbolizer has a separate keeper, so that neither the data plane nor the keeper of the workers knows of
+//! symbolizers. The answer of a symbolizer is as untrusted as the record.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -80,7 +80,7 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
 }
 
 impl SymbolizerOptions {
-    /// Returns the backtrace, or the reason why there is none.
+    /// Returns the backtrace, or the reason why it is missing.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let mut bytes =
