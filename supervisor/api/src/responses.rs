@@ -35,7 +35,7 @@ pub struct ShortState {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct UpgradeStep {
-    /// The step that was reached: `started`, `ready`, `switched` and `finished`. `failed` if the old program serves on,
+    /// The step that was reached: `started`, `ready`, `switched` and `finished`. `failed` if the old program continues to serve,
     /// `stopped` if the supervisor stops.
     pub step: Text,
     /// Process id of the new program.

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_supervisor::{Supervisor, config};
@@ -16,8 +16,8 @@ use tempfile::TempDir;
 use super::chaos::{Deed, Random, pause};
 use super::clients::{CONNECTIONS, Entry, drive, fill_all, on_this_thread};
 use super::worker::now_us;
-use super::{Findings, LOOKS_AT_REST, Plan};
-use crate::{descriptors, kill_pid, name, parent, processes_with, programs};
+use super::{Findings, LOOKS_AT_REST, Plan, has_more_descriptors};
+use crate::{PATIENCE, descriptors, kill_pid, name, parent, processes_with, programs};
 
 /// Runs the ledger in a separate process, as the program `ledger` with these arguments. Afterwards checks
 /// that no processes and no files are left.
@@ -95,7 +95,12 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
         deeds.extend(chaos.end().await);
         fill_all(&looks_on).await;
     }
-    let findings = Findings { descriptors: (before, at_rest().await), ..Findings::default() };
+    let mut findings = Findings { descriptors: (before, at_rest().await), ..Findings::default() };
+    // Each crash record that waits for the symbolizer keeps a descriptor open.
+    let began = Instant::now();
+    while has_more_descriptors(&findings) && began.elapsed() < PATIENCE {
+        findings.descriptors.1 = at_rest().await;
+    }
     (told, deeds, findings)
 }
 

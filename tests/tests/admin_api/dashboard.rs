@@ -251,7 +251,7 @@ fn dashboard_summarises_troubles_and_folds_healthy_bulkheads() {
     browser.wait("document.querySelector('#summary').textContent.includes('3 crashes in 10 min')");
     browser.wait("document.querySelectorAll('#crashes summary').length > 1");
     browser.run("[...document.querySelectorAll('#crashes summary')].find((e) => e.textContent.includes('w3')).click()");
-    browser.wait("document.querySelector('#crashes .report pre')?.textContent === 'a bad payload'");
+    browser.wait("[...document.querySelectorAll('#crashes .report pre')].some((e) => e.textContent === 'a bad payload')");
     browser.click("#crashes .report .actions button");
     browser.wait("document.querySelector('#dialog').open");
     assert!(site.supervisor.events("crash_replayed").is_empty(), "the user has not confirmed the replay");

@@ -174,7 +174,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
     let both = (ALICE, STAFF, "");
     submit(&supervisor, both, &["front", "--tenant", "other"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
-    submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("of tenant 'other'");
+    submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("for tenant 'other'");
 
     // The bulkhead counts the rejections, but creates no records of the tenants.
     let back = supervisor.snapshot("back");

@@ -515,7 +515,7 @@ fn connect_fails_without_valid_welcome() {
                 assert!(format!("failed to {error}").contains(expected), "{expected}: {error}");
                 let is_refusal = matches!(&error, ConnectError::Refused { message, .. }
                     if message == "too many clients; try later");
-                assert_eq!(is_refusal, expected.contains("refused"), "{error:?}");
+                assert_eq!(is_refusal, expected.contains("rejected"), "{error:?}");
             },
         );
     }

@@ -186,7 +186,7 @@ fn lanes_change_only_while_no_job_waits() {
     assert_eq!(code, 0);
     let refused = change("2");
     assert_eq!(refused.status.code(), Some(69));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs wait"), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs are waiting"), "{refused:?}");
 }
 
 #[test]

@@ -182,7 +182,11 @@ fn invalid_secret_fails_the_start_until_it_is_corrected() {
                 events.lines().find(is_told).map(str::to_owned)
             });
             assert!(told.contains("env_files.SECRET") && told.contains(path.to_str().unwrap()), "{told}");
-            assert_eq!(secret_of(&supervisor, name).as_deref(), Some("sesame"), "the old worker serves on");
+            assert_eq!(
+                secret_of(&supervisor, name).as_deref(),
+                Some("sesame"),
+                "the old worker stays in service"
+            );
         }
         let old = NAMES.map(pid_of);
         write(&path, "sesame");

@@ -259,7 +259,7 @@ fn upgrade_fails_if_the_service_manager_cannot_be_told() {
     }
     std::fs::remove_file(manager.folder.path().join("notify.sock")).unwrap();
     let (code, text) = upgrading.end();
-    assert!(code == Some(1) && text.contains("the old program serves on"), "{code:?}: {text}");
+    assert!(code == Some(1) && text.contains("the old program continues to serve"), "{code:?}: {text}");
     let client = Client::connect(manager.socket()).unwrap();
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
     assert_eq!((manager.supervisors(), manager.main(), manager.restarts()), (vec![old], old, 0));
