@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use bulkhead_api::{BulkheadState, Bulkheads, Problem, Readiness, Snapshot, Word};
+use bulkhead_api::{BulkheadState, Bulkheads, Problem, Readiness, Snapshot, Word, Worker};
 use hyper::{Method, StatusCode};
 use tokio::time::Instant;
 
@@ -130,8 +130,13 @@ async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result
 /// Tenant, slot and generation of a worker.
 type WorkerKey = (Option<String>, u32, u32);
 
-fn worker_keys(bulkhead: &Snapshot) -> impl Iterator<Item = WorkerKey> {
-    bulkhead.workers.iter().map(|worker| (worker.tenant.clone(), worker.slot, worker.generation))
+fn key_of(worker: &Worker) -> WorkerKey {
+    (worker.tenant.clone(), worker.slot, worker.generation)
+}
+
+/// Returns true if a restart replaces the worker. A worker that is still starting is not replaced.
+fn has_started(worker: &Worker) -> bool {
+    !["spawning", "handshaking", "initializing"].iter().any(|state| worker.state == *state)
 }
 
 pub(crate) async fn restart(args: &Args, restart: &Restart) -> Result<u8, Failure> {
@@ -142,7 +147,8 @@ pub(crate) async fn restart(args: &Args, restart: &Restart) -> Result<u8, Failur
         return Ok(exit::OK);
     };
     let before: Snapshot = get(args, &path_of(name)).await?;
-    let old: HashSet<WorkerKey> = worker_keys(&before).collect();
+    let old: HashSet<WorkerKey> =
+        before.workers.iter().filter(|worker| has_started(worker)).map(key_of).collect();
     let json = post(args, name, "restart").await?;
     wait_until_replaced(args, name, &old, limit).await?;
     print(args, name, &json, "all workers have been replaced")?;
@@ -157,7 +163,7 @@ async fn wait_until_replaced(
 ) -> Result<(), Failure> {
     loop {
         let bulkhead: Snapshot = limit.look(get(args, &path_of(name))).await?;
-        let left = worker_keys(&bulkhead).filter(|key| old.contains(key)).count();
+        let left = bulkhead.workers.iter().map(key_of).filter(|key| old.contains(key)).count();
         let has_ready_workers =
             bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
         match &bulkhead.state {
