@@ -24,6 +24,13 @@ fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     listed.iter().map(|crash| supervisor.get(&format!("/v1/crashes/{}", id(crash)))).collect()
 }
 
+/// Waits until each report has a backtrace, or the reason for a missing one. Returns the reports.
+fn complete_reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
+    wait_for("reports with backtraces", || {
+        Some(reports(supervisor, count)).filter(|all| all.iter().all(|one| one.get("native").is_some()))
+    })
+}
+
 fn id(report: &Value) -> String {
     report["id"].as_str().expect("an id").to_owned()
 }
@@ -495,7 +502,7 @@ fn crash_reports_survive_supervisor_restart() {
     let mut first = Supervisor::start_with(&keys, B);
     assert_eq!(send(&first, "segv", "payload"), "crashed/signal");
     assert_eq!(send(&first, "abort", "other"), "crashed/signal");
-    let before = reports(&first, 2);
+    let before = complete_reports(&first, 2);
     let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
     assert_eq!(mode(&crash_dir), 0o700);
     for name in files(&crash_dir) {
@@ -582,7 +589,7 @@ fn foreign_files_in_crash_folder_are_ignored() {
     let keys = kept_in(&crash_dir, 10);
     let first = Supervisor::start_with(&keys, B);
     assert_eq!(send(&first, "segv", "x"), "crashed/signal");
-    let report = reports(&first, 1).remove(0);
+    let report = complete_reports(&first, 1).remove(0);
     drop(first);
     let good = std::fs::read_to_string(crash_dir.join(format!("{}.json", id(&report)))).unwrap();
     let put = |name: &str, text: &str| std::fs::write(crash_dir.join(name), text).unwrap();
