@@ -1,4 +1,4 @@
-//! Clients: the library, the protocol, access control, memory, misuse, and the Python package.
+//! Clients: the library, the protocol, access control, memory, and misuse.
 
 mod access;
 mod client;
@@ -7,5 +7,4 @@ mod hostile;
 mod memory;
 mod memory_files;
 mod protocol;
-mod python;
 mod reconnect;
