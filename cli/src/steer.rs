@@ -136,7 +136,7 @@ fn key_of(worker: &Worker) -> WorkerKey {
 
 /// Returns true if a restart replaces the worker. A worker that is still starting is not replaced.
 fn has_started(worker: &Worker) -> bool {
-    !["spawning", "handshaking", "initializing"].iter().any(|state| worker.state == *state)
+    ["spawning", "handshaking", "initializing"].iter().all(|state| worker.state != *state)
 }
 
 pub(crate) async fn restart(args: &Args, restart: &Restart) -> Result<u8, Failure> {

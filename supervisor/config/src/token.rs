@@ -26,7 +26,7 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only root or the supervisor's user can change. An error consists of a
+    /// Reads the token from a file that only its owner can change. An error consists of a
     /// description of the problem and a suggested correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
