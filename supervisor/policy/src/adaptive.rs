@@ -118,7 +118,7 @@ pub(crate) struct Adaptive {
     was_full: bool,
     /// True if a job was counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Jobs dispatched before this time are ignored, because they started under a higher limit.
+    /// Dispatch time from which jobs are counted. Earlier jobs started under a higher limit.
     counts_from: Time,
     /// True if the limit was raised and no complete window has been measured since.
     has_grown: bool,
@@ -257,8 +257,8 @@ impl Adaptive {
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,
-            // In monitor mode the limit is not enforced. The measured latency therefore corresponds to the
-            // number of jobs that actually ran.
+            // In monitor mode, the limit is not enforced, so the latency reflects the number of jobs that actually
+            // ran.
             AdaptiveMode::Monitor => self.in_use_max,
         };
         let to = scaled(from, target, latency).max(self.limit / 2).min(self.limit);

@@ -81,15 +81,14 @@ pub(crate) enum Admission {
     Probe,
     /// The job is rejected because all probes are in progress. It is unknown when the next job can pass.
     Probing,
-    /// The job is rejected, as are all jobs within the next `retry_after`. Zero if the open time is over but
-    /// no worker is ready for a probe.
+    /// The job is rejected, and so are all further jobs for `retry_after`. Zero if the open time has expired but no
+    /// worker is ready for a probe.
     Open { retry_after: Duration },
     /// The job is rejected until an operator releases the breaker.
     ForcedOpen,
 }
 
 impl Admission {
-    /// Returns true if the breaker lets the job pass.
     pub(crate) const fn is_admitted(self) -> bool {
         matches!(self, Self::Closed | Self::Probe)
     }
@@ -239,8 +238,8 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Returns the claim of a call that says nothing about the dependency, so that another call can take its
-    /// place as a probe. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
+    /// Gives back the claim of a call whose result says nothing about the dependency, so that another call can take
+    /// its place as a probe. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -292,9 +291,9 @@ impl Breaker {
         }
     }
 
-    /// Opens or closes the breaker when the remaining probes can no longer change the decision. Opens the
-    /// breaker if a configured ratio is reached even when all remaining probes succeed. Closes the breaker
-    /// after the last probe.
+    /// Opens or closes the breaker as soon as the remaining probes can no longer change the decision. Opens the
+    /// breaker if a configured ratio is reached even when all remaining probes succeed. Closes the breaker after the
+    /// last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -392,7 +391,7 @@ impl State {
     }
 }
 
-/// Numbers of counted calls.
+/// Number of counted calls, and how many of these failed or were slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,

@@ -56,7 +56,7 @@ impl RetryBudget {
         Self { limits, window: Window::new(WINDOW) }
     }
 
-    /// Replaces the limits. Calls and retries that were already counted still count.
+    /// Replaces the limits and keeps the counts.
     pub(crate) fn reconfigure(&mut self, limits: Option<RetryLimits>) {
         self.limits = limits;
     }

@@ -1,5 +1,5 @@
-//! Growth of small tables. Each bulkhead has several such tables, and most of them have one entry. There can
-//! be thousands of bulkheads.
+//! Growth of small tables. There can be thousands of bulkheads, each with several such tables that rarely have more
+//! than one entry.
 
 /// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library
 /// would start at four.

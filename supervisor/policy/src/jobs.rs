@@ -81,7 +81,7 @@ pub(crate) struct EarlierAttempts {
 }
 
 impl<T> Job<T> {
-    /// Returns the length of the deadline, counted from the submission.
+    /// Returns the time from the submission to the deadline.
     pub(crate) fn limit(&self) -> Duration {
         self.deadline_at.since(self.received)
     }
@@ -140,17 +140,14 @@ impl<T> Default for Jobs<T> {
 }
 
 impl<T> Jobs<T> {
-    /// Returns true if there are no jobs.
     pub(crate) fn is_empty(&self) -> bool {
         self.free.len() == self.table.len()
     }
 
-    /// Returns the number of jobs.
     pub(crate) fn len(&self) -> u32 {
         (self.table.len() - self.free.len()) as u32
     }
 
-    /// Returns true if the table is full.
     pub(crate) fn is_full(&self) -> bool {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
     }

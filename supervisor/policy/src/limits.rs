@@ -51,7 +51,6 @@ impl Limits {
         if self.max_in_flight == 0 { 0 } else { self.processes as usize }
     }
 
-    /// Returns the number of spare slots.
     pub(crate) fn spare_count(&self) -> usize {
         if self.max_in_flight == 0 { 0 } else { self.start.spares as usize }
     }

@@ -321,20 +321,21 @@ pub enum Event<T> {
         /// True to force the breaker open, false to release the breaker.
         open: bool,
     },
-    /// Limits the number of permits, because a successor uses the others. The jobs of this bulkhead need no more than
-    /// these permits.
+    /// Caps the number of permits, because a successor uses the others. The remaining jobs of this bulkhead never
+    /// need more.
     CapPermits {
         /// Maximum number of permits, or `None` if there is no longer a successor.
         most: Option<u32>,
     },
-    /// Sets the number of permits that the previous supervisor still needs. They are not used for other jobs.
+    /// Sets the number of permits that the predecessor of an upgrade still needs. This bulkhead does not use them for
+    /// its own jobs.
     PredecessorHolds {
         /// Number of permits.
         permits: u32,
-        /// Number of jobs that wait in the previous supervisor. They count towards `max_queue`.
+        /// Number of jobs that wait in the predecessor. They count towards `max_queue`.
         waiting: u32,
     },
-    /// Quarantines a payload that the previous supervisor had in quarantine.
+    /// Quarantines a payload that the predecessor had quarantined.
     Quarantine {
         /// Digest of the payload.
         digest: Digest,

@@ -90,7 +90,6 @@ impl Poison {
         self.quarantined.contains_key(&digest)
     }
 
-    /// Returns true if the payload is quarantined.
     pub(crate) fn is_quarantined(&self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         self.quarantined.get(&digest).is_some_and(|&since| now.since(since) < limits.within)
@@ -102,7 +101,6 @@ impl Poison {
         self.quarantined.values().filter(|&&since| now.since(since) < limits.within).count()
     }
 
-    /// Returns the quarantined payloads.
     pub(crate) fn quarantined(&self, now: Time) -> impl Iterator<Item = Digest> {
         let within = self.limits.as_ref().map_or(Duration::ZERO, |limits| limits.within);
         let current = self.quarantined.iter().filter(move |(_, since)| now.since(**since) < within);
@@ -115,7 +113,7 @@ impl Poison {
         self.quarantined.clear();
     }
 
-    /// Quarantines a payload from now on.
+    /// Quarantines a payload, with `now` as the time of its last crash.
     pub(crate) fn quarantine(&mut self, now: Time, digest: Digest) {
         if self.limits.is_none() {
             return;

@@ -252,8 +252,7 @@ struct Class {
     flows: Vec<Flow>,
     /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were returned to the queue, latest first. Returned jobs are served before all
-    /// turns.
+    /// Tenants with jobs that were returned to the queue, latest first. Returned jobs are served before any turn.
     returned: List,
     returned_links: Links,
 }

@@ -615,8 +615,8 @@ impl Workers {
         self.update_slots(limits, assignment);
     }
 
-    /// Adds a worker to its slot's records of successor, replaced workers and overcommit. If `is_added` is
-    /// false, removes the worker instead.
+    /// Adds a worker to the records of its slot (successor, replaced workers, overcommit), or removes the worker if
+    /// `is_added` is false.
     fn link(&mut self, place: u32, assignment: Assignment, is_added: bool) {
         if let Assignment::Successor { slot, .. } = assignment {
             self.slots[slot as usize].successor = is_added.then_some(place);

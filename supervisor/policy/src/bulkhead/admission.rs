@@ -1,7 +1,7 @@
-//! Admission: decides whether a new job runs at once, waits, or is rejected. The order of the checks is that
-//! of the table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a
-//! client that exceeds its rate always gets this reason. It is also the only check that charges a job that a
-//! later check rejects.
+//! Admission: decides whether a new job runs at once, waits, or is rejected. The checks run in the order of the table
+//! in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that exceeds
+//! its rate always gets the reason `rate_limited`. It is also the only check that charges a job even if a later check
+//! rejects the job.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -181,8 +181,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Charges a job to the rate limit. If the job exceeds the limit, returns the time to wait. In contrast
-    /// to [`Self::charge`], does not report the excess.
+    /// Charges a job to the rate limit. If the job exceeds the limit, returns the time to wait. Unlike
+    /// [`Self::charge`], does not report throttling to operators.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
@@ -364,8 +364,8 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is
-    /// pointless. The time is the estimate until the queue is empty, but at least the adaptive `Retry-After`
-    /// of the class. Adds random jitter of up to a fifth, so that clients do not all retry at once.
+    /// pointless. This is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the
+    /// class, plus random jitter of up to a fifth so that clients do not all retry at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,

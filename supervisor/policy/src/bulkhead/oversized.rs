@@ -11,7 +11,7 @@ use crate::messages::WorkerId;
 use crate::time::Time;
 use crate::worker::Phase;
 
-/// Minimum time for a worker to send more data of an oversized result, even if `grace` is shorter.
+/// Minimum time that a worker may pause while it sends an oversized result, even if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Minimum grace period of an `exec` worker that also has jobs with a waiting client. Such a worker kills the

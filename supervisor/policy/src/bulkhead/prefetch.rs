@@ -41,7 +41,7 @@ const BEGIN_GRACE: Duration = Duration::from_millis(2);
 /// doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// Job that causes a recall, and its verdict if the job ends.
+/// Job that is recalled in order to end it, and its verdict. With `None`, the job returns to the queue.
 pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
@@ -106,7 +106,7 @@ impl<T> Bulkhead<T> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check for jobs that the worker should have begun by that time.
+    /// Schedules a check whether the worker begins its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
@@ -346,7 +346,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the end of a prefetched job that had begun after all. Sends the outcome to the client.
+    /// Sends the outcome of a prefetched job that turned out to have begun.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);

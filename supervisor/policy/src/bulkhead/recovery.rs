@@ -1,8 +1,8 @@
-//! Recovery of jobs after the death of their worker or program. Payloads that kill workers repeatedly are quarantined,
-//! idempotent jobs are retried, and all other jobs end as crashed.
+//! Recovery of jobs after the death of their worker or program. Payloads that kill workers repeatedly are
+//! quarantined, idempotent jobs are retried, and all other jobs end as crashed.
 //!
-//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no
-//! other job. So the culprit is found, and an innocent job is not killed twice by the same other job.
+//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other job.
+//! This identifies the culprit, and keeps it from killing the same innocent job twice.
 
 use bulkhead_shared::{JobId, Verdict};
 

@@ -216,7 +216,7 @@ pub struct JobView<'a, T> {
     pub is_fallback: bool,
     /// Time since the last dispatch, or `None` if no worker runs the job.
     pub ran: Option<Duration>,
-    /// Time until the client gets an outcome at the latest.
+    /// Remaining time until the client gets an outcome at the latest.
     pub left: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
@@ -409,7 +409,7 @@ impl<T> Bulkhead<T> {
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns the number of positions that [`Self::job_at`] knows. The number can exceed the number of jobs.
+    /// Returns the number of positions to pass to [`Self::job_at`], which can exceed the number of jobs.
     pub fn job_positions(&self) -> usize {
         self.jobs.positions()
     }

@@ -1,6 +1,6 @@
-//! Withholds places of a tenant's quota after a job of the tenant has ended a worker. Otherwise, a tenant
-//! could end one worker after another with short deadlines, cancellations or crashes, and use far more of the
-//! bulkhead than its quota while new workers start.
+//! Reduces a tenant's quota for a while after one of its jobs has ended a worker. Otherwise, a tenant could end one
+//! worker after another with short deadlines, cancellations or crashes, and use far more of the bulkhead than its
+//! quota while new workers start.
 
 use super::Bulkhead;
 use crate::ending::{Ending, KillReason};
