@@ -14,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay for which an event is sent, if accepting connections is delayed.
+/// Minimum delay of accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the share of processor time available for accepting connections.
+/// Accepting connections may take up to one part in this number of a processor's time.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -162,8 +162,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener again, because no connection is waiting. The event loop reports a connection
-    /// that has arrived in the meantime at once. Returns the errors of `epoll_ctl(2)`.
+    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime,
+    /// the event loop reports it at once.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener

@@ -18,16 +18,16 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Maximum number of pending tasks. At this limit, no starvation checks are added. The machine is then
-/// overloaded, which explains why workers are silent.
+/// Number of pending tasks above which no starvation checks are added. The machine is then overloaded, which already
+/// explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
 /// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Prevents the
 /// creation of files from keeping a processor busy.
 const FILES_PAUSE: u32 = 1;
 
-/// Time for which the start of a keeper is tried again after a failure. The keeper may have been killed while
-/// it started, and the system may have been short of memory or processes.
+/// Maximum time for retrying a failed start of a keeper. The failure may be temporary: the keeper was killed while it
+/// started, or the system was short of memory or processes.
 const KEEPER_START_MAX: Duration = Duration::from_secs(10);
 
 /// Delay before the second attempt to start a keeper. Doubles with each further attempt.
@@ -88,7 +88,7 @@ impl Drop for Background {
 }
 
 impl Background {
-    /// Starts the threads. After each task, they wake the data plane through `waker`.
+    /// Starts the threads. Each completed task wakes the data plane through `waker`.
     pub(super) fn start(threads: &ThreadMonitor, waker: Arc<Waker>) -> io::Result<Self> {
         let (sender, done) = channel();
         let tasks = serve("background", 0, threads, (sender.clone(), waker.clone()))?;

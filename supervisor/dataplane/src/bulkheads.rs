@@ -50,7 +50,7 @@ pub(super) struct Bulkheads {
     needing_update: Vec<BulkheadIndex>,
     /// Sorted names of the tenants with separate metrics.
     labels: Arc<[String]>,
-    /// True if jobs were sent to a fallback and no event has counted them yet.
+    /// True if jobs sent to a fallback have not been reported in an event yet.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -78,7 +78,7 @@ pub(super) struct BulkheadEntry {
     service: Window,
     /// Counters for the metrics.
     pub(super) counters: BulkheadCounters,
-    /// Metric series that have been possible at any scrape so far.
+    /// Metric series that were possible at any scrape so far, and that are therefore exported from then on.
     possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead. This requires a queue.
     has_own_pressure: bool,
@@ -155,7 +155,7 @@ pub(super) struct Compartment {
     latency: Latency,
     /// Load at the last measurement.
     load: Load,
-    /// State for which the compartment is listed in [`Isolated`].
+    /// State under which [`Isolated`] lists the compartment.
     tenant_state: TenantState,
     /// True if the compartment is in [`Isolated`]'s list `tripped`.
     is_listed_tripped: bool,
@@ -233,7 +233,7 @@ impl Bulkheads {
         self.by_name.get(name).copied()
     }
 
-    /// Returns the bulkhead with this name. Faster than [`Self::find`] if the bulkhead is `recent`.
+    /// Like [`Self::find`], but faster if the name is that of the bulkhead `recent`.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {
@@ -298,8 +298,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of all bulkheads whose leases depend on this bulkhead's need for payload digests:
-    /// the bulkhead itself and all bulkheads that use it as a fallback.
+    /// Returns the names of this bulkhead and of all bulkheads that use it as a fallback. Their leases depend on
+    /// whether this bulkhead needs payload digests.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);
@@ -348,7 +348,6 @@ impl BulkheadEntry {
         bulkhead
     }
 
-    /// Returns all compartments of the bulkhead.
     pub(super) fn compartments(&self) -> Vec<CompartmentIndex> {
         match &self.layout {
             Layout::Shared(compartment) => vec![*compartment],

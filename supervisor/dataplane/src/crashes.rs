@@ -129,9 +129,9 @@ pub(super) struct CrashContext {
     runtime_stack: Option<String>,
 }
 
-/// What was found out about a worker or program that did not end in time.
+/// Stacks of a worker or program that did not end in time, or the reason why there are none.
 pub(super) struct Hang {
-    /// Records of its threads.
+    /// Records of the threads, taken by the keeper.
     pub(super) record: Option<CrashRecord>,
     /// Reason why there are no records.
     pub(super) native: Option<NativeCrash>,
@@ -140,8 +140,9 @@ pub(super) struct Hang {
 }
 
 impl CrashContext {
-    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally. `file` has the worker's
-    /// crash record, if the worker can write one. `hang` is what was found before the worker was killed.
+    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally. `file` has the
+    /// worker's crash record, if the worker can write one. `hang` contains the stacks that were taken before the
+    /// worker was killed.
     pub(super) fn of_worker(
         post: &PostMortem,
         death: Death,
@@ -181,7 +182,7 @@ impl CrashContext {
         })
     }
 
-    /// Returns the circumstances of a job that still ran at its deadline.
+    /// Returns the circumstances of a job that was still running at its deadline.
     pub(super) fn of_late_job(is_program: bool, hang: Hang) -> Self {
         Self {
             victim: if is_program { Victim::Program } else { Victim::Worker },
@@ -267,8 +268,8 @@ impl Crashes {
 
     // Reports.
 
-    /// Counts the death of process `pid`. Returns `None` if there are too many crash reports. Half of the
-    /// permits are reserved for workers that were ready.
+    /// Counts the death of process `pid`. Returns the slot of its crash report, or `None` if there are too many
+    /// reports. Half of the permits are reserved for workers that were ready.
     pub(super) fn begin_report(
         &mut self,
         (now, at): (Time, SystemTime),
@@ -303,7 +304,8 @@ impl Crashes {
         Some(ReportSlot { id, at, count, permit })
     }
 
-    /// Returns `None` if too many reports have not been stored yet. Half of the permits are reserved for crashes.
+    /// Returns the slot of a report about a late job, or `None` if too many reports are waiting to be stored. Half of
+    /// the permits are reserved for crashes.
     pub(super) fn begin_hang_report(&mut self, at: SystemTime) -> Option<ReportSlot> {
         let has_room = self.permits.available_permits() > REPORTS_WAITING_MAX / 2;
         let permit = self.permits.clone().try_acquire_owned().ok().filter(|_| has_room)?;
@@ -392,7 +394,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Describes a job that still runs at its deadline.
+/// Describes a job that is still running at its deadline.
 pub(super) fn late_job(job: &HeldJob, record: &JobData) -> CrashJob {
     crash_job(job, Some(record), &mut { PAYLOADS_BYTES_MAX })
 }

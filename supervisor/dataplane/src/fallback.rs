@@ -55,7 +55,7 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl FallbackState {
-    /// Creates the state of a submitted job. `wishes` contains the run limit, the priority, the cost, and
+    /// Creates the state of a submitted job. `wishes` contains the requested run limit, priority and cost, and
     /// whether the job is idempotent.
     pub(super) fn new(
         entry: (BulkheadIndex, CompartmentIndex),

@@ -1,5 +1,4 @@
-//! State of an upgrade: the steps in which this data plane hands over to a successor, and the permits that each side
-//! knows the other to need.
+//! State of an upgrade: the phase of the handover to a successor, and the permits that the predecessor still needs.
 //!
 //! This part neither reads nor writes sockets. `wiring` performs the steps.
 
@@ -15,20 +14,20 @@ use tokio::sync::oneshot;
 
 use super::slab::CompartmentIndex;
 
-/// Maximum time to wait until clients have returned their leases. Longer than the time after which a recalled lease is
-/// revoked, so that afterwards only leases remain that a job uses.
+/// Maximum time to wait for clients to return their leases. Longer than the time after which a recalled lease is
+/// revoked, so that only leases in use by a job remain.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// Maximum number of messages in the outbox of the transfer socket. Connections are passed on only below this number.
+/// Number of messages in the outbox of the transfer socket at which no more connections are passed on.
 const OUTBOX_MAX: usize = 64;
 
-/// Permits that a compartment needs, and jobs that wait in addition.
+/// Number of permits that a compartment needs, and number of jobs that must wait for one of these permits.
 pub(super) type Needs = (u32, u32);
 
 #[derive(Default)]
 pub(super) struct Handover {
     phase: Phase,
-    /// Permits that the successor knows to be needed. The numbers only fall.
+    /// Needs of each compartment as last reported to the successor. The numbers only decrease.
     held: BTreeMap<CompartmentIndex, Needs>,
     /// Compartments in which the predecessor needs permits.
     predecessor: BTreeSet<CompartmentIndex>,
@@ -36,11 +35,11 @@ pub(super) struct Handover {
     pub(super) transfer: Option<Transfer>,
     /// Permissions of the tokens, for connections that the predecessor passes on.
     pub(super) tokens: Vec<TokenGrant>,
-    /// Number of upgrades that were begun.
+    /// Number of upgrades begun so far.
     pub(super) attempts: u64,
 }
 
-/// The transfer socket, and messages that it has not accepted yet.
+/// The transfer socket, with the messages that are waiting to be sent.
 pub(super) struct Transfer {
     pub(super) socket: OwnedFd,
     pub(super) outbox: Outbox,
@@ -51,30 +50,30 @@ enum Phase {
     /// No upgrade is under way, or this is the successor.
     #[default]
     None,
-    /// The successor starts.
+    /// The successor is starting.
     Preparing,
-    /// Waits until leases are returned.
+    /// Clients are asked to return their leases.
     Switching { since: Time, transfer: OwnedFd, reply: oneshot::Sender<SwitchState> },
-    /// The successor is about to serve. Nothing is read.
+    /// The successor is about to take over. No client is read.
     Switched,
-    /// The successor serves.
+    /// The successor serves. If it fails, this supervisor serves again.
     Released,
-    /// The successor serves, and nothing is taken back any more.
+    /// The successor serves for good, and this supervisor exits after its last job.
     Leaving,
 }
 
 impl Handover {
-    /// Returns true if commands of operators are refused, and no files are lent.
+    /// Returns true during an upgrade, when operators' commands are refused and no files are lent.
     pub(super) fn is_under_way(&self) -> bool {
         !matches!(self.phase, Phase::None)
     }
 
-    /// Returns true if no new job is accepted.
+    /// Returns true if this supervisor accepts no more jobs.
     pub(super) fn has_switched(&self) -> bool {
         matches!(self.phase, Phase::Switched | Phase::Released | Phase::Leaving)
     }
 
-    /// Returns true if clients are not read.
+    /// Returns true while no client is read.
     pub(super) fn pauses_reading(&self) -> bool {
         matches!(self.phase, Phase::Switched)
     }
@@ -88,7 +87,7 @@ impl Handover {
         matches!(self.phase, Phase::Leaving)
     }
 
-    /// Returns true if the loop must check for time limits.
+    /// Returns true if the event loop must check time limits.
     pub(super) fn needs_checks(&self) -> bool {
         matches!(self.phase, Phase::Switching { .. }) || self.is_released()
     }
@@ -111,7 +110,8 @@ impl Handover {
         }
     }
 
-    /// Ends the wait for leases. `has_idle_leases` is true if a lease is not used by a job.
+    /// Ends the wait for leases if no lease is idle or the time limit has passed. Returns the channel for the reply.
+    /// `has_idle_leases` is true if any lease is not in use by a job.
     pub(super) fn end_wait(
         &mut self,
         now: Time,
@@ -144,13 +144,13 @@ impl Handover {
         }
     }
 
-    /// Ends the upgrade. The caller must remove the limits on permits.
+    /// Ends a failed upgrade. The caller must remove the caps on permits.
     pub(super) fn take_back(&mut self) {
         self.phase = Phase::None;
         self.held.clear();
     }
 
-    /// Sets the permits that a compartment needs at the switch.
+    /// Records what a compartment needs at the switch.
     pub(super) fn hold(&mut self, compartment: CompartmentIndex, needs: Needs) {
         self.held.insert(compartment, needs);
     }
@@ -160,7 +160,7 @@ impl Handover {
         self.held.keys().copied().collect()
     }
 
-    /// Records what a compartment needs now. Returns the numbers for the successor if they have fallen.
+    /// Updates the needs of a compartment. Returns the new numbers for the successor if they have decreased.
     pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
         let known = self.held.get_mut(&compartment)?;
         let permits = known.0.min(needs.0 + needs.1);
@@ -188,7 +188,8 @@ impl Handover {
         };
     }
 
-    /// Returns the compartments in which the predecessor needed permits, because it has ended.
+    /// Returns the compartments in which the predecessor needed permits, and clears the list. Called once the
+    /// predecessor has exited.
     pub(super) fn take_predecessor(&mut self) -> BTreeSet<CompartmentIndex> {
         std::mem::take(&mut self.predecessor)
     }

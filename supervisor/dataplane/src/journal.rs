@@ -51,8 +51,8 @@ impl JobJournal for JournalClaims {
 const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
-    /// Creates a journal for a worker with these [capabilities](capability). The file has room for everything else that
-    /// the worker can write. Unwritten parts of the file take no memory.
+    /// Creates a journal with room for everything that a worker with these [capabilities](capability) can write.
+    /// Unwritten parts of the file take no memory.
     pub(super) fn make(capabilities: u64) -> io::Result<Self> {
         let has_crash_record = capabilities & capability::CRASH_RECORDS != 0;
         let has_stack_text = capabilities & capability::STACK_TEXT != 0;

@@ -103,7 +103,7 @@ pub(super) enum Sent {
     Never,
 }
 
-/// Memory that is available for files.
+/// Limits on the memory for files.
 #[derive(Clone, Copy)]
 pub(super) struct Budget {
     /// Maximum total size of all files, in bytes (`max_pooled`).
@@ -254,7 +254,7 @@ pub(super) struct Leases {
     /// Maximum number of open files of this process.
     open_files_max: u64,
     last_number: u64,
-    /// Highest number of the previous supervisor's leases, which its clients may still use.
+    /// Highest lease number of the predecessor, whose clients may still use its leases.
     last_number_before: u64,
     /// False during an upgrade, so that all clients give back their leases.
     is_lending: bool,

@@ -356,7 +356,7 @@ pub struct Components {
     pub labels: Arc<[String]>,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
-    /// Processes that are known to be no workers.
+    /// Cache of processes that are known not to descend from the supervisor.
     pub unrelated: Arc<UnrelatedProcesses>,
 }
 

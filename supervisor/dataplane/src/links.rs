@@ -58,7 +58,7 @@ pub(super) struct Link {
     pub(super) unread: ReceiverLoans,
     /// Journal with replies that the worker has not sent. Read after the worker's death.
     pub(super) journal: Option<Journal>,
-    /// What was found when the worker did not respond. The supervisor then kills the worker.
+    /// Stacks that were taken because the worker did not respond, to be added to its crash report.
     hang: Option<Hang>,
     process: Process,
     /// User id of the worker, or `None` if workers have no separate user ids.
@@ -357,7 +357,7 @@ impl Link {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
     }
 
-    /// Takes what was found when the worker did not respond.
+    /// Takes the stacks that were recorded because the worker did not respond.
     pub(super) fn take_hang(&mut self) -> Option<Hang> {
         self.hang.take()
     }

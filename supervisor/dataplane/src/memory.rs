@@ -32,7 +32,7 @@ const REQUEST_BYTES: usize =
 /// queue.
 const TENANT_BYTES: usize = 512;
 
-/// Number that stands for a spool among the connections of its owner. No session has this number.
+/// Number that identifies a spool among the connections of its owner. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
 /// Maximum number of outdated entries in a list of waiting jobs, on top of twice the number of waiting jobs.

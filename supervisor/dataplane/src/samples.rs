@@ -1,8 +1,8 @@
-//! Stacks of workers that are being taken: of workers that run a job at its deadline, and of workers that are about
-//! to be killed because they do not respond.
+//! Stack samples of workers that are still running a job at its deadline, or that are about to be killed because they
+//! do not respond.
 //!
-//! The keeper takes the stacks within some milliseconds. Until then, the supervisor neither cancels the job nor kills
-//! the worker, but not longer than [`SAMPLE_TIMEOUT`]. `wiring/samples.rs` sends the orders and the reports.
+//! The keeper needs some milliseconds for a sample. In the meantime, for at most [`SAMPLE_TIMEOUT`], the supervisor
+//! neither cancels the job nor kills the worker. `wiring/samples.rs` sends the orders and the reports.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -17,13 +17,13 @@ use bulkhead_shared::JobId;
 use super::crashes::ReportSlot;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Maximum time by which a cancellation or a kill is delayed.
+/// Maximum delay of a cancellation or a kill.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// Minimum time between the stacks of two workers of a bulkhead.
+/// Minimum interval between samples of workers in the same bulkhead.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// An action that waits until the stacks of a worker have been taken.
+/// An action that is delayed until a worker has been sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeldAction {
     /// Cancel a job of the worker.
@@ -32,38 +32,39 @@ pub(super) enum HeldAction {
     Kill,
 }
 
-/// What is needed when the stacks of a worker have been taken.
+/// Context of a sample, for the report.
 pub(super) struct SampleSubject {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
     /// File that receives the stacks.
     pub(super) file: OwnedFd,
     pub(super) program: Arc<Program>,
-    /// Set if a job of the worker is late. Otherwise, the worker does not respond, and its death is reported.
+    /// Set if a job of the worker is late. Otherwise, the worker does not respond, and the stacks are added to the
+    /// report about its death.
     pub(super) late: Option<Box<LateJob>>,
 }
 
-/// A report about a job that is late, without the stacks.
+/// Report about a late job, still without the stacks.
 pub(super) struct LateJob {
     pub(super) slot: ReportSlot,
     pub(super) post: PostMortem,
     pub(super) job: CrashJob,
 }
 
-/// A worker whose stacks are being taken. `subject` is what the caller needs when they have been taken.
+/// A sample in progress. `subject` is the caller's context.
 struct Running<S> {
     due: Time,
     subject: S,
     held: Vec<HeldAction>,
 }
 
-/// Workers whose stacks are being taken.
+/// Samples in progress.
 pub(super) struct Samples<S> {
-    /// Workers by spawn number.
+    /// Samples by spawn number of the worker.
     running: HashMap<u64, Running<S>>,
-    /// Time at which stacks were last taken in a bulkhead.
+    /// Time of the last sample in each bulkhead.
     last: HashMap<BulkheadIndex, Time>,
-    /// The job that was last found to be late, and its report.
+    /// The latest late job, with its report.
     late_job: Option<(JobId, CrashId)>,
 }
 
@@ -72,8 +73,8 @@ impl<S> Samples<S> {
         Self { running: HashMap::new(), last: HashMap::new(), late_job: None }
     }
 
-    /// Returns true if the stacks of this worker can be taken now. From then on, those of no other worker of the
-    /// bulkhead can be taken for a second.
+    /// Returns true if the worker can be sampled now. If so, no other worker of the bulkhead can be sampled for one
+    /// second.
     pub(super) fn admit(&mut self, now: Time, bulkhead: BulkheadIndex, spawn: u64) -> bool {
         let is_early = self.last.get(&bulkhead).is_some_and(|last| now < *last + INTERVAL);
         if is_early || self.running.contains_key(&spawn) {
@@ -88,8 +89,8 @@ impl<S> Samples<S> {
         self.running.insert(spawn, Running { due, subject, held: Vec::new() });
     }
 
-    /// Keeps an action until the stacks of the worker have been taken. Returns false if the action must be performed
-    /// now.
+    /// Delays an action until the worker has been sampled. Returns false if there is no sample in progress, and the
+    /// caller must perform the action now.
     pub(super) fn hold(&mut self, spawn: u64, action: HeldAction) -> bool {
         let Some(running) = self.running.get_mut(&spawn) else { return false };
         if !running.held.contains(&action) {
@@ -98,28 +99,28 @@ impl<S> Samples<S> {
         true
     }
 
-    /// Ends the wait for the stacks of a worker. Returns `None` if it has ended before.
+    /// Ends a sample. Returns its subject and the delayed actions, or `None` if the sample has already ended.
     pub(super) fn finish(&mut self, spawn: u64) -> Option<(S, Vec<HeldAction>)> {
         self.running.remove(&spawn).map(|running| (running.subject, running.held))
     }
 
-    /// Returns a worker for which the wait ends now.
+    /// Returns a worker whose sample has taken too long.
     pub(super) fn next_late(&self, now: Time) -> Option<u64> {
         let mut late = self.running.iter().filter(|(_, running)| running.due <= now);
         late.next().map(|(spawn, _)| *spawn)
     }
 
-    /// Returns the time at which the next wait ends.
+    /// Returns the next time at which a sample takes too long.
     pub(super) fn next_due(&self) -> Option<Time> {
         self.running.values().map(|running| running.due).min()
     }
 
-    /// Remembers the report about a job, because the outcome of the job names it.
+    /// Records the report about a late job, so that the outcome of the job can name the report.
     pub(super) fn set_report(&mut self, job: JobId, report: CrashId) {
         self.late_job = Some((job, report));
     }
 
-    /// Returns the report about a job that was late.
+    /// Returns the report about a job, if this was the latest late job.
     pub(super) fn report_of(&self, job: Option<JobId>) -> Option<CrashId> {
         let (late, report) = self.late_job?;
         (job == Some(late)).then_some(report)
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn stacks_are_taken_once_a_second_for_each_bulkhead() {
+    fn each_bulkhead_is_sampled_at_most_once_per_second() {
         let mut samples = Samples::<()>::new();
         let [first, second] = [0, 1].map(BulkheadIndex::from_number);
         assert!(samples.admit(START, first, 1));
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn actions_wait_for_the_stacks_of_their_worker() {
+    fn actions_on_worker_are_delayed_during_its_sample() {
         let mut samples = Samples::new();
         samples.begin(START, 1, "subject");
         let cancel = HeldAction::Cancel(JobId(7));
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_ends_after_the_time_limit() {
+    fn sample_ends_after_the_time_limit() {
         let mut samples = Samples::new();
         samples.begin(START, 1, ());
         samples.begin(after(5), 2, ());
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_outcome_of_the_late_job_names_the_report() {
+    fn only_outcome_of_late_job_names_the_report() {
         let mut samples = Samples::<()>::new();
         let id = CrashId::new(std::time::SystemTime::UNIX_EPOCH, 1);
         samples.set_report(JobId(7), id);

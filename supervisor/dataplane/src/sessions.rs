@@ -48,14 +48,15 @@ const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// Size of a client's send backlog above which the client is not read, in bytes.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// Maximum number of jobs that GOAWAY lists. A client with more jobs waits until some of them have ended.
+/// Maximum number of jobs listed in GOAWAY. A client with more jobs gets GOAWAY later, when enough of them have
+/// ended.
 const GOAWAY_JOBS_MAX: usize = 4096;
 
-/// Time for which a client that was sent GOAWAY may keep a connection without jobs.
+/// Maximum time for which a client without jobs can keep its connection after GOAWAY.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time in which a client without jobs must have read its last outcomes after an upgrade, because the old program ends
-/// after the last connection.
+/// Maximum time for a client without jobs to read its last outcomes after an upgrade. The old supervisor exits only
+/// after its last connection is closed.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Reciprocal of the share of processor time available for reading low-priority clients.
@@ -107,9 +108,10 @@ pub(super) struct Session {
     takes_goaway: bool,
     /// True if GOAWAY was sent. Further requests are dropped.
     pub(super) is_going_away: bool,
-    /// Time since which the client has no job, if another supervisor has taken over and the connection cannot move.
+    /// Time since which the client has had no jobs, if another supervisor has taken over but the connection cannot
+    /// move.
     left_over_since: Option<Time>,
-    /// Number of SUBMIT frames that were taken, including those of rejected jobs.
+    /// Number of SUBMIT frames handled so far, including those of rejected jobs.
     submits: u64,
     owner: Owner,
     /// Time of the last input or output.
@@ -179,7 +181,8 @@ impl Session {
         }
     }
 
-    /// Continues the connection of another supervisor, which had read these bytes.
+    /// Restores the state of a connection that another supervisor passed on. `unread` contains bytes that the other
+    /// supervisor had received but not handled.
     pub(super) fn restore(&mut self, state: &SessionState, unread: &[u8]) {
         (self.takes_goaway, self.submits) = (state.takes_goaway, state.submits);
         self.inbox = Inbox::with_partial(unread.to_vec());
@@ -214,7 +217,8 @@ impl Session {
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
-    /// Returns true if the client can be sent GOAWAY, because it has jobs and would otherwise wait with the next ones.
+    /// Returns true if GOAWAY must be sent. The connection of a client with jobs cannot move to the successor, so new
+    /// jobs would have to wait.
     pub(super) fn can_go_away(&self) -> bool {
         let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
         // A large frame that is still arriving has been counted, but is no request yet.
@@ -222,14 +226,13 @@ impl Session {
         self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && is_complete
     }
 
-    /// Counts a SUBMIT frame.
     pub(super) fn count_submit(&mut self) {
         self.submits += 1;
     }
 
-    /// Returns true if the client has had no jobs for too long, but has neither closed the connection nor read all
-    /// outcomes. Input does not extend the time, because the client could otherwise prevent the end of the supervisor.
-    /// Must be called repeatedly after GOAWAY, and once another supervisor has taken over.
+    /// Returns true if a client without jobs has kept its connection for too long. Until all outcomes are read, the
+    /// time limit is longer. Input does not extend the limit, because otherwise a client could keep the old
+    /// supervisor from exiting. Must be called repeatedly after GOAWAY, and once another supervisor has taken over.
     pub(super) fn is_left_over(&mut self, now: Time) -> bool {
         if !self.requests.is_empty() || self.inbox.is_storing() {
             self.left_over_since = None;
@@ -470,7 +473,7 @@ impl Sessions {
         }
     }
 
-    /// Reads from the clients again whose requests were held back.
+    /// Schedules reads from all clients whose requests were held back.
     pub(super) fn read_held_back(&mut self) {
         self.slab.values_mut().for_each(|session| session.left_over_since = None);
         let held_back = |(index, session): (SessionIndex, &Session)| session.is_held_back.then_some(index);
@@ -530,7 +533,7 @@ impl Sessions {
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
         session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
-            // The client has sent the whole request, which waits for the end of the client's jobs.
+            // The request has arrived completely, and waits for the end of the client's jobs.
             _ if session.is_held_back => None,
             (true, Some(since)) if !is_another => Some(since),
             (true, _) => Some(now),
@@ -664,12 +667,12 @@ impl Sessions {
         self.dirty.pop_front()
     }
 
-    /// Asks a client to use another connection.
+    /// Sends GOAWAY, which asks a client to open another connection.
     pub(super) fn send_goaway(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.is_going_away = true;
             self.needs_checks = true;
-            // The request is dropped, too.
+            // The held-back request is dropped as well. The client submits it over the other connection.
             session.is_held_back = false;
             let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
             let payload = Payload::Copied(&taken);

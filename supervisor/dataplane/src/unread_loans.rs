@@ -46,7 +46,7 @@ impl UnreadLoans {
         self.unread += 1;
     }
 
-    /// No longer counts the loans of a receiver, because its connection belongs to another process.
+    /// Stops counting the loans of a receiver, because its connection was passed on to another process.
     pub(super) fn forget(&mut self, receiver: &mut ReceiverLoans) {
         self.unread -= usize::from(std::mem::take(receiver).0);
     }

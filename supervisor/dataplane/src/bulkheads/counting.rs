@@ -89,7 +89,7 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job in the fallback to which another bulkhead passed it on.
+    /// Counts the outcome of a job that another bulkhead has passed on to this one.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -119,7 +119,7 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if jobs were sent to a fallback and no event has counted them yet.
+    /// Returns true if jobs sent to a fallback have not been reported in an event yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }

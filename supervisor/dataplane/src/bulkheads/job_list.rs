@@ -18,7 +18,7 @@ use crate::slab::SessionId;
 /// Maximum number of positions in tables of jobs, and of compartments, that are visited per iteration.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
-/// All parts of the data plane from which a list is made.
+/// The parts of the data plane from which a list is made.
 #[derive(Clone, Copy)]
 pub(crate) struct JobListSource<'a> {
     pub(crate) bulkheads: &'a Bulkheads,

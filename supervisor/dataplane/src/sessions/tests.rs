@@ -115,7 +115,7 @@ fn receive_beginning(sessions: &mut Sessions, index: SessionIndex, now: Time) {
 }
 
 #[test]
-fn request_that_is_left_to_a_successor_has_no_time_limit() {
+fn request_held_back_for_successor_has_no_time_limit() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -144,7 +144,7 @@ fn client_that_ignores_goaway_is_closed() {
 }
 
 #[test]
-fn client_that_never_reads_does_not_keep_a_replaced_supervisor() {
+fn replaced_supervisor_closes_client_that_never_reads() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;

@@ -1,8 +1,8 @@
 //! Performs the steps of an upgrade: hands over to a successor, or takes over from a predecessor.
 //!
-//! The predecessor finishes the jobs that it has accepted. A connection moves to the successor when it has no job, lease
-//! or unsent byte. Until then only frames about the connection's own jobs are read; a new request stays with the
-//! connection.
+//! The predecessor finishes the jobs that it has accepted. A connection moves to the successor when it has no jobs,
+//! leases or unsent bytes. Until then, only frames about existing jobs are handled. A new request is held back, and
+//! moves with the connection.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -30,12 +30,12 @@ use crate::shares::Owner;
 use crate::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
 use crate::{DataPlane, Incoming, TRANSFER, submissions};
 
-/// Maximum number of connections that are passed on in one iteration.
+/// Maximum number of connections passed on per iteration.
 const PASSED_ON_PER_ITERATION_MAX: usize = 64;
 
 impl DataPlane {
     pub(crate) fn run_handover_command(&mut self, command: HandoverCommand) {
-        // If the receiver of a reply has gone, the control plane ends the upgrade in another way.
+        // A missing receiver is no problem here, because the control plane then ends the upgrade in another way.
         match command {
             HandoverCommand::Prepare { lifeline, reply } => {
                 let prepared = self.prepare_handover(lifeline);
@@ -104,8 +104,8 @@ impl DataPlane {
         Ok((bulkheads, tenants, listener))
     }
 
-    /// Performs the steps that are due. Runs before output is written, so that the successor knows that a permit is free
-    /// before a client learns the outcome.
+    /// Performs the steps that are due. Runs before output is written, so that the successor learns about a free
+    /// permit before a client learns the outcome.
     pub(crate) fn advance_handover(&mut self) {
         if !self.handover.is_under_way() {
             return;
@@ -192,8 +192,8 @@ impl DataPlane {
         Some(CompartmentName { bulkhead, tenant: compartment.tenant.as_deref().map(str::to_owned) })
     }
 
-    /// Passes idle connections on to the successor. Ends this data plane after the last job and connection if nothing is
-    /// taken back any more. Runs after output was written.
+    /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane after
+    /// the last job and connection. Runs after output was written.
     pub(crate) fn pass_on_sessions(&mut self) {
         // Both supervisors stop together. Further requests are rejected here, because the successor may have ended.
         if !self.handover.is_released() || self.is_stopping {
@@ -246,14 +246,14 @@ impl DataPlane {
         die_on_request("send", kind::SESSION);
         let message = encode(kind::SESSION, &state, &session.inbox.take_partial());
         let ClientEndpoint::Socket(socket) = session.end else { return };
-        // A registration belongs to the open file, which the successor keeps open.
+        // The registration belongs to the open file description, which the successor keeps open.
         let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
         if let (Ok(message), Some(transfer)) = (message, &mut self.handover.transfer) {
             transfer.outbox.push(message, vec![socket.into()]);
         }
     }
 
-    /// Ends the workers of compartments without jobs, and stops when there is no job or connection.
+    /// Stops the workers of compartments without jobs. Stops the data plane when no jobs or connections are left.
     fn end_idle_workers(&mut self) {
         let mut has_jobs = false;
         for index in self.compartments.indices() {
@@ -270,7 +270,7 @@ impl DataPlane {
         }
     }
 
-    /// Serves again, because the successor has failed.
+    /// Resumes serving, because the successor has failed.
     fn take_back(&mut self, listener: Option<std::os::unix::net::UnixListener>) {
         let had_switched = self.handover.has_switched();
         self.handover.take_back();
@@ -291,7 +291,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends the handover because this supervisor stops. Requests that were left for the successor are rejected.
+    /// Ends the handover because this supervisor is stopping. Requests that were held back for the successor are
+    /// rejected.
     pub(crate) fn stop_handover(&mut self) {
         if self.handover.has_switched() {
             self.handover.release();
@@ -438,8 +439,8 @@ impl DataPlane {
 
     // The transfer socket.
 
-    /// Receives connections and permits from the predecessor. Called before clients are read, so that a permit is known
-    /// before the client that waited for it is served.
+    /// Receives connections and permits from the predecessor. Called before clients are read, so that a freed permit
+    /// is available to the client that waited for it.
     pub(crate) fn receive_transfers(&mut self) {
         if self.handover.transfer.is_none() || self.handover.is_under_way() {
             return;
@@ -509,8 +510,8 @@ fn incoming_in(incoming: &[CompartmentIndex], index: CompartmentIndex) -> u32 {
     incoming.iter().filter(|compartment| **compartment == index).count() as u32
 }
 
-/// Returns the live value if it differs from the file of the predecessor, and if the successor's file has the same value
-/// as that file.
+/// Returns the live value, unless it equals the value in the predecessor's file or the successor's file has a
+/// different value.
 fn kept<T: PartialEq>(own: Option<T>, file: Option<T>, live: Option<T>) -> Option<T> {
     live.filter(|live| own == file && file.as_ref() != Some(live))
 }

@@ -1,4 +1,4 @@
-//! Reports to operators the deaths of workers and programs, and the operator events of policy.
+//! Reports deaths of workers and programs, and the operator events of policy, to operators.
 
 use std::time::SystemTime;
 
@@ -116,7 +116,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the report about the death that ended this job, or about the job if it still ran at its deadline.
+    /// Returns the report about the death that ended this job, or about a job that was still running at its deadline.
     pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         match answer.verdict {
             Verdict::DeadlineRunning => self.samples.report_of(answer.job),

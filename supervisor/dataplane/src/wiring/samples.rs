@@ -1,4 +1,5 @@
-//! Takes the stacks of workers that run a job at its deadline or that do not respond, and adds them to reports.
+//! Samples the stacks of workers that are still running a job at its deadline, or that do not respond, and adds them
+//! to reports.
 
 use std::io;
 use std::time::SystemTime;
@@ -21,7 +22,7 @@ use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Begins to take the stacks of the worker that runs a job at its deadline. The outcome names the report.
+    /// Starts to sample the worker that is still running a job at its deadline. The job's outcome names the report.
     pub(crate) fn sample_late_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let (now, bulkhead) = (self.now, self.compartments[index].bulkhead);
         let policy = &mut self.compartments[index].policy;
@@ -42,7 +43,7 @@ impl DataPlane {
         }
     }
 
-    /// Begins to take the stacks of a worker that is about to be killed, if it does not respond.
+    /// Starts to sample a worker that is about to be killed, if the reason is that it does not respond.
     pub(crate) fn sample_hung_worker(&mut self, link: LinkIndex, reason: &KillReason) {
         let (compartment, spawn) = (self.links[link].compartment, self.links[link].spawn);
         let compartment = &self.compartments[compartment];
@@ -52,7 +53,7 @@ impl DataPlane {
         }
     }
 
-    /// Orders the keeper to take the stacks. Returns false if there is no memory for them.
+    /// Orders the keeper to sample a worker. Returns false if the file for the stacks cannot be created.
     fn begin_sample(&mut self, index: LinkIndex, job: Option<JobId>, late: Option<Box<LateJob>>) -> bool {
         let link = &self.links[index];
         let (spawn, program) = (link.spawn, link.program.clone());
@@ -73,13 +74,13 @@ impl DataPlane {
         true
     }
 
-    /// Returns true if the action waits until the stacks of the worker have been taken.
+    /// Returns true if the action was delayed until the worker has been sampled.
     pub(crate) fn is_held(&mut self, link: Option<LinkIndex>, action: HeldAction) -> bool {
         link.is_some_and(|link| self.samples.hold(self.links[link].spawn, action))
     }
 
-    /// Sends the report about a late job, and performs the actions that waited. `result` is `None` if the keeper has not
-    /// answered in time.
+    /// Ends a sample: sends the report about a late job, and performs the delayed actions. `result` is `None` if the
+    /// keeper did not reply in time.
     pub(crate) fn sample_taken(&mut self, spawn: u64, result: Option<io::Result<()>>) {
         let Some((subject, held)) = self.samples.finish(spawn) else { return };
         let SampleSubject { compartment, worker, file, program, late } = subject;
@@ -116,7 +117,7 @@ impl DataPlane {
         self.reporter.notify(context.report(slot, names, (worker, &post), confinement, vec![job]));
     }
 
-    /// Ends the waits for stacks that the keeper has not taken in time.
+    /// Ends samples that the keeper has not completed in time.
     pub(crate) fn check_samples(&mut self) {
         while let Some(spawn) = self.samples.next_late(self.now) {
             self.sample_taken(spawn, None);

@@ -44,7 +44,7 @@ impl DataPlane {
             return 0;
         }
         if session.is_held_back {
-            // The end of the stream cannot be read before the request.
+            // Nothing is read behind a held-back request, so the end of the stream would go unnoticed.
             if session.has_closed() {
                 self.close_session(index);
             }
