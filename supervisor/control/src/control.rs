@@ -151,7 +151,7 @@ pub struct Options {
     pub handover: HandoverOptions,
     /// Lock of the folder for crash reports.
     pub crashes_lock: Option<OwnedFd>,
-    /// Processes that are known to be no workers.
+    /// Cache of processes that are known not to descend from the supervisor.
     pub unrelated: Arc<UnrelatedProcesses>,
 }
 
@@ -184,9 +184,9 @@ pub(crate) struct Control {
     /// State of `GET /v1/watch`.
     watch: watch::Watch,
     handover: Handover,
-    /// Processes that are known to be no workers.
+    /// Cache of processes that are known not to descend from the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Each HTTP request for a job holds a reference until its response is complete.
+    /// Each unfinished HTTP request for a job holds a clone.
     job_requests: Arc<()>,
     /// Permits for jobs over the admin API.
     jobs: Arc<Semaphore>,
@@ -506,7 +506,7 @@ impl Control {
         }
     }
 
-    /// Returns true if the response to a job is not complete.
+    /// Returns true if the response to any job is incomplete.
     fn has_job_requests(&self) -> bool {
         Arc::strong_count(&self.job_requests) > 1
     }

@@ -22,7 +22,7 @@ const MISSING_WORKERS_MAX: f64 = 0.05;
 /// Share of all jobs above which the number of rejected or late jobs is significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
-/// A bulkhead counts as idle if it has jobs in flight for less than this share of the time.
+/// Share of time with jobs in flight below which a bulkhead counts as idle.
 const IDLE_MAX: f64 = 0.01;
 
 /// Processor usage per job, as a fraction of one processor, from which jobs count as CPU-bound. Running more
@@ -32,7 +32,7 @@ const CPU_BOUND: f64 = 0.7;
 /// Maximum share of the machine's memory that the workers of one bulkhead should use.
 const MEMORY_SHARE: f64 = 0.8;
 
-/// If the p99 run time is at least this share of the deadline, the deadline is too short.
+/// Ratio of the p99 run time to the deadline from which the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
 /// Ratio of the deadline to the longest run time above which the deadline is too long, and the ratio that is
@@ -41,7 +41,7 @@ const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
 
-/// Proposed sizes are multiples of this number of bytes.
+/// Step in bytes to which proposed sizes are rounded.
 const SIZE_STEP: u64 = 4 << 20;
 
 type Verdicts = (Vec<Proposal>, Vec<Kept>);

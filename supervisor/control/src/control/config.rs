@@ -19,8 +19,8 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
     }
 }
 
-/// Returns the configuration as JSON. The values of the workers' environment variables are redacted, files with
-/// such values are shown by path, and the resource limits that the sandbox sets are added. The token of the admin API is not part of the
+/// Returns the configuration as JSON. Redacts the values of the workers' environment variables, shows files with such
+/// values by path, and adds the resource limits that the sandbox sets. The token of the admin API is not part of the
 /// configuration.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;

@@ -25,16 +25,15 @@ use super::paths;
 /// is closed.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// When the control plane ends, maximum time for accepting the remaining connections and receiving their
-/// requests.
+/// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// When the control plane ends, a connection without a request is only awaited until it has been open for
-/// this time. The time is longer than `LAST_ACCEPT_TIMEOUT`, because a client may have had no processor time
-/// yet. Connections that a browser keeps in reserve are usually older.
+/// Age up to which, at shutdown, a connection without a request is still awaited. Longer than `LAST_ACCEPT_TIMEOUT`,
+/// because a client may have had no processor time yet. Connections that a browser keeps in reserve are usually
+/// older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// When the control plane ends, maximum time for reading a request that has already arrived.
+/// Maximum time, at shutdown, for reading a request that has already arrived.
 const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Maximum number of bytes of a request that are inspected to find the requested path.

@@ -1,6 +1,6 @@
-//! What both sides of an upgrade share: the link to the other supervisor, whether this supervisor serves the listeners,
-//! and the order in which the two processes end. `upgrade` is the side of the predecessor, `take_over` that of the
-//! successor.
+//! Parts of an upgrade that both supervisors need: the link between them, whether this supervisor accepts
+//! connections, and the order in which the two processes exit. `upgrade` implements the predecessor's side,
+//! `take_over` the successor's.
 
 use std::ffi::OsString;
 use std::io;
@@ -20,7 +20,7 @@ use bulkhead_shared::codec::Message;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 
-/// Time in addition to `drain_timeout` after which the other supervisor is no longer awaited.
+/// Maximum time to wait for the exit of the other supervisor, in addition to `drain_timeout`.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
 /// Options for an upgrade of this supervisor, and the state of a predecessor. Created by the program.
@@ -31,7 +31,7 @@ pub struct HandoverOptions {
     pub predecessor: Option<Predecessor>,
     /// Soft resource limits before this supervisor raised them, by the number of the resource.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Order in which the two processes end.
+    /// Makes the main process of the service exit last.
     pub end: Arc<ProcessEnd>,
 }
 
@@ -64,7 +64,8 @@ pub struct Predecessor {
     pub jobs: UnixListener,
 }
 
-/// The other supervisor of an upgrade, which must end before this one if this is the main process of the service.
+/// Makes this process wait for the other supervisor of an upgrade before it exits, if it is the main process of the
+/// service.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
     /// Becomes readable when the other supervisor has ended.
@@ -81,12 +82,12 @@ impl ProcessEnd {
         *self.lock() = other;
     }
 
-    /// Makes this process end with an error.
+    /// Makes this process exit with an error.
     pub(super) fn fail(&self) {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// Waits until the other supervisor has ended, if this one must end last. Returns false if this process must report
+    /// Waits for the other supervisor to exit, if this one must exit last. Returns false if this process must report
     /// a failure to the service manager.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
         if let Some(other) = self.lock().take()
@@ -98,8 +99,9 @@ impl ProcessEnd {
     }
 }
 
-/// Requests to stop. If a signal goes to both supervisors, as from a terminal or a service manager with
-/// `KillMode=control-group`, each gets the signal and the other one's STOP. Both are then one request.
+/// Stop requests received so far. If a signal is sent to both supervisors, for example by a terminal or by a service
+/// manager with `KillMode=control-group`, each one gets the signal and a STOP message from the other one. The two
+/// count as one request.
 #[derive(Debug, Default)]
 struct StopRequests {
     signals: u32,
@@ -107,7 +109,7 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns true if the last request is the first one, or asks to stop at once.
+    /// Returns false if the latest request duplicates the first one.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
@@ -130,13 +132,13 @@ pub(super) struct Handover {
     is_main: AtomicBool,
     /// True from the beginning of an upgrade until it has failed.
     is_upgrading: AtomicBool,
-    /// True while a predecessor lives.
+    /// True while the predecessor is running.
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
     /// Link to the other supervisor, once both serve.
     other: Mutex<Option<Arc<Link>>>,
-    /// Requests to stop that have arrived.
+    /// Stop requests received so far.
     stops: Mutex<StopRequests>,
 }
 
@@ -168,7 +170,7 @@ impl Handover {
 
     // Listeners.
 
-    /// Returns true if this supervisor accepts connections. The listeners belong to the other supervisor otherwise.
+    /// Returns true if this supervisor accepts connections. Otherwise, the listeners belong to the other supervisor.
     pub(super) fn is_listening(&self) -> bool {
         *self.listening.borrow()
     }
@@ -203,8 +205,8 @@ impl Handover {
         self.is_upgrading.store(false, Ordering::SeqCst);
     }
 
-    /// Returns true from the beginning of an upgrade until it can no longer fail. Commands of operators are refused
-    /// meanwhile, because a predecessor that serves again would not know them.
+    /// Returns true from the beginning of an upgrade until it can no longer fail. Meanwhile, operators' commands are
+    /// refused, because a predecessor that resumes serving would not know about them.
     pub(super) fn is_upgrading(&self) -> bool {
         let can_fail = self.has_predecessor.load(Ordering::SeqCst) && !self.is_main();
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
@@ -216,7 +218,7 @@ impl Handover {
 
     // Stopping.
 
-    /// Sets the link over which the other supervisor hears that this one stops.
+    /// Sets the link for notifying the other supervisor when this one stops.
     pub(super) fn set_other(&self, link: Option<Arc<Link>>) {
         *self.other.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
@@ -228,8 +230,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a signal to stop, and tells the other supervisor. Returns true if this supervisor must begin to stop, or
-    /// must stop at once.
+    /// Records a stop signal, and notifies the other supervisor. Returns true if this supervisor must begin to stop,
+    /// or must stop at once.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -286,7 +288,7 @@ pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(descriptor)
 }
 
-/// Waits until a pidfd or pipe reports that its process has ended.
+/// Waits until a pidfd or pipe reports the exit of its process.
 pub(super) async fn wait_for_end(descriptor: &AsyncFd<OwnedFd>) {
     // An error means that the runtime of this process is ending.
     if descriptor.readable().await.is_err() {

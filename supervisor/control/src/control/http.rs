@@ -59,7 +59,7 @@ pub(super) async fn limit_time(
     }
 }
 
-/// Completes responses of the admin API, which close the connection.
+/// Completes a response of the admin API. The connection then closes.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let is_job = jobs::bulkhead_of(&request).is_some();
     // Connections are not kept alive, because an idle connection would hold a permit.
@@ -125,8 +125,8 @@ mod tests {
     use super::super::responses;
     use super::*;
 
-    /// Number of places in each file that respond 503 or 429, by status, by a helper, or by a reason of rejection. A new
-    /// place belongs in this list after a check that no job can have begun there.
+    /// Number of places in each file that respond with 503 or 429, by status, through a helper, or through a reject
+    /// reason. Before adding a place, check that no job can have begun there.
     const PLACES: &[(&str, usize)] = &[
         // The data plane did not reply to a request for numbers or limits.
         ("advice.rs", 2),

@@ -201,7 +201,7 @@ async fn run(
             },
         }
     };
-    // Without the whole payload, the session cannot have another job.
+    // If the payload was not sent completely, the session cannot be used for another job.
     let slot = slot.filter(|_| is_sent);
     let (message, extensions) =
         codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;

@@ -157,8 +157,8 @@ async fn identify(
     }
 }
 
-/// Completes responses. While the supervisor is stopping, or after it has handed over to a successor, each response closes its connection, so that the client
-/// uses another host or the successor for the next request.
+/// Completes a response. While the supervisor is stopping, or after it has handed over, each response closes its
+/// connection, so that the client sends its next request to another host or to the successor.
 async fn complete(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,

@@ -138,7 +138,7 @@ impl Reloads {
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
     }
 
-    /// Locks the user ids that the previous supervisor of an upgrade had locked until its end.
+    /// Locks the user ids that the predecessor of an upgrade had locked until it exited.
     pub(super) async fn lock_inherited_ids(&self) {
         if let Some(ids) = self.active_config.lock().await.support.ids() {
             ids.lock_inherited();

@@ -60,8 +60,8 @@ impl SocketFiles {
         }
     }
 
-    /// Returns the locks of the sockets, and the listener of the admin socket, for a successor. Each has the name of its
-    /// socket and the path.
+    /// Returns the locks of the sockets and the listener of the admin socket, for a successor. Each comes with the
+    /// name of its socket and the path.
     pub(super) fn descriptors(&self) -> io::Result<Vec<(&'static str, String, OwnedFd)>> {
         let locks = [inherited::JOBS_LOCK, inherited::ADMIN_LOCK];
         let mut found = Vec::new();

@@ -79,7 +79,7 @@ fn send(control: &Shared, command: HandoverCommand) -> Result<(), String> {
     control.commands.send(Command::Handover(Box::new(command))).map_err(|error| error.to_string())
 }
 
-/// Ends this process with an error.
+/// Stops this supervisor, and makes the process exit with an error.
 fn give_up(control: &Shared, why: &str) {
     tracing::error!("the upgrade has failed: {why}");
     control.handover.end.fail();
@@ -88,12 +88,12 @@ fn give_up(control: &Shared, why: &str) {
     }
 }
 
-/// Waits until the predecessor has closed the link. It sends nothing before the successor is ready.
+/// Waits until the predecessor has closed the link. The predecessor sends no messages before the successor is ready.
 async fn ended(link: &Link) {
     while let Ok(Some(_)) = link.receive().await {}
 }
 
-/// Returns an error if a bulkhead has no worker, but has one in the predecessor.
+/// Returns an error if a bulkhead that was ready in the predecessor has no worker here.
 async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), String> {
     let snapshots = control.snapshots(None).await.ok_or("the data plane does not respond")?;
     let has_failed = |state: &Word<BulkheadState>| {
@@ -141,8 +141,8 @@ async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Resu
     receiver.await.map_err(|_| io::Error::other("the data plane has ended"))
 }
 
-/// Answers a PING once the data plane has responded. A separate task, so that a data plane that hangs does not delay the
-/// predecessor's other messages.
+/// Answers a PING once the data plane has responded. Runs as a separate task, so that a data plane that hangs does
+/// not delay the predecessor's other messages.
 async fn answer(control: Shared, link: Arc<Link>) {
     if control.is_healthy().await {
         // Without an answer, the predecessor sends another PING.

@@ -38,7 +38,7 @@ const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkh
 /// Checks that requests over TCP must pass.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
-    /// The token for everything.
+    /// The admin token, which gives all permissions.
     token: Token,
     /// Listening address if it is a loopback address, otherwise `None`. If set, the `Host` header must name
     /// this machine.

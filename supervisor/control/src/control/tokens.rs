@@ -23,7 +23,7 @@ impl TokenTable {
         Self { tokens: RwLock::new(Tokens::new(config)), spools: Mutex::default() }
     }
 
-    /// Puts the tokens of another configuration into force. Jobs of earlier tokens that have begun are not affected.
+    /// Replaces the tokens with those of another configuration. Jobs that were already submitted are not affected.
     pub(super) fn update(&self, config: &Config) {
         let tokens = Tokens::new(config);
         let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_the_only_secret() {
+    fn request_must_have_exactly_one_secret() {
         let found = |value: &str| secret(&headers(&[value]));
         for good in ["Bearer a-secret", "bearer  a-secret "] {
             assert_eq!(found(good).unwrap(), b"a-secret", "{good}");

@@ -65,11 +65,11 @@ const PROBATION: Duration = Duration::from_secs(10);
 /// Interval between two PINGs until the main process changes.
 const PING_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Number of PINGs without a PONG after which the new program is taken to hang.
+/// Number of unanswered PINGs after which the new program counts as hung.
 const UNANSWERED_PINGS_MAX: u32 = 3;
 
-/// Maximum time to wait for the end of the workers of a new program that was killed. With `ACTIVE_TIMEOUT`, below the time
-/// limit for a client's hello, because nothing is read meanwhile.
+/// Maximum time to wait until the workers of a killed successor have ended. Together with `ACTIVE_TIMEOUT`, this is
+/// below the time limit for a client's hello, because no client is read in the meantime.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time limit for the service manager's confirmation.
@@ -78,7 +78,7 @@ const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time to wait for space in the queue of commands.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time after the deadline of the last job over HTTP in which its client must have read the response.
+/// Maximum time for the client of the last job over HTTP to read its response, after the deadline of the job.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Interval between checks whether the last HTTP request has ended.
@@ -195,7 +195,7 @@ struct Successor {
     version: String,
 }
 
-/// How the time until the main process changes has ended.
+/// Result of the time in which both programs run, before the main process changes.
 enum Probation {
     Passed,
     /// Both supervisors stop.
@@ -223,7 +223,7 @@ impl Upgrade {
         }
     }
 
-    /// Serves again.
+    /// Resumes serving after a failed upgrade.
     async fn take_back(&self, listener: Option<UnixListener>) {
         let control = &self.control;
         control.handover.end.wait_for(None);
@@ -298,7 +298,7 @@ impl Upgrade {
         successor.expect(control, kind::READY, limit, "ready").await?;
         self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("ready") });
 
-        // Nobody accepts until the successor does. The connections wait in the backlog.
+        // Until the successor accepts connections, they wait in the backlog.
         handover.set_listening(false);
         let state = self.switch(transfer).await?;
         // From here on, this process ends after the successor.
@@ -317,8 +317,7 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // If the service manager does not know the new main process, it would kill that process at the end of this
-            // one.
+            // If the service manager does not know the new main process, it kills that process when this one exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
         Ok((successor, probation))
@@ -459,7 +458,7 @@ impl Upgrade {
     async fn switch(&self, transfer: OwnedFd) -> Result<SwitchState, StepFailure> {
         let (reply, receiver) = oneshot::channel();
         self.send(HandoverCommand::Switch { transfer, reply }).await;
-        // Leases are awaited for some seconds.
+        // Can take some seconds, because the data plane waits for leases.
         receiver.await.map_err(|_| StepFailure("switch", "the supervisor is stopping".to_owned()))
     }
 
@@ -475,7 +474,7 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits until the new program has served for some seconds. Its data plane must respond all the time.
+    /// Waits for some seconds while both programs run. The new program's data plane must respond all the time.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;

@@ -122,7 +122,7 @@ struct Admitted {
     permit: OwnedSemaphorePermit,
 }
 
-/// The client has sent nothing in time.
+/// Error for a client that has sent nothing in time.
 struct Silent;
 
 /// A guard that removes a connection from the list when it is dropped.

@@ -78,12 +78,12 @@ pub struct Store {
     is_failing: bool,
 }
 
-/// Groups of reports.
+/// Groups of reports. Each group has its own maximum number of stored reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Group {
     /// A worker failed to start.
     Start,
-    /// A job still ran at its deadline.
+    /// A job was still running at its deadline.
     Late,
     /// All others.
     Crash,
@@ -284,7 +284,7 @@ impl Store {
         self.reports.remove(&id)
     }
 
-    /// Drops the oldest report that is kept in memory, first of the groups that matter less.
+    /// Drops the oldest report that is kept in memory, from the least important group that has one.
     fn drop_oldest_in_memory(&mut self) -> bool {
         let is_in_memory =
             |id: &&CrashId| self.reports.get(id).is_some_and(|stored| stored.in_memory.is_some());

@@ -35,7 +35,7 @@ pub(super) struct Connection<S> {
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// Response in place of hyper's own, and the number of bytes that are written.
+    /// Response that replaces hyper's own, and the number of its bytes that were already written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 
@@ -55,7 +55,8 @@ enum Phase {
 }
 
 impl<S> Connection<S> {
-    /// Wraps an accepted socket. The first request has less time than later ones, because every client can connect.
+    /// Wraps an accepted socket. The time limit for the first request is shorter than for later ones, because any
+    /// client can connect.
     pub(super) fn new(socket: S, progress: Arc<Progress>, accepted: Instant) -> Self {
         let timer = Box::pin(tokio::time::sleep_until(accepted + REQUEST_TIMEOUT));
         Self { socket, progress, timer, phase: Phase::Head, replacement: None }
@@ -107,7 +108,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         Poll::Ready(Ok(()))
     }
 
-    /// Returns pending, or an error if the client has read nothing for too long.
+    /// Returns `Pending`, or an error if the client has read nothing for too long.
     fn stall<T>(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
         if self.phase != Phase::Stalled {
             self.enter(Phase::Stalled, READ_TIMEOUT);

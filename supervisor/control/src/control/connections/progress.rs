@@ -61,7 +61,8 @@ impl Progress {
         self.is_answered.store(true, Ordering::Relaxed);
     }
 
-    /// Records that everything is written. The connection waits for the next request if the last one is answered.
+    /// Records that all output was written. If the last request was answered, the connection then waits for the next
+    /// one.
     pub(super) fn flushed(&self) {
         if self.is_answered.swap(false, Ordering::Relaxed) {
             let since = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(SERVING - 1);
@@ -168,7 +169,7 @@ impl Active {
     }
 }
 
-/// A guard for a connection that counts as being served until the guard is dropped.
+/// Guard that removes the connection from [`Active`] when it is dropped.
 pub(super) struct ActiveGuard {
     active: Arc<Active>,
     number: u64,
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn closes_strangers_first_then_the_longest_idle() {
+    fn idle_connections_without_token_are_closed_first() {
         let active = Active::new();
         let [busy, known, stranger, later] = [(); 4].map(|()| Progress::new());
         let guards = [&busy, &known, &stranger, &later].map(|progress| active.add(progress.clone()));

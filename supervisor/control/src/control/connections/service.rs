@@ -29,15 +29,15 @@ const HEAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of headers of a request.
 const HEADERS_MAX: usize = 100;
 
-/// Time in which a connection that must close still receives a request that was sent before.
+/// Maximum time for a closing connection to receive a request that the client has already sent.
 const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
 
-/// Maximum size of the rest of a request that is discarded to keep the connection alive, in bytes, and the maximum
-/// time for this.
+/// Maximum number of bytes of a request that are read and discarded to keep the connection alive, and maximum time
+/// for this.
 const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
 const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum time for which a closing connection without a request is waited for.
+/// Maximum time to wait for a closing connection that has no request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves connections until the listener has closed, then waits for the connections that were admitted before.

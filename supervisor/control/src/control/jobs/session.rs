@@ -1,5 +1,5 @@
-//! Connections to the data plane for jobs over HTTP, with the jobs protocol. The jobs of an HTTP connection that is
-//! kept alive share one, one job at a time.
+//! Connections to the data plane for jobs over HTTP, with the jobs protocol. The jobs of a kept-alive HTTP connection
+//! share a connection to the data plane, and use it one after the other.
 
 use std::io;
 use std::sync::atomic::Ordering;
