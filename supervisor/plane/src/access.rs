@@ -121,12 +121,11 @@ impl Access {
         }
     }
 
-    /// Uses this cache of unrelated processes.
+    /// Replaces the cache of unrelated processes, to keep its entries after a reload.
     pub fn with_unrelated(self, unrelated: Arc<UnrelatedProcesses>) -> Self {
         Self { unrelated, ..self }
     }
 
-    /// Returns the cache of unrelated processes.
     pub fn unrelated(&self) -> Arc<UnrelatedProcesses> {
         self.unrelated.clone()
     }

@@ -34,7 +34,7 @@ pub struct SharedCounters {
     /// True once the data plane has answered every job that it received. Other jobs get no outcome, and did not
     /// begin. Stays false if the data plane fails.
     pub has_answered_all: AtomicBool,
-    /// Number of bytes that each spool may always hold, whatever others hold.
+    /// Number of bytes that each spool may always hold, regardless of the memory that others hold.
     pub spool_share: AtomicUsize,
     /// Process id of the keeper.
     pub keeper_pid: AtomicU32,

@@ -27,10 +27,10 @@ pub const VERSION: u16 = 1;
 pub const MESSAGE_BYTES_MAX: usize =
     2 * HEADER_BYTES + 2 * METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + READ_BYTES_MAX;
 
-/// Difference between the numbers of a supervisor's jobs, leases and events and those of its successor. A supervisor that
-/// takes over again after a failed upgrade continues with its own numbers. More than the successor can use in the ten
-/// seconds in which the upgrade can fail, and few enough for tens of thousands of upgrades, because a job's number has 40
-/// bits.
+/// Gap between the numbers of a supervisor's jobs, leases and events and those of its successor, so that numbers stay
+/// unique if the upgrade fails and the predecessor continues with its own. The successor cannot use this many numbers
+/// in the ten seconds in which the upgrade can fail. A job number has 40 bits, which is enough for tens of thousands
+/// of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
 /// Kinds of messages. The meaning of a number never changes.
@@ -126,7 +126,7 @@ pub struct BulkheadState {
     pub is_forced_open: bool,
     /// Numbers in the predecessor's configuration file.
     pub file: Numbers,
-    /// Numbers in force.
+    /// Current numbers, including operators' changes.
     pub live: Numbers,
 }
 
@@ -139,7 +139,7 @@ pub struct TenantState {
     pub tenant: String,
     /// Numbers in the predecessor's configuration file.
     pub file: Numbers,
-    /// Numbers in force.
+    /// Current numbers, including operators' changes.
     pub live: Numbers,
 }
 
@@ -177,14 +177,14 @@ pub struct CompartmentName {
     pub tenant: Option<String>,
 }
 
-/// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers only fall.
+/// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers only decrease.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Held {
     /// Compartment of the permits.
     pub compartment: CompartmentName,
     /// Number of permits.
     pub permits: u32,
-    /// Number of jobs that wait in addition.
+    /// Number of jobs that must wait for one of these permits.
     pub waiting: u32,
 }
 
@@ -220,7 +220,8 @@ pub struct Switch {
     pub events_after: u64,
 }
 
-/// SESSION: a connection, whose socket comes with the message. The payload are bytes that were read, but not processed.
+/// SESSION: a connection, whose socket comes with the message. The payload consists of bytes that were received but
+/// not handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SessionState {
     /// True if the handshake is complete.
@@ -231,14 +232,14 @@ pub struct SessionState {
     pub client: SessionClient,
     /// True if the client understands GOAWAY.
     pub takes_goaway: bool,
-    /// Number of SUBMIT frames that were taken on this connection.
+    /// Number of SUBMIT frames handled on this connection.
     pub submits: u64,
 }
 
 /// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum SessionClient {
-    /// The peer of the socket. Its credentials belong to the socket.
+    /// The peer of the socket, whose credentials the kernel reports.
     Peer,
     /// The control plane, for a user of the admin API.
     Operator {
@@ -291,7 +292,7 @@ pub struct Frame<'a> {
     is_critical: bool,
 }
 
-/// Reason why a message is not understood.
+/// Reason why a message cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The bytes are not a message.
@@ -303,7 +304,7 @@ pub enum FrameError {
     /// The descriptor of the message is missing, because this process has no free one.
     #[error("a descriptor is missing: raise the limit on open files")]
     NoDescriptor,
-    /// The message must be understood, but this version does not know it.
+    /// The message is critical, but this version does not know its kind.
     #[error("this version does not know the message {0}")]
     Unknown(u8),
 }
@@ -325,7 +326,7 @@ impl<'a> Frame<'a> {
         Ok(codec::decode(self.metadata, &[])?.0)
     }
 
-    /// Returns an error if this version does not know the kind but must not skip the message.
+    /// Returns an error if the message is critical. Called for messages of an unknown kind.
     pub fn skip(&self) -> Result<(), FrameError> {
         if self.is_critical { Err(FrameError::Unknown(self.kind)) } else { Ok(()) }
     }
@@ -349,24 +350,24 @@ pub enum HandoverCommand {
     /// Prepare to hand over: refuse commands of operators, lend no files, and recall leases. The keeper holds the
     /// lifeline.
     Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, String>> },
-    /// Accept and read no more, once the leases are back.
+    /// Stop accepting connections and reading from clients, once clients have returned their leases.
     Switch {
         /// This end of the transfer socket.
         transfer: OwnedFd,
         /// Receives the permits and numbers for the successor.
         reply: oneshot::Sender<SwitchState>,
     },
-    /// The successor serves: pass on connections, and read what concerns the jobs that were accepted before.
+    /// The successor serves: pass on connections, and handle only frames about jobs that were accepted before.
     Release,
-    /// The successor has failed: serve again. Contains the listener of the jobs socket.
+    /// The successor has failed: resume serving. Contains the listener of the jobs socket.
     TakeBack(Option<std::os::unix::net::UnixListener>),
-    /// Nothing is taken back any more: end idle workers, and stop after the last job.
+    /// The upgrade can no longer fail: stop idle workers, and stop after the last job.
     Leave,
-    /// Put an operator's decisions of the predecessor into force.
+    /// Apply operators' decisions from the predecessor.
     Restore {
         bulkheads: Vec<BulkheadState>,
         tenants: Vec<TenantState>,
-        /// Receives the reason why a decision cannot be put into force.
+        /// Receives the reason why a decision cannot be applied.
         reply: oneshot::Sender<Result<(), String>>,
     },
     /// Take over from the predecessor.
@@ -388,7 +389,7 @@ pub enum HandoverCommand {
 /// duplicate of the listener of the jobs socket.
 pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix::net::UnixListener>);
 
-/// State of the data plane when it stops to serve.
+/// State of the data plane when it stops serving.
 #[derive(Debug, Default)]
 pub struct SwitchState {
     /// Permits that are still needed.

@@ -200,8 +200,9 @@ impl Program {
     }
 }
 
-/// Resolves the confinement of a symbolizer: that of the worker without write access and network, and under `strict`
-/// if this machine supports it. So a record that takes over the symbolizer gains no rights over those of its worker.
+/// Resolves the confinement of a symbolizer: that of the worker, but without write access and network, and with the
+/// profile `strict` if this machine supports it. Even a record that exploits the symbolizer gains no rights that its
+/// worker did not have.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
         let mut bulkhead = bulkhead.clone();

@@ -43,8 +43,8 @@ impl ThreadMonitor {
         let _ = self.0.waker.set(waker);
     }
 
-    /// Records that the start is complete. After this call, an essential thread that ends is reported
-    /// immediately. Before, a thread only ends because the start has failed, which is reported elsewhere.
+    /// Records that the start is complete. From now on, the early end of an essential thread is reported immediately.
+    /// Earlier, a thread ends only because the start has failed, which is reported elsewhere.
     pub fn mark_started(&self) {
         self.0.has_started.store(true, Ordering::SeqCst);
     }
@@ -59,8 +59,8 @@ impl ThreadMonitor {
         self.0.lost.get().copied()
     }
 
-    /// Returns a guard for an essential thread or task. If the guard is dropped before the shutdown, the
-    /// thread counts as ended early.
+    /// Returns a guard for an essential thread or task. If the guard is dropped before the shutdown begins, the
+    /// thread counts as having ended early.
     pub fn guard(&self, name: &'static str) -> ThreadGuard {
         ThreadGuard { name, threads: self.clone() }
     }
@@ -117,7 +117,7 @@ impl ThreadMonitor {
             std::thread::sleep(SHUTDOWN_TIMEOUT);
             std::process::exit(HUNG_EXIT_CODE);
         };
-        // An error is ignored. Without this thread, only a shutdown that hangs is not ended.
+        // An error is ignored, because only a shutdown that hangs needs this thread.
         let _ = std::thread::Builder::new().name("end".into()).spawn(hangs);
     }
 }

@@ -213,8 +213,8 @@ impl IdAllocator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).permanent.clone()
     }
 
-    /// Uses the permanent ids of the previous supervisor of an upgrade together with it. The ids are locked by
-    /// [`IdAllocator::lock_inherited`] when that supervisor has ended. Ids outside of the range are ignored.
+    /// Shares the permanent ids of the predecessor of an upgrade. They are locked by [`IdAllocator::lock_inherited`]
+    /// when the predecessor has exited. Ids outside of the range are ignored.
     pub fn inherit(&self, permanent: BTreeMap<String, u32>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for (bulkhead, id) in permanent {
@@ -225,7 +225,7 @@ impl IdAllocator {
         }
     }
 
-    /// Locks the inherited ids. Until then, other supervisors skip them because the workers have them.
+    /// Locks the inherited ids. Until then, other supervisors skip these ids because workers still run with them.
     pub fn lock_inherited(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for id in std::mem::take(&mut state.inherited) {
