@@ -263,10 +263,10 @@ impl Keeper {
         self.send_order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
-    /// Orders the keeper to take the stacks of a worker and of its descendants, at most 15 ms long. With `job`, only of
-    /// the descendants that run this job. The keeper writes to `file` the number of bytes as a 64-bit integer, and then
-    /// [records](bulkhead_shared::crash_record::Records). `text` is the journal of a worker that writes its stacks as
-    /// text, too. The keeper then sends [`Report::Sampled`].
+    /// Orders the keeper to sample the stacks of a worker and of its descendants, within 15 ms. With `job`, samples
+    /// only the descendants that run this job or, if there are none, all descendants. The keeper writes the number of
+    /// bytes to `file` as a 64-bit integer, followed by [records](bulkhead_shared::crash_record::Records). `text` is
+    /// the journal of a worker that can also write its stacks as text. The keeper then sends [`Report::Sampled`].
     pub fn sample(
         &mut self,
         worker: u64,

@@ -245,15 +245,15 @@ fn probe_yama() -> LayerSupport {
     LayerSupport::of("yama", tried, what_to_do)
 }
 
-/// Layer name under which [`probe`] reports whether the keeper can take the stacks of workers.
+/// Layer name under which [`probe`] reports whether the keeper can sample the stacks of workers.
 const STACKS: &str = "stacks";
 
-/// Checks whether the keeper can trace its workers, to take their stacks when they do not end in time.
+/// Checks whether the keeper can trace its workers, in order to sample their stacks.
 fn probe_stacks() -> LayerSupport {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
     let is_root = rustix::process::geteuid().is_root();
     let can_trace = capabilities(None).is_ok_and(|own| own.effective.contains(CapabilitySet::SYS_PTRACE));
-    // There is no such process, so only a filter or a security module gives another error.
+    // The process does not exist, so any other error than ESRCH comes from a filter or a security module.
     let filtered =
         nix::sys::ptrace::seize(nix::unistd::Pid::from_raw(i32::MAX), nix::sys::ptrace::Options::empty());
     let (tried, what_to_do) = if scope.trim() == "3" {

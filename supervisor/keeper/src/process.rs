@@ -84,7 +84,7 @@ const PID_MASK: usize = LISTENER - 1;
 /// Token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
 const WATCHED: usize = 1 << 37;
 
-/// Token with which a thread that takes stacks wakes the loop.
+/// Token with which the sampling thread wakes the loop.
 const SAMPLED: usize = 1 << 38;
 
 // The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.

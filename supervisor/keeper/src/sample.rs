@@ -1,6 +1,6 @@
-//! Takes the stacks of processes that run for too long, from outside.
+//! Samples the stacks of processes that run for too long, without their cooperation.
 //!
-//! Each thread is stopped for some ten microseconds with `ptrace(2)`. The records have the format of
+//! Each thread is stopped with `ptrace(2)` for about ten microseconds. The records have the format of
 //! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.
 
 use std::fs::File;
@@ -19,14 +19,14 @@ use nix::sys::ptrace;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
-/// Maximum time for the stacks of one worker.
+/// Maximum time for sampling one worker.
 pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 
-/// Maximum number of threads, and of processes with these threads.
+/// Maximum number of sampled threads, and of processes to which they belong.
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
-/// Number of descendants at which no more are searched.
+/// Number of descendants at which the search for descendants stops.
 const DESCENDANTS_MAX: usize = 256;
 
 /// Maximum size in bytes of the recorded part of a stack.
@@ -42,14 +42,15 @@ const RED_ZONE_BYTES: u64 = 128;
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record. The number of bytes of all records comes before.
+/// Offset of the first record in the file, behind the total size of all records.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
-/// The worker whose stacks are taken, and the files that receive the stacks.
+/// Worker to sample, and files that receive the stacks.
 pub(crate) struct SampleRequest {
     /// The worker.
     pub(crate) process: ProcessStart,
-    /// If set, only programs of this job count: descendants of the worker whose variable `BULKHEAD_JOB` has this value.
+    /// If set, samples only the programs of this job, which are the descendants of the worker whose variable
+    /// `BULKHEAD_JOB` has this value. If there are none, samples all descendants.
     pub(crate) job: Option<String>,
     /// File for the records.
     pub(crate) file: OwnedFd,
@@ -57,7 +58,7 @@ pub(crate) struct SampleRequest {
     pub(crate) text: Option<OwnedFd>,
 }
 
-/// A process id, and the start time by which a later process with the same id is recognised.
+/// Process id, with the start time that distinguishes the process from later processes with the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ProcessStart {
     id: u32,
@@ -65,7 +66,7 @@ pub(crate) struct ProcessStart {
 }
 
 impl ProcessStart {
-    /// Returns `None` if there is no process with this id.
+    /// Returns `None` if no process has this id.
     pub(crate) fn of(id: u32) -> Option<Self> {
         Some(Self { id, started: start_time(id)? })
     }
@@ -77,7 +78,7 @@ impl ProcessStart {
 }
 
 impl SampleRequest {
-    /// Takes the stacks. Fails if no thread can be stopped, for example with `EPERM`.
+    /// Takes the sample. Fails if no thread can be stopped, for example with `EPERM`.
     pub(crate) fn take(self) -> Result<(), Errno> {
         let until = Instant::now() + SAMPLE_TIMEOUT;
         let processes = self.processes();
@@ -89,13 +90,13 @@ impl SampleRequest {
             result = if result.is_ok() { result } else { taken };
         }
         if let Some(text) = self.text {
-            // All threads run again, so that the worker can handle the signal.
+            // All threads are running again, so that the worker can handle the signal.
             request_text(self.process, &File::from(text), until);
         }
         result
     }
 
-    /// Returns the processes whose stacks are taken, the most important one first.
+    /// Returns the processes to sample, most important first.
     fn processes(&self) -> Vec<ProcessStart> {
         let descendants = descendants(self.process.id);
         let descendants: Vec<_> = descendants.into_iter().filter_map(ProcessStart::of).collect();
@@ -110,8 +111,8 @@ impl SampleRequest {
     }
 }
 
-/// Returns the descendants of a process, parents before children. Reads only these processes, where
-/// [`descendants_of`] reads all processes of the machine.
+/// Returns the descendants of a process, parents before children. Faster than [`descendants_of`], which reads all
+/// processes of the machine.
 fn descendants(root: u32) -> Vec<u32> {
     let mut found = vec![root];
     let mut next = 0;
@@ -119,7 +120,7 @@ fn descendants(root: u32) -> Vec<u32> {
         for thread in threads_of(found[next]) {
             let Ok(children) = read_limited(&format!("/proc/{}/task/{thread}/children", found[next])) else {
                 if next == 0 && thread == root {
-                    // This kernel was built without the file.
+                    // The kernel was built without this file.
                     return descendants_of(root).unwrap_or_default();
                 }
                 continue;
@@ -132,8 +133,8 @@ fn descendants(root: u32) -> Vec<u32> {
     found.split_off(1)
 }
 
-/// Makes the worker write the stacks of its threads, and waits until the text is complete. The offset of the file,
-/// which the worker shares, grows while the worker writes.
+/// Makes the worker write the stacks of its threads as text, and waits until the text is complete. Progress is
+/// visible in the file offset, which the worker shares.
 fn request_text(process: ProcessStart, mut text: &File, until: Instant) {
     let start = text.stream_position().unwrap_or(0);
     if send_stack_signal(process).is_err() {
@@ -166,7 +167,7 @@ fn send_stack_signal(process: ProcessStart) -> io::Result<()> {
 /// The file for the records.
 struct Sample {
     file: File,
-    /// Number of bytes written.
+    /// Number of bytes written so far.
     bytes: usize,
 }
 
@@ -183,7 +184,7 @@ impl Drop for Tracee {
 }
 
 impl Sample {
-    /// Takes the stacks of the threads of a process.
+    /// Samples the threads of a process.
     fn take_process(
         &mut self,
         process: ProcessStart,
@@ -226,14 +227,14 @@ impl Sample {
             std::thread::sleep(STOP_INTERVAL);
         }
         if result.is_ok() {
-            // Threads that cannot be stopped, for example in an uninterruptible sleep.
+            // These threads cannot be stopped, for example because they are in an uninterruptible sleep.
             others.extend(tracees.iter().map(|(_, header)| *header));
             others.into_iter().for_each(|header| self.write(header, &mut mappings, &[]));
         }
         result
     }
 
-    /// Appends a record, if there is room. The first record of a process takes its mappings.
+    /// Appends a record, if there is room. The first record of a process also contains its mappings.
     fn write(&mut self, mut header: Header, mappings: &mut Vec<u8>, stack: &[u8]) {
         (header.maps_bytes, header.stack_bytes) = (mappings.len() as u32, stack.len() as u32);
         let mut bytes = [0; HEADER_BYTES];
@@ -254,11 +255,11 @@ fn pid(id: u32) -> Pid {
     Pid::from_raw(id.cast_signed())
 }
 
-/// Begins to stop a thread.
+/// Attaches to a thread and requests that it stops.
 fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
     ptrace::seize(pid(id), ptrace::Options::empty())?;
     let tracee = Tracee { id };
-    // From here on, the ids cannot be reused.
+    // From here on, the thread's id cannot be reused.
     let is_thread = std::fs::exists(format!("/proc/{}/task/{id}", process.id)).unwrap_or(false);
     if !is_thread || !process.is_current() {
         return Err(Errno::ESRCH);
@@ -273,7 +274,7 @@ fn is_dead(header: &Header) -> bool {
 }
 
 struct Registers {
-    /// Registers in the order of [`Header::registers`].
+    /// Register values, in the order of [`Header::registers`].
     all: [u64; REGISTERS_MAX],
     stack_pointer: u64,
 }
@@ -322,8 +323,8 @@ fn mapping_end(maps: &[u8], address: u64) -> Option<u64> {
     })
 }
 
-/// Returns the lines of `/proc/PID/maps` that are about code. The result is never empty, because a record without
-/// mappings belongs to the process before.
+/// Returns the lines of `/proc/PID/maps` that describe executable mappings. The result is never empty, because a
+/// record without mappings counts towards the previous process.
 fn executable_mappings(maps: &[u8]) -> Vec<u8> {
     let mut lines = Vec::new();
     for line in maps.split_inclusive(|byte| *byte == b'\n') {
@@ -348,7 +349,7 @@ fn threads_of(process: u32) -> Vec<u32> {
     threads
 }
 
-/// Returns a header with everything that `/proc` tells about a thread.
+/// Returns a header with all information about a thread from `/proc`.
 fn describe(process: u32, id: u32) -> Header {
     let folder = format!("/proc/{process}/task/{id}");
     let read = |name: &str| read_limited(&format!("{folder}/{name}")).unwrap_or_default();

@@ -14,7 +14,7 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition. Much longer than any condition should take.
+/// Maximum time to wait for a condition. Far longer than necessary.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 // The kernel's resource numbers, whose types differ between C libraries.

@@ -1,8 +1,8 @@
-//! Takes the stacks of workers on separate threads, so that the keeper serves other workers meanwhile.
+//! Samples the stacks of workers on separate threads, so that the keeper can serve other workers in the meantime.
 //!
-//! Only one thread runs at a time. It ends after each worker, because the kernel then releases all threads of
-//! the worker that are still stopped. While the thread runs, the keeper does not reap orphans: the kernel
-//! reports stopped threads in the same way as dead children.
+//! Only one thread runs at a time. It exits after each sample, because the kernel then resumes all threads of the
+//! worker that are still stopped. While the thread runs, the keeper does not reap orphans, because the kernel reports
+//! stopped threads in the same way as dead children.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,24 +19,24 @@ use super::{EventLoop, SAMPLED};
 use crate::protocol::ReportMessage;
 use crate::sample::{ProcessStart, SAMPLE_TIMEOUT, SampleRequest};
 
-/// Maximum number of workers whose stacks wait to be taken. The supervisor does not wait for long.
+/// Maximum number of workers that wait to be sampled.
 const WAITING_MAX: usize = 16;
 
-/// Time after which the keeper reaps orphans again although a thread is still busy. A hostile process can make the
-/// thread wait until the process dies.
+/// Time after which the keeper reaps orphans again even if the thread is still running. A hostile process can block
+/// the thread until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
-/// Size of the stack of the thread that takes stacks, in bytes.
+/// Stack size of the sampling thread, in bytes.
 const THREAD_STACK_BYTES: usize = 256 * 1024;
 
-/// Workers whose stacks are being taken.
+/// Current and pending samples.
 pub(super) struct Samples {
     waker: Arc<Waker>,
     waiting: VecDeque<Order>,
     current: Option<Current>,
 }
 
-/// An order to take the stacks of a worker.
+/// Order to sample a worker.
 struct Order {
     worker: u64,
     job: Option<String>,
@@ -57,19 +57,19 @@ impl Samples {
         Ok(Self { waker, waiting: VecDeque::new(), current: None })
     }
 
-    /// Returns true if threads may be stopped, so that waiting for children would report these threads.
+    /// Returns true if threads may be stopped, so that a wait for children could report such a thread.
     pub(super) fn is_busy(&self, now: Instant) -> bool {
         self.next_due(now).is_some()
     }
 
-    /// Returns the time at which the keeper reaps orphans again although a thread is busy.
+    /// Returns the time at which the keeper reaps orphans again even if the thread is still running.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         self.current.as_ref().map(|current| current.since + BUSY_MAX).filter(|due| *due > now)
     }
 }
 
 impl EventLoop {
-    /// Begins to take the stacks of a worker, or reports why it cannot.
+    /// Starts to sample a worker, or reports why this is impossible.
     pub(super) fn sample(&mut self, worker: u64, job: Option<&str>, descriptors: Vec<OwnedFd>) {
         if self.samples.waiting.len() >= WAITING_MAX {
             return self.report_sample(worker, Err(Errno::EBUSY));
@@ -77,11 +77,11 @@ impl EventLoop {
         self.samples.waiting.push_back(Order { worker, job: job.map(str::to_owned), descriptors });
     }
 
-    /// Reports stacks that are complete, and begins with the next worker.
+    /// Reports a completed sample, and starts the next one.
     pub(super) fn advance_samples(&mut self) {
         let has_ended = |current: &mut Current| current.has_ended.load(Ordering::Acquire);
         if let Some(current) = self.samples.current.take_if(has_ended) {
-            // A panic is a failure like any other.
+            // A panic is reported as a failed sample.
             let result = current.thread.join().unwrap_or(Err(Errno::EIO));
             self.report_sample(current.worker, result);
         }

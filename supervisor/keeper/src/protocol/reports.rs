@@ -115,7 +115,7 @@ pub enum Report {
     Sampled {
         /// Spawn number of the worker.
         worker: u64,
-        /// Error if no stack could be taken.
+        /// Error if no thread could be sampled.
         result: io::Result<()>,
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).

@@ -132,7 +132,7 @@ fn processes(path: &Path) -> Vec<u32> {
     Folder::open(path).unwrap().read_processes().unwrap()
 }
 
-/// Opens the folder of a leaf, in order to start a process there.
+/// Opens the folder of a leaf, for starting a process in it.
 fn folder(leaf: &Leaf) -> Folder {
     Folder::open(leaf.path()).unwrap()
 }

@@ -353,7 +353,7 @@ fn landlock_restricts_sockets_from_outside() {
     });
 }
 
-/// The connection of TCP fast open is permitted by the call of `connect`, although the kernel delays it.
+/// With TCP fast open, `connect` returns before the connection is established, but the rules apply to the call.
 #[test]
 fn landlock_restricts_delayed_connections() {
     if !has_abi(4) {

@@ -266,8 +266,8 @@ fn only_connections(udp: bool) -> Rule {
     Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise }.into()
 }
 
-/// Denies replacing the protocol of a TCP socket. The error is that of a kernel without the new protocol, which
-/// libraries with TLS in the kernel expect.
+/// Denies replacing the protocol of a TCP socket. The call fails as on a kernel without the requested protocol, which
+/// libraries that use kernel TLS expect.
 fn deny_protocol_change(otherwise: Rule) -> Rule {
     let no_protocol = Verdict::Errno(Errno::NOENT).into();
     let cases = vec![(Is(libc::TCP_ULP as u32), no_protocol)];

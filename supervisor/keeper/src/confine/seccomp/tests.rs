@@ -522,7 +522,8 @@ fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// The flags are the fourth argument, which the processes of other tests cannot set.
+/// Evaluates the rules directly, because the helper process of the other tests cannot set the fourth argument
+/// separately.
 #[test]
 fn fast_open_is_refused_in_all_calls_that_send() {
     let flag = libc::MSG_FASTOPEN as u64;
