@@ -2,13 +2,13 @@
 //!
 //! The records, and each file that they name, come from a process that may be hostile. So the symbolizer runs as a
 //! separate process, which the keeper confines at least as strictly as the worker. It reads records from its
-//! link, writes one JSON document to the link, and exits. The supervisor limits its time and memory, and checks
-//! the document again.
+//! link, writes one JSON document to the link, and exits. The supervisor limits the time and memory of the
+//! symbolizer, and validates the document.
 //!
-//! - `record`: the parts of the records.
-//! - `modules`: the files of programs and libraries, with their unwind tables.
-//! - `unwind`: from registers and stack to return addresses.
-//! - `names`: from addresses to functions, files and lines.
+//! - `record`: parses the records.
+//! - `modules`: opens programs and libraries, and finds their unwind tables.
+//! - `unwind`: computes return addresses from registers and stack.
+//! - `names`: resolves addresses to functions, files and lines.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};

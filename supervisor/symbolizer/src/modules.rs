@@ -1,6 +1,6 @@
-//! The files of programs and libraries that records name, with their unwind tables.
+//! Programs and libraries that are named in records, with their unwind tables.
 //!
-//! A file counts only if it is the file that was mapped, by device and inode. A hostile worker can have written it.
+//! A file is used only if its device and inode are those of the mapped file. A hostile worker may have written it.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -71,7 +71,7 @@ impl Module {
         Some(UnwindSections { text, eh_frame, eh_frame_hdr, got })
     }
 
-    /// Returns the separate debug information, from the first of the folders that has it.
+    /// Returns the separate debug information from the first folder that contains it.
     pub(crate) fn debug_file(&self, folders: &[String]) -> Option<ReadCache<File>> {
         let id = self.build_id.as_ref()?;
         let (start, rest) = id.split_at_checked(2)?;
@@ -96,7 +96,7 @@ pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<Cow<'m, [u8]
     is_small.then(|| compressed.decompress().ok()).flatten()
 }
 
-/// Returns the build id in hexadecimal digits. Debug information is stored in a file that the id names.
+/// Returns the build id in hexadecimal digits. The file with separate debug information is named after the build id.
 fn build_id(elf: &Elf<'_>) -> Option<String> {
     const BYTES: std::ops::RangeInclusive<usize> = 4..=64;
     let id = elf.build_id().ok()??;

@@ -1,5 +1,5 @@
-//! From addresses to functions, files and lines: by debug information, else by the symbol table, else by the
-//! name of the file alone.
+//! Resolves addresses to functions, files and lines. Uses debug information if available, otherwise the symbol table,
+//! otherwise only the name of the file.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -84,7 +84,7 @@ fn names(module: &Module, debug_folders: &[String], addresses: &[u64]) -> Vec<Ve
         if names.is_empty() {
             names.push(Name::default());
         }
-        // The outermost function is the one with the symbol. Debug information can lack the path of its name.
+        // The symbol is that of the outermost function, whose name in the debug information can lack the path.
         if let (Some(name), Some(symbol)) = (names.last_mut(), symbol)
             && name.function.as_ref().is_none_or(|function| symbol.contains(function))
         {

@@ -1,4 +1,4 @@
-//! The parts of the records of threads, none of which can be trusted.
+//! Parses the records of threads, which are untrusted.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,7 @@ pub(crate) struct Mapping<'r> {
     pub(crate) path: &'r str,
 }
 
-/// Returns the processes of the records. A record without mappings belongs to the process of the record before.
+/// Returns the processes of the records. A record without mappings belongs to the process of the previous record.
 pub(crate) fn processes(bytes: &[u8]) -> Vec<Process<'_>> {
     let mut processes: Vec<Process<'_>> = Vec::new();
     for record in Records::new(bytes).take(NATIVE_THREADS_MAX) {

@@ -1,4 +1,4 @@
-//! From registers and stack to return addresses.
+//! Computes return addresses from the registers and the stack of a thread.
 
 use framehop::{
     CacheNative, ExplicitModuleSectionInfo, FrameAddress, MayAllocateDuringUnwind, UnwindRegsNative,
@@ -15,7 +15,8 @@ use crate::record::{Mapping, Thread};
 pub(crate) struct CodeAddress {
     /// Address of the next instruction in the frame.
     pub(crate) address: u64,
-    /// Address in the instruction that the frame executes. For a caller, this is the call.
+    /// Address within the current instruction of the frame, for looking up names. In a caller, this is the call
+    /// instruction.
     pub(crate) lookup: u64,
 }
 
@@ -43,7 +44,7 @@ impl<'m, 'r> ProcessUnwinder<'m, 'r> {
         let mut frames = vec![CodeAddress::exact(current)];
         let mut address = FrameAddress::from_instruction_pointer(current);
         if self.modules.mappings.at(current).is_none() {
-            // The worker called an invalid function pointer, which has not created a frame.
+            // The worker called an invalid function pointer, so there is no frame for the callee.
             let Some((caller, caller_registers)) = caller_of_invalid_call(self.modules, thread) else {
                 return frames;
             };
