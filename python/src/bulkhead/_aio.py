@@ -92,7 +92,7 @@ class _Connection:
         #: Time since which further jobs need another connection.
         self.lost_at = 0.0
         self._last = 0
-        # Numbers of bytes that were ever queued and sent.
+        # Total numbers of bytes queued and sent so far.
         self._queued_bytes = self._sent_bytes = 0
         self._jobs: dict[int, AsyncJob] = {}
         self._outgoing: deque[_wire.Buffer] = deque()
@@ -225,9 +225,9 @@ class _Connection:
     # The end.
 
     def _go_away(self, taken: int) -> None:
-        """Leaves the connection to the jobs that the supervisor has taken, which are the first ``taken`` ones.
+        """Keeps only the first ``taken`` jobs, which the supervisor has taken, on this connection.
 
-        The others are sent over another connection.
+        Sends the other jobs over another connection.
         """
         if self.is_over:
             return

@@ -250,7 +250,7 @@ class Client(BaseClient):
         return future
 
     def _connected(self, options: tuple[Any, ...], seconds: float = HANDSHAKE_SECONDS_MAX) -> Connection:
-        """Returns a connection that is not known to be lost, and takes further jobs."""
+        """Returns a connection that is not known to be lost and accepts further jobs."""
         connection = self._connection
         if connection is None or connection.is_over:
             with self._lock:
@@ -294,7 +294,7 @@ class Client(BaseClient):
         self._send_later(waiting)
 
     def _wait_for_connection(self, futures: list[JobFuture], error: JobError, since: float) -> None:
-        """Sends jobs as soon as there is a connection. ``error`` says why it is missing ``since`` a time."""
+        """Sends jobs as soon as there is a connection. ``error`` is the reason why there is none since ``since``."""
         for future in futures:
             job = future.job
             assert job is not None
@@ -317,7 +317,7 @@ class Client(BaseClient):
                     self._fail_waiting(Disconnected("no thread for the reconnection could be started"))
 
     def _send_waiting(self) -> None:
-        """Sends the waiting jobs, and reconnects as often as necessary. The only method of its thread."""
+        """Sends the waiting jobs, and reconnects as often as necessary. Runs in a separate thread."""
         pause = _again.RECONNECT_PAUSE_MIN
         while True:
             with self._lock:
@@ -432,7 +432,7 @@ class Client(BaseClient):
 def _send_lost_again(
     client: weakref.ref[Client], path: str, futures: list[JobFuture], reason: str, was_taken: bool
 ) -> None:
-    """Sends the jobs of a lost connection again, also if the client of the connection was dropped."""
+    """Sends the jobs of a lost connection again, even if the client of the connection was dropped."""
     (client() or Client(path))._send_again(futures, reason, was_taken, was_taken=was_taken)
 
 

@@ -486,7 +486,7 @@ class Connection:
     # The end.
 
     def _go_away(self, taken: set[int]) -> None:
-        """Leaves the connection to the jobs that the supervisor has taken. Others are sent over another connection."""
+        """Keeps only the jobs ``taken`` on this connection. Sends all other jobs over another connection."""
         again = []
         reason = "the supervisor is being replaced"
         with self._lock:

@@ -176,7 +176,7 @@ class AsyncFleet:
         return await Submitted(self, id, tenant, notices, time.monotonic() + wait).result()
 
     async def _ending(self, tenant: str, id: str) -> tuple[Outcome, bytes] | None:
-        """Reads the ledger once."""
+        """Reads the ledger once. Returns None if the job has no outcome yet."""
         subject = f"$JS.API.DIRECT.GET.BH_LEDGER.bh.ledger.{escape(tenant)}.{escape(id)}"
         record = await self._nats.request(subject, b"", timeout=REQUEST_TIMEOUT)
         headers = record.headers or {}
@@ -234,7 +234,7 @@ class Submitted:
 
 
 async def _ignore(_error: Exception) -> None:
-    """Ignores errors of the connection, which connects again by itself."""
+    """Ignores errors of the connection, which reconnects by itself."""
 
 
 def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[str, str]) -> None:
@@ -249,7 +249,7 @@ def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[st
 
 
 def _reason(error: dict[str, Any]) -> str | None:
-    """Returns the reason of a definite refusal."""
+    """Returns the reject reason for an error of the servers, or None if the job may have been stored."""
     code, text = error.get("err_code"), error.get("description", "")
     if code == STORE_FAILED and "per subject" in text:
         return "tenant_quota"
