@@ -172,7 +172,7 @@ fn jobs_listener_serves_nothing_else() {
 }
 
 #[test]
-fn only_a_token_for_jobs_submits_jobs() {
+fn jobs_require_a_token_that_permits_jobs() {
     let (supervisor, place) = start();
     let basic = "Authorization: Basic bWU6YS10b2tlbi1mb3ItdGhlLWpvYnM=";
     let wrong = [
@@ -211,7 +211,7 @@ fn only_a_token_for_jobs_submits_jobs() {
 }
 
 #[test]
-fn tokens_of_access_open_the_admin_api_for_reading_only() {
+fn access_tokens_can_only_read_the_admin_api() {
     let crash = "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n";
     let (supervisor, place) = start_with("", &format!("{ONE}{crash}"));
     let admin = Place::tcp(&supervisor);
@@ -282,7 +282,7 @@ fn tokens_of_access_open_the_admin_api_for_reading_only() {
 }
 
 #[test]
-fn entry_of_a_token_restricts_its_jobs() {
+fn access_entry_restricts_jobs_of_its_token() {
     let entries = "[[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"b\"]\ntenants = [\"acme\"]\n\
                    [[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"c\"]\n\
                    [[access]]\ntoken_file = \"read\"\n";
@@ -386,7 +386,7 @@ fn invalid_requests_get_an_answer_and_run_no_job() {
         // The supervisor may respond before the whole request is sent.
         let _ = socket.write_all(request.as_bytes());
         let answer = Answer::read(socket).unwrap_or_else(|| panic!("no answer to {shown:?}"));
-        // A path that is longer than the head is reported as the latter.
+        // A path that exceeds the maximum size of the head can be reported with either status.
         let status = if status == 414 { answer.status.clamp(414, 431) } else { status };
         answer.problem(status);
         assert_eq!(answer.header("bulkhead-executed"), "no", "{shown:?}");
@@ -397,7 +397,8 @@ fn invalid_requests_get_an_answer_and_run_no_job() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 200);
 }
 
-/// A length and an encoding in the same request: the encoding counts, so that nothing else is taken for a request.
+/// Sends a request with both a length and an encoding. The encoding takes precedence, so that no part of the payload
+/// is parsed as another request.
 #[test]
 fn smuggled_request_is_never_served() {
     let (supervisor, place) = start();
@@ -421,7 +422,7 @@ fn smuggled_request_is_never_served() {
 }
 
 #[test]
-fn client_that_goes_away_or_ends_sending_cancels_its_job() {
+fn disconnect_or_half_close_cancels_the_job() {
     let (supervisor, place) = start();
     let gone = begin_job(&place);
     let mut half_closed = begin_job(&place);
@@ -526,7 +527,7 @@ fn thousand_connections_are_served_at_once() {
 }
 
 #[test]
-fn notice_accepts_jobs_before_the_drain() {
+fn jobs_are_accepted_during_the_drain_notice() {
     let (mut supervisor, place) = start_with("drain_notice = \"1s\"", ONE);
     let mut connection = place.keep_alive();
     let mut later = place.keep_alive();
@@ -572,7 +573,7 @@ fn notice_accepts_jobs_before_the_drain() {
 }
 
 #[test]
-fn second_signal_ends_the_notice() {
+fn second_signal_ends_the_drain_notice() {
     let (mut supervisor, place) = start_with("drain_notice = \"1h\"\ndrain_timeout = \"1h\"", ONE);
     let mut running = begin_job(&place);
     supervisor.wait_number("b", "in_flight", 1);
@@ -587,7 +588,7 @@ fn second_signal_ends_the_notice() {
 
 /// A token sends chunked payloads until its share of the memory is full. The supervisor's own user still gets a share.
 #[test]
-fn token_counts_as_a_user_of_the_memory() {
+fn token_cannot_take_memory_share_of_another_user() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);
     let piece = vec![7; 1 << 20];
     let senders: Vec<_> = (0..12)
@@ -608,7 +609,7 @@ fn token_counts_as_a_user_of_the_memory() {
         })
         .collect();
     let sockets: Vec<_> = senders.into_iter().map(|sender| sender.join().unwrap()).collect();
-    // Below an equal share, the own user is served whatever the token holds.
+    // The supervisor's own user is below an equal share, so it is served regardless of the token's payloads.
     let own = Place::of(&supervisor);
     for _ in 0..3 {
         let answer = own.job("b", "echo", &[], &vec![1; 4 << 20]);

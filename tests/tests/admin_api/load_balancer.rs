@@ -165,7 +165,8 @@ fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
     tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
 }
 
-/// Checks that every job that ended `ok` ran, and that `executed: no` is true. Only jobs that may run twice did.
+/// Checks that every job that ended `ok` ran, that no job with `executed: no` ran, and that only idempotent jobs ran
+/// twice.
 #[track_caller]
 fn check_runs(seen: &[Seen], runs: &BTreeMap<String, usize>) {
     for Seen { number, idempotent, told } in seen {
@@ -184,7 +185,7 @@ fn results(seen: &[Seen]) -> BTreeMap<&str, usize> {
 }
 
 #[test]
-fn announced_stop_costs_no_job() {
+fn stop_with_drain_notice_fails_no_job() {
     let keys = "drain_notice = \"1s\"";
     let hosts = [Host::start(keys), Host::start(keys)];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
@@ -204,7 +205,7 @@ fn announced_stop_costs_no_job() {
 }
 
 #[test]
-fn killed_host_costs_only_jobs_in_flight() {
+fn killed_host_fails_only_jobs_in_flight() {
     let hosts = [Host::start(""), Host::start("")];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
     let [first, second] = &hosts;
@@ -235,7 +236,7 @@ fn stops_under_load_reset_no_connection() {
             let before = host.runs().lines().count();
             wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
             host.restart("");
-            // The proxy has noticed that the host is back.
+            // A new job shows that the proxy has noticed that the host is back.
             let before = host.runs().lines().count();
             wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
             stops.fetch_add(1, Ordering::SeqCst);
@@ -252,7 +253,7 @@ fn stops_under_load_reset_no_connection() {
     check_runs(&seen, &runs(&[first, second]));
 }
 
-/// Clients that connect to a host themselves, for each job or with connections that they keep.
+/// Clients connect to a host directly, with one connection for each job or with kept-alive connections.
 #[test]
 fn direct_clients_see_no_reset_when_a_host_stops() {
     for (keeps, stops) in [(false, 1), (true, 2)] {

@@ -255,7 +255,7 @@ fn uses(text: &str) -> (Vec<Module>, Vec<Module>) {
     (imported, inline.flat_map(paths).collect())
 }
 
-/// Lists the modules that import themselves through other modules.
+/// Lists the modules that are part of an import cycle.
 fn in_circles(edges: &BTreeMap<&Module, BTreeSet<Module>>) -> Vec<String> {
     let reached = |start: &Module| {
         let (mut seen, mut open) = (BTreeSet::new(), vec![start.clone()]);
@@ -316,7 +316,8 @@ const VISIBLE_FIELDS_MAX: usize = 98;
 const CALLS_BETWEEN_FILES_MAX: usize = 40;
 const CALL_CIRCLE_MAX: usize = 6;
 
-/// Returns the module that counts as one file with all its children. Each child of `wiring` counts alone.
+/// Returns the top-level module of a module, because its children count as the same file. Each child of `wiring`
+/// counts as a separate file.
 fn file_of(module: &Module) -> Module {
     let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
     module.iter().take(levels).cloned().collect()
@@ -371,7 +372,7 @@ fn method_calls(
     (calls, lines)
 }
 
-/// Returns the size of the largest circle: the files that reach each other.
+/// Returns the number of files in the largest cycle of calls.
 fn largest_circle(calls: &BTreeMap<Module, BTreeSet<Module>>) -> usize {
     let reached = |start: &Module| {
         let (mut seen, mut open) = (BTreeSet::new(), vec![start]);

@@ -53,7 +53,7 @@ impl Caller {
         caller
     }
 
-    /// Sends a frame that announces `later` more bytes of payload than the frame contains.
+    /// Sends the beginning of a frame. The last `later` bytes of its payload are missing.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();

@@ -803,7 +803,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
 
 /// Also checks that the crash report does not contain the payload of a file.
 #[test]
-fn file_of_running_job_is_not_buffered_data() {
+fn file_of_running_job_does_not_count_as_buffered() {
     let supervisor = one("max_queue = 4");
     let buffered = || {
         let (_, page) = supervisor.try_get("/metrics").unwrap();

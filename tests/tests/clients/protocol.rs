@@ -347,7 +347,8 @@ impl Client {
     }
 }
 
-// Worker: the supervisor runs this test program with `clients::protocol::worker_written_from_the_page` as the only test.
+// Worker: the supervisor runs this test program with `clients::protocol::worker_written_from_the_page` as the only
+// test.
 
 /// Returns the configuration of a bulkhead with the worker [`worker_written_from_the_page`] and further `keys`.
 fn by_hand(name: &str, keys: &str) -> String {

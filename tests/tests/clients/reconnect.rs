@@ -280,7 +280,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
                 next_job(&mut peer);
             }
             drop(peer);
-            // The client connects again, but gets no welcome before the jobs were cancelled.
+            // The client reconnects, but gets no welcome until the jobs are cancelled.
             let mut peer = fake.accept();
             closed.send(()).unwrap();
             told.recv().unwrap();
@@ -312,7 +312,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
 
 /// The later supervisor knows nothing of the first attempt.
 #[test]
-fn rejection_after_a_loss_leaves_execution_unknown() {
+fn rejection_after_lost_connection_leaves_execution_unknown() {
     let wait = Duration::from_millis(40);
     let cases: [(Verdict, Option<Duration>); 3] = [
         (Verdict::Rejected { reason: RejectReason::QueueFull, message: String::new() }, Some(wait)),
@@ -389,8 +389,7 @@ fn reconnect_timeout_of_zero_ends_jobs_with_the_connection() {
     );
 }
 
-/// Threads that wait for their jobs in another order than the jobs were started need each job to be sent again
-/// without a poll of its handle.
+/// Threads can wait for their jobs in any order, so a job must be sent again even if its handle is not polled.
 #[test]
 fn job_is_sent_again_before_its_handle_is_polled() {
     let (seen, was_seen) = mpsc::channel::<()>();
@@ -490,8 +489,8 @@ fn retries_stay_within_the_budget_of_the_client() {
         }
     });
     let retries = times.len() - JOBS;
-    // The jobs take less than the window of ten seconds on a machine that is not busy. A longer run has the
-    // minimum of ten retries in several windows.
+    // On a machine that is not busy, all jobs end within one window of ten seconds. A longer run covers several
+    // windows, each with a minimum of ten retries.
     assert!((JOBS / 5..=JOBS).contains(&retries), "{retries} retries of {JOBS} jobs");
 }
 

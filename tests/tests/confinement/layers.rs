@@ -328,7 +328,7 @@ fn doctor_detects_layers_that_have_no_effect() {
     }
 }
 
-/// An outer filter is not a lack of the kernel, so the advice must not be a newer kernel.
+/// The cause is an outer filter and not the kernel, so the advice must not be to use a newer kernel.
 #[test]
 fn doctor_names_filter_that_refuses_landlock() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -649,7 +649,7 @@ fn unprivileged_supervisor_confines_workers() {
     place.ask("program", "");
     for name in ["default", "strict"] {
         let client = place.client();
-        // A bulkhead has at most one report a second, and a busy machine may not stop the threads in time.
+        // A bulkhead has at most one report per second, and on a busy machine the threads may not stop in time.
         wait_for("the stacks at the deadline", || {
             let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
             let id = job.send().unwrap_err().outcome()?.report.clone()?;

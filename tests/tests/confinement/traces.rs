@@ -158,8 +158,8 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // A smaller number is correct, because the first count can include a connection of the test, or the folder of the
-        // worker that has crashed.
+        // A smaller number is correct, because the first count can include a connection of the test, or the folder of
+        // the worker that has crashed.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
@@ -307,7 +307,7 @@ fn killing_supervisor_and_keeper_leaves_no_processes() {
 }
 
 #[test]
-fn booby_trapped_temporary_folder_is_removed_safely() {
+fn hostile_temporary_folder_is_removed_safely() {
     let _turn = heavy();
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in [None, Some(NOBODY)] {

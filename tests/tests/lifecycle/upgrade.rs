@@ -1,5 +1,6 @@
-//! Upgrades: the supervisor's program is replaced while clients use it. Each test runs real processes under a stand-in for
-//! the service manager. The workers' own record shows how many jobs ran at once, and whether a job began twice.
+//! Upgrades: the supervisor's program is replaced while clients use it. Each test runs real processes under a
+//! stand-in for the service manager. The workers' own record shows how many jobs ran at once, and whether a job began
+//! twice.
 
 mod failures;
 mod load;
@@ -158,7 +159,7 @@ fn jobs_of_the_old_program_count_towards_the_limit() {
     let new = wait_for("another main process", || Some(manager.main()).filter(|&main| main != old));
     assert!(is_alive(old), "the old program has a job");
     half.0.write_all(&bytes[20..]).unwrap();
-    // On the connection that has a job, a new one waits for the end of that job.
+    // On a connection with a running job, a new job waits until that job has ended.
     first.submit(2, "", b"");
     wait_for("the job waits in the new program", || {
         let snapshot = get(&manager, "/v1/bulkheads/b");
@@ -184,7 +185,7 @@ fn jobs_of_the_old_program_count_towards_the_limit() {
 }
 
 #[test]
-fn decisions_of_operators_survive_an_upgrade() {
+fn operator_changes_survive_an_upgrade() {
     let two = ONE.replace("bulkhead.b", "bulkhead.c");
     let manager = start(&format!("{ONE}{two}"));
     let resize = |arguments: &[&str]| {
@@ -204,7 +205,7 @@ fn decisions_of_operators_survive_an_upgrade() {
 }
 
 #[test]
-fn supervisor_that_cannot_be_upgraded_says_so() {
+fn impossible_upgrade_is_rejected_with_the_reason() {
     let supervisor = Supervisor::start(ONE);
     let refused = supervisor.command().arg("upgrade").output().unwrap();
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
@@ -255,7 +256,7 @@ impl Upgrading {
     }
 }
 
-/// Requests of operators, all of which a failed upgrade would undo.
+/// Sends operators' requests whose effects a failed upgrade would undo. Returns each request with its status.
 fn operators_requests(manager: &Manager) -> Vec<(String, u16)> {
     let place = Place::Unix(manager.folder.path().join("admin.sock"));
     let requests = [
@@ -275,7 +276,7 @@ fn operators_requests(manager: &Manager) -> Vec<(String, u16)> {
 }
 
 #[test]
-fn operators_wait_while_an_upgrade_is_under_way() {
+fn operator_requests_are_rejected_during_an_upgrade() {
     // The workers of the new program do not become ready.
     let manager = start(ONE);
     let slow = ONE.replace("[\"MISBEHAVE\"]", "[\"MISBEHAVE\", \"init-hangs\"]");
@@ -293,8 +294,8 @@ fn operators_wait_while_an_upgrade_is_under_way() {
     assert!(text.contains("a signal has stopped") && !text.contains("continues to serve"), "{text}");
 }
 
-/// Stops the service while both programs have a job. The signal goes to the main process, or to both programs as from a
-/// terminal.
+/// Stops the service while both programs have a job. The signal is sent to the main process, or to both programs, as
+/// a terminal does.
 fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     let manager = start(ONE);
     let gate = manager.folder.path().join("gate");
@@ -316,7 +317,7 @@ fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
         wait_for("both programs drain", || (manager.log().matches("draining").count() >= 2).then_some(()));
     };
     if is_to_both {
-        // The message of the new program is first at the old one.
+        // The old program receives the new program's message before the signal.
         kill_pid(new, Signal::SIGTERM);
         drain();
     }
@@ -353,12 +354,12 @@ fn signal_to_the_new_program_stops_both() {
 }
 
 #[test]
-fn signal_to_both_programs_is_one_request() {
+fn signal_to_both_programs_counts_once() {
     stop_during_jobs_of_both(false, true);
 }
 
 #[test]
-fn stopping_program_keeps_its_connections() {
+fn stopping_supervisor_hands_over_no_connections() {
     let manager = start(ONE);
     let old = manager.main();
     let gates = ["first", "second"].map(|name| manager.folder.path().join(name));

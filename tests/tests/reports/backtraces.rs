@@ -94,7 +94,7 @@ fn crash_in_strict_library_names_function_and_line() {
     assert_eq!(frame_of(&report, "bulkhead_handle")["module"], path.to_str().unwrap());
     let registers = native["threads"][0]["registers"].as_object().unwrap();
     assert!(registers.contains_key(if cfg!(target_arch = "x86_64") { "rip" } else { "pc" }), "{registers:?}");
-    // The host has called the library from a thread of the standard library.
+    // The host calls the library from a thread of its pool, whose frames have names as well.
     assert!(frame_of(&report, "bulkhead_worker::pool")["line"].is_u64());
     let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
     let shown = String::from_utf8(shown.stdout).unwrap();
@@ -130,7 +130,7 @@ fn crash_in_stripped_library_names_module_and_offset() {
 
 /// Also covers workers that a template forks, and a panic that aborts the process.
 #[test]
-fn rust_worker_has_backtrace() {
+fn crash_of_rust_worker_has_backtrace() {
     for (keys, operation, function) in [
         ("", "segv", "misbehave::misbehave"),
         (STRICT, "panic-in-c", "misbehave::panic_in_c"),
@@ -148,7 +148,7 @@ fn rust_worker_has_backtrace() {
 }
 
 #[test]
-fn report_says_why_there_is_no_backtrace() {
+fn report_gives_reason_for_missing_backtrace() {
     let exec =
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"kill -SEGV $$\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n";
     let supervisor = Supervisor::start(exec);

@@ -1,5 +1,5 @@
-//! Reports about jobs that still run at their deadline: where they hang, taken from outside just before the
-//! supervisor ends them.
+//! Reports about jobs that are still running at their deadline. The reports contain stacks, which the keeper samples
+//! just before the supervisor ends the job.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -
     outcome.report.clone()
 }
 
-/// Returns the report when it has its backtraces.
+/// Waits until the report has its backtraces, and returns the report.
 fn report(supervisor: &Supervisor, id: &str) -> Value {
     wait_for("the backtraces", || {
         let (status, body) = supervisor.try_get(&format!("/v1/crashes/{id}"))?;
@@ -59,8 +59,8 @@ fn report(supervisor: &Supervisor, id: &str) -> Value {
     })
 }
 
-/// Runs jobs until their deadline until a report shows a frame of this function. A bulkhead has at most one report a
-/// second, and on a busy machine the threads of a worker do not stop in time.
+/// Runs jobs that exceed their deadline until a report contains a frame of this function. A bulkhead has at most one
+/// report per second, and on a busy machine the threads of a worker may not stop in time.
 fn hang(supervisor: &Supervisor, operation: &str, function: &str) -> Value {
     wait_for("a report with stacks", || {
         let id = exceed_deadline(supervisor, operation, 300)?;
@@ -98,7 +98,7 @@ fn line_of(text: &str) -> u64 {
 }
 
 #[test]
-fn sleeping_and_spinning_library_names_function_and_line() {
+fn report_of_hung_library_names_function_and_line() {
     let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
     let report = hang(&supervisor, "nap", "nap");
@@ -119,7 +119,7 @@ fn sleeping_and_spinning_library_names_function_and_line() {
 }
 
 #[test]
-fn stopped_worker_shows_where_it_was_stopped() {
+fn report_of_stopped_worker_contains_its_stack() {
     let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n[bulkhead.b.health]\nheartbeat = \"60s\"\n"
@@ -142,7 +142,7 @@ fn stopped_worker_shows_where_it_was_stopped() {
 
 /// Also covers each profile, and workers that a template forks.
 #[test]
-fn rust_worker_shows_its_handler() {
+fn report_of_late_job_shows_rust_handler() {
     for (keys, operation, state) in [
         (STRICT, "hang", "S"),
         ("", "spin", "R"),
@@ -157,7 +157,7 @@ fn rust_worker_shows_its_handler() {
 }
 
 #[test]
-fn worker_that_is_killed_as_hung_shows_where_it_hangs() {
+fn report_of_hung_worker_contains_its_stacks() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.b.health]\nheartbeat = \"100ms\"\nmissed = 3\n",
     );
@@ -173,7 +173,7 @@ fn worker_that_is_killed_as_hung_shows_where_it_hangs() {
 }
 
 #[test]
-fn worker_that_does_not_become_ready_shows_where_it_hangs() {
+fn report_of_hung_start_contains_stacks() {
     let (_folder, path) = compile_library(
         "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEAD_LIBRARY\n\
          int bulkhead_init(char *message, size_t size) { for (;;) pause(); return 0; }\n\
@@ -188,7 +188,7 @@ fn worker_that_does_not_become_ready_shows_where_it_hangs() {
 }
 
 #[test]
-fn only_programs_of_the_late_job_are_shown() {
+fn report_contains_only_programs_of_the_late_job() {
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"sleep 100; true\"]\nmax_in_flight = 2\n{STRICT}\n"
     ));

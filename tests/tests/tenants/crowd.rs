@@ -32,9 +32,9 @@ async fn running(client: &Client, tenant: &str) -> JobHandle {
     job
 }
 
-/// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot
-/// and to the processes, and no counter decreases. A tenant whose workers are still exiting when its next job
-/// comes gets new workers beside them. Returns the number of checks.
+/// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot and to
+/// the processes, and no counter decreases. A tenant whose workers are still exiting when its next job arrives gets
+/// new workers in addition. Returns the number of checks.
 fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes: usize) -> usize {
     let keeper = supervisor.keeper();
     let (mut looks, mut submitted, mut ended) = (0, 0, 0);

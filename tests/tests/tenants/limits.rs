@@ -379,7 +379,7 @@ fn tenant_share_has_same_maximum_live_and_in_configuration() {
 }
 
 #[test]
-fn unserved_tenant_queue_is_rejected_live_and_in_configuration() {
+fn tenant_queue_without_permits_is_rejected() {
     let general = "max_in_flight = 0";
     let file = format!("{}[bulkhead.b.tenant.acme]\nmax_queue = 5\n", isolated("max_active = 64", general));
     let folder = tempfile::tempdir().unwrap();

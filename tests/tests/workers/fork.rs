@@ -251,7 +251,7 @@ fn later_workers_do_not_inherit_changes_to_the_template() {
         let (before, template) = (ask("attributes"), who(&client)[0]);
         for round in 0..3 {
             ask("alter-template");
-            // The next worker can have been forked before the change.
+            // The next worker may have been forked before the change.
             ask("attributes");
             assert_eq!(ask("attributes"), before, "{profile}, round {round}");
         }

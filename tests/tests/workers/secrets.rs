@@ -97,7 +97,7 @@ fn worker_cannot_read_file_in_its_own_folder() {
 }
 
 #[test]
-fn value_can_have_any_bytes_except_nul() {
+fn secret_can_contain_any_bytes_except_nul() {
     let (folder, _) = folder_with(b"\xff\xfe=\n two\n");
     let bulkhead = "[bulkhead.x]\nexec = [\"/bin/sh\", \"-c\", 'printf %s \"$SECRET\"']\n\
                     env_files = { SECRET = \"secret\" }\n";
@@ -128,7 +128,7 @@ fn secret_of(supervisor: &Supervisor, bulkhead: &str) -> Option<String> {
 }
 
 #[test]
-fn restart_reads_the_secret_again() {
+fn restart_rereads_the_secret() {
     let (folder, path) = folder_with("first\n");
     let bulkheads = hostile("worker", "start = { spares = 1 }") + &hostile("forked", "start.mode = \"fork\"");
     let supervisor = Supervisor::launch(folder, "", &bulkheads).until_ready();
@@ -148,7 +148,7 @@ fn restart_reads_the_secret_again() {
 /// A worker that starts for another reason also gets the new content. Forked workers get the content that their
 /// template has read.
 #[test]
-fn worker_that_replaces_a_dead_one_reads_the_secret_again() {
+fn replacement_of_dead_worker_reads_current_secret() {
     let (folder, path) = folder_with("first");
     let bulkheads = hostile("worker", "") + &hostile("forked", "start.mode = \"fork\"");
     let supervisor = Supervisor::launch(folder, "", &bulkheads).until_ready();
@@ -207,7 +207,7 @@ fn invalid_secret_fails_the_start_until_it_is_corrected() {
 }
 
 #[test]
-fn too_many_bytes_in_secrets_fail_the_start_with_advice() {
+fn oversized_secrets_fail_the_start_with_advice() {
     let (folder, _) = folder_with("x".repeat(64 * 1024));
     let files: Vec<String> = (0..64).map(|number| format!("S{number} = \"secret\"")).collect();
     let program = programs().join("hostile");

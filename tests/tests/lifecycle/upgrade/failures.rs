@@ -153,7 +153,7 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
 }
 
 #[test]
-fn keeper_and_kept_connection_of_dead_successor_are_gone() {
+fn old_program_serves_after_death_of_its_successor() {
     let manager = start(ONE);
     let old = manager.main();
     let mut upgrading = Upgrading::start(&manager);
@@ -172,7 +172,7 @@ fn keeper_and_kept_connection_of_dead_successor_are_gone() {
     upgraded(&manager);
 }
 
-/// A thread that does not run, although the other threads of its process do.
+/// A stopped thread, whose process continues to run its other threads.
 struct StoppedThread(Pid);
 
 impl StoppedThread {
@@ -190,7 +190,7 @@ impl StoppedThread {
 }
 
 #[test]
-fn hanging_new_program_is_killed_and_the_old_one_serves_on() {
+fn hung_new_program_is_killed_and_old_one_serves() {
     // The whole program, and only its data plane, which runs on the first thread.
     for is_whole in [true, false] {
         let manager = start(ONE);
@@ -211,7 +211,7 @@ fn hanging_new_program_is_killed_and_the_old_one_serves_on() {
 }
 
 #[test]
-fn permits_of_killed_program_wait_for_end_of_its_workers() {
+fn permits_of_killed_program_are_free_after_its_workers_end() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let old = manager.main();
     let mut upgrading = Upgrading::start(&manager);
@@ -224,8 +224,8 @@ fn permits_of_killed_program_wait_for_end_of_its_workers() {
     let worker = get(&manager, "/v1/bulkheads/b")["workers"][0]["pid"].as_u64().unwrap() as u32;
     let is_keeper = |pid: &u32| name(*pid).is_some_and(|name| name == "bulkhead-keeper");
     let keeper = children(new).into_iter().find(is_keeper).unwrap();
-    // The worker cannot end by itself, and the keeper cannot kill it. The end of the new program would continue a keeper
-    // that a signal has stopped.
+    // The worker cannot end by itself, and the keeper cannot kill it. The keeper is not stopped by a signal, because
+    // the end of the new program would resume it.
     kill_pid(worker, Signal::SIGSTOP);
     let stopped = StoppedThread::new(keeper);
     kill_pid(new, Signal::SIGKILL);
@@ -235,7 +235,7 @@ fn permits_of_killed_program_wait_for_end_of_its_workers() {
         raw.submit(1, &operation, b"");
         raw.outcome()
     });
-    // Time for the fault that this test looks for.
+    // Gives the old program time to start the job too early.
     for _ in 0..30 {
         assert!(!next.exists(), "a job began while the worker of the killed program had one");
         std::thread::sleep(Duration::from_millis(10));
@@ -248,12 +248,12 @@ fn permits_of_killed_program_wait_for_end_of_its_workers() {
 }
 
 #[test]
-fn upgrade_fails_if_the_service_manager_cannot_be_told() {
+fn upgrade_fails_if_service_manager_cannot_be_notified() {
     let manager = start(ONE);
     let old = manager.main();
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
-    // The new program refuses what would be lost.
+    // The new program rejects requests whose effects would be lost.
     for (request, status) in operators_requests(&manager) {
         assert_eq!(status, 409, "{request}");
     }
@@ -266,10 +266,10 @@ fn upgrade_fails_if_the_service_manager_cannot_be_told() {
 }
 
 #[test]
-fn successor_of_dead_predecessor_is_the_main_process() {
+fn successor_becomes_main_process_if_predecessor_dies() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");
-    // The message MAIN.
+    // The predecessor dies before it sends MAIN.
     std::fs::write(&file, "send 12").unwrap();
     let variables = [("BULKHEAD_UPGRADE_DEATH", file.to_str().unwrap().to_owned())];
     let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
@@ -284,7 +284,7 @@ fn successor_of_dead_predecessor_is_the_main_process() {
 }
 
 #[test]
-fn new_program_has_the_time_of_its_own_configuration_to_start() {
+fn start_timeout_comes_from_the_new_configuration() {
     // The limit is 10 s more than `start.ready`.
     let with_limit = |limit: &str, once: &str| {
         ONE.replace("[\"MISBEHAVE\"]", &format!("[\"MISBEHAVE\", \"slow-again\", \"{once}\"]"))
@@ -293,7 +293,7 @@ fn new_program_has_the_time_of_its_own_configuration_to_start() {
     let one_worker = |bulkheads: String| bulkheads.replace("processes = 2", "processes = 1");
     let manager = start(&one_worker(with_limit("500ms", "first")));
     let old = manager.main();
-    // Every worker after the first one of the file waits for the file `go`.
+    // Every worker of the new program waits for the file `go`.
     std::fs::write(manager.folder.path().join("second"), ".").unwrap();
     manager.configure("", &one_worker(with_limit("60s", "second")));
     let mut upgrading = Upgrading::start(&manager);

@@ -193,13 +193,13 @@ impl Load {
             while !is_over.load(Ordering::SeqCst) {
                 std::thread::park_timeout(Duration::from_millis(10));
             }
-            // Waiting closes the standard input, which stops the client.
+            // `wait_with_output` closes the standard input, which stops the client.
             let output = child.wait_with_output().unwrap();
             serde_json::from_slice(&output.stdout).expect("the outcomes of the Python client")
         }));
     }
 
-    /// Starts clients that connect again after their connection has ended, as after the crash of a supervisor.
+    /// Starts clients that reconnect after their connection has ended, for tests in which a supervisor dies.
     pub(super) fn start_tolerant(manager: &Manager) -> Self {
         let mut load = Self::new();
         for _ in 0..3 {
@@ -284,7 +284,7 @@ fn upgrades() -> usize {
 }
 
 #[test]
-fn upgrades_under_load_lose_refuse_and_repeat_no_job() {
+fn upgrades_under_load_lose_reject_or_repeat_no_job() {
     let _heavy = heavy();
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("jobs");
@@ -326,7 +326,7 @@ fn upgrades_under_load_lose_refuse_and_repeat_no_job() {
 }
 
 #[test]
-fn job_of_the_old_program_delays_no_later_job_of_its_client() {
+fn job_in_old_program_delays_no_later_job_of_same_client() {
     let manager = start(ONE);
     let (gate, begun) = (manager.folder.path().join("gate"), manager.folder.path().join("begun"));
     let client = Arc::new(Client::connect(manager.socket()).unwrap());
