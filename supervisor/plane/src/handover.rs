@@ -1,9 +1,9 @@
 //! Messages of an upgrade, in which a supervisor hands over to its successor.
 //!
-//! There are two `SOCK_SEQPACKET` sockets. The control planes agree on the handover over the *link*. After that, the data
-//! planes use the *transfer socket*: the predecessor passes on connections and returns permits. Each message is one frame
-//! of the protocol (header, metadata, payload), and its descriptor comes with it. Unknown kinds are skipped unless they
-//! are critical, and unknown extensions likewise.
+//! There are two `SOCK_SEQPACKET` sockets. The control planes agree on the handover over the *link*. After that, the
+//! data planes use the *transfer socket*: the predecessor passes on connections and returns permits. Each message is
+//! one frame of the protocol (header, metadata, payload), and its descriptor comes with it. Unknown kinds are skipped
+//! unless they are critical, and unknown extensions likewise.
 //!
 //! This module only encodes and decodes. `docs/operations/upgrade.md` describes the order of the messages.
 
@@ -93,8 +93,8 @@ pub mod inherited {
     pub const CRASHES_LOCK: &str = "crash_dir lock";
     /// The read end of a pipe. The predecessor and its keepers hold the write end.
     pub const LIFELINE: &str = "lifeline";
-    /// The write end of a pipe, for the successor and its keepers. If the upgrade fails, the predecessor waits for their
-    /// end before it uses the permits of their workers.
+    /// The write end of a pipe, for the successor and its keepers. If the upgrade fails, the predecessor waits for
+    /// their end before it uses the permits of their workers.
     pub const SUCCESSOR_LIFELINE: &str = "successor lifeline";
     /// The successor's end of the transfer socket.
     pub const TRANSFER: &str = "transfer";
@@ -332,8 +332,8 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Kills this process in debug builds if a file contains `deed` ("send" or "receive") and the kind of message. The path of
-/// the file is in the environment variable `BULKHEAD_UPGRADE_DEATH`. Removes the file first. Used by tests.
+/// Kills this process in debug builds if a file contains `deed` ("send" or "receive") and the kind of message. The
+/// path of the file is in the environment variable `BULKHEAD_UPGRADE_DEATH`. Removes the file first. Used by tests.
 pub fn die_on_request(deed: &str, kind: u8) {
     let file = if cfg!(debug_assertions) { std::env::var_os("BULKHEAD_UPGRADE_DEATH") } else { None };
     if let Some(file) = file

@@ -63,7 +63,8 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     control.crashes.take_over();
     control.handover.set_other(None);
     control.handover.end.wait_for(None);
-    // The predecessor may have ended before it could send MAIN, although the service manager knows the new main process.
+    // The predecessor may have ended before it could send MAIN, although the service manager knows the new main
+    // process.
     control.handover.set_main(true);
     control.notify_systemd(&[NotifyState::Watchdog]);
     control.handover.predecessor_ended();

@@ -632,8 +632,8 @@ impl Successor {
     }
 }
 
-/// Tells the service manager the new main process, and waits until it has processed the message. Returns an error if the
-/// message could not be sent.
+/// Tells the service manager the new main process, and waits until it has processed the message. Returns an error if
+/// the message could not be sent.
 async fn name_main_process(pid: u32) -> io::Result<()> {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
     sd_notify::notify(&[NotifyState::MainPid(pid)])?;

@@ -30,7 +30,8 @@ pub enum Exit {
     /// The kernel killed the worker because its control group had reached the memory limit, or because the
     /// machine was out of memory.
     Oom,
-    /// The keeper killed the worker for a system call that the filter forbids; see [`syscall_name`](crate::syscall_name).
+    /// The keeper killed the worker for a system call that the filter forbids; see
+    /// [`syscall_name`](crate::syscall_name).
     Violation {
         /// Number of the call.
         call: u32,

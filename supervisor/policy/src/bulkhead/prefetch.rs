@@ -41,7 +41,8 @@ const BEGIN_GRACE: Duration = Duration::from_millis(2);
 /// doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// Job that is recalled in order to end it, and its verdict. With `None`, the job returns to the queue.
+/// Index of the job that causes a recall, and the verdict with which it ends. With `None`, the job returns to the
+/// queue.
 pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
