@@ -431,7 +431,6 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
 }
 
 impl Control {
-    /// Returns the active configuration.
     fn config(&self) -> Arc<Config> {
         self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -76,7 +76,6 @@ pub(super) struct BulkheadEntry {
     latency: Latency,
     /// Outcomes in the last minute.
     service: Window,
-    /// Counters for the metrics.
     pub(super) counters: BulkheadCounters,
     /// Metric series that were possible at any scrape so far, and that are therefore exported from then on.
     possible: PossibleSeries,
@@ -243,13 +242,11 @@ impl Bulkheads {
         recent.filter(is_again).or_else(|| self.find(name))
     }
 
-    /// Returns all configured bulkheads.
     pub(super) fn configured(&self) -> Vec<BulkheadIndex> {
         let here = self.iter().filter(|(_, entry)| entry.presence == Presence::Here);
         here.map(|(index, _)| index).collect()
     }
 
-    /// Returns the bulkhead that a compartment belongs to.
     #[inline]
     pub(super) fn owner(&self, compartment: &Compartment) -> &BulkheadEntry {
         &self.slab[compartment.bulkhead]

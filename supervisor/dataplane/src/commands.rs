@@ -14,7 +14,6 @@ const WEIGHT_PER_ITERATION_MAX: usize = 16;
 /// for the reply has no weight.
 const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
-/// Pending commands.
 pub(super) struct CommandQueue {
     receiver: Receiver<Command>,
     /// True if the channel may contain commands.
@@ -36,7 +35,6 @@ impl CommandQueue {
         self.has_commands = true;
     }
 
-    /// Returns true if commands are pending.
     pub(super) fn is_waiting(&self) -> bool {
         self.has_commands
     }

@@ -69,7 +69,6 @@ pub(super) struct ReportSlot {
 }
 
 impl ReportSlot {
-    /// Returns the id of the report.
     pub(super) fn id(&self) -> CrashId {
         self.id
     }

@@ -108,7 +108,6 @@ impl FallbackState {
         (!left.is_zero()).then_some((position, target, left))
     }
 
-    /// Returns the name of the fallback at this position.
     pub(super) fn target_name(&self, position: usize) -> &Arc<str> {
         &self.chain[position]
     }

@@ -399,7 +399,6 @@ impl Leases {
         self.effects.push_back(Effect::CreateFiles { lease: self.last_number, bytes });
     }
 
-    /// Rejects a lease request.
     pub(super) fn reject(&mut self, client: SessionId, request: u64) {
         self.effects.push_back(Effect::CountMisuse { client });
         self.effects.push_back(Effect::RejectRequest { client, request });

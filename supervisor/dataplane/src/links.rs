@@ -43,7 +43,6 @@ pub(super) struct Link {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
     pub(super) slot: u32,
-    /// Spawn number of the worker.
     pub(super) spawn: u64,
     /// Program with which the worker was started.
     pub(super) program: Arc<Program>,
@@ -461,7 +460,6 @@ impl Links {
         Self { ids, ..Self::default() }
     }
 
-    /// Returns the link of a worker.
     #[inline]
     pub(super) fn of_worker(
         &self,

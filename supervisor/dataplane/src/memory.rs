@@ -157,7 +157,6 @@ impl Memory {
 
     // Connections.
 
-    /// Adds a connection of an owner.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         self.shares.open(owner, connection)
     }
@@ -168,7 +167,6 @@ impl Memory {
         self.shares.close(connection);
     }
 
-    /// Returns the holder for a connection in a bulkhead.
     pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
         self.shares.leaf(connection, bulkhead)
     }

@@ -12,7 +12,6 @@ const PAUSE_MIN: Duration = Duration::from_millis(500);
 /// Minimum interval between events about pauses.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// State of the pause detection.
 #[derive(Default)]
 pub(super) struct PauseDetector {
     /// Difference in nanoseconds between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of

@@ -13,7 +13,6 @@ use tokio::sync::oneshot;
 use super::JobData;
 use super::slab::CompartmentIndex;
 
-/// Replays that are in progress.
 #[derive(Default)]
 pub(super) struct Replays(Vec<Replay>);
 
@@ -63,7 +62,6 @@ impl Replays {
         self.0.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
     }
 
-    /// Returns the compartments of all replays.
     pub(super) fn compartments(&self) -> impl Iterator<Item = CompartmentIndex> {
         self.0.iter().map(|replay| replay.compartment)
     }
@@ -100,7 +98,6 @@ impl Replays {
         }
     }
 
-    /// Records the outcome of a replayed job.
     pub(super) fn answered(&mut self, compartment: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let Some(replay) = self.of(compartment) else { return };
         match &answer.verdict {

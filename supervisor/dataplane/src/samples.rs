@@ -26,9 +26,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// An action that is delayed until a worker has been sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeldAction {
-    /// Cancel a job of the worker.
     Cancel(JobId),
-    /// Kill the worker.
     Kill,
 }
 

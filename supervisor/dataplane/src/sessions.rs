@@ -398,12 +398,10 @@ impl Sessions {
         self.slab.get_mut(id.index).filter(|session| session.epoch == id.epoch)
     }
 
-    /// Returns the memory holder of a session.
     pub(super) fn holder(&self, id: SessionId) -> Option<Holder> {
         Some(self.of(id)?.holder)
     }
 
-    /// Returns the session with this memory holder.
     pub(super) fn of_holder(&self, holder: Holder) -> Option<SessionIndex> {
         self.slab.iter().find(|(_, session)| session.holder == holder).map(|(index, _)| index)
     }

@@ -70,7 +70,6 @@ struct Node {
     /// Key of this node in the `children` of its parent.
     key: u64,
     held: Bytes,
-    /// Child nodes, by key.
     children: HashMap<u64, Holder, RandomState>,
     /// Number of child nodes that hold memory.
     active: usize,

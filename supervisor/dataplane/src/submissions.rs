@@ -18,7 +18,6 @@ pub(super) struct SubmitExtensions {
     pub(super) leased: Option<LeaseRef>,
 }
 
-/// Decodes a submission and its extensions.
 pub(super) fn decode(metadata: &[u8]) -> Result<(Submit<'_>, Extensions<'_>), codec::CodecError> {
     codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
 }

@@ -225,7 +225,6 @@ impl Templates {
         self.effects.extend(self.leaving.drain().map(|(_, id)| Effect::ReleaseId(id)));
     }
 
-    /// Handles a message from a template.
     pub(super) fn message(&mut self, now: Time, spawn: u64, word: TemplateReport) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         match word {

@@ -276,7 +276,6 @@ struct EventLoop {
     children: HashMap<u32, Child>,
     /// Pids of workers, by spawn number.
     by_worker: HashMap<u64, u32>,
-    /// Pids of templates.
     templates: BTreeSet<u32>,
     own_status: observe::KeeperStatus,
     filters: FilterCache,

@@ -47,7 +47,6 @@ const RECORDS_OFFSET: usize = size_of::<u64>();
 
 /// Worker to sample, and files that receive the stacks.
 pub(crate) struct SampleRequest {
-    /// The worker.
     pub(crate) process: ProcessStart,
     /// If set, samples only the programs of this job, which are the descendants of the worker whose variable
     /// `BULKHEAD_JOB` has this value. If there are none, samples all descendants.

@@ -64,7 +64,6 @@ fn main() {
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
 }
 
-/// A running keeper.
 struct Fixture {
     keeper: Keeper,
     workers: u64,

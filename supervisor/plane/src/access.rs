@@ -91,7 +91,6 @@ impl Tokens {
         Self(tokens)
     }
 
-    /// Returns the permissions of all tokens.
     pub fn grants(&self) -> Vec<TokenGrant> {
         self.0.iter().map(|(_, grant)| grant.clone()).collect()
     }

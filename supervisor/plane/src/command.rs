@@ -398,7 +398,6 @@ impl CommandSender {
         self.waker.wake().map_err(|_| CommandSendError::Busy)
     }
 
-    /// Returns the counter of stop requests.
     pub fn stop_requests(&self) -> Arc<AtomicU32> {
         self.stop_requests.clone()
     }

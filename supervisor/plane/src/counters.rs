@@ -20,7 +20,6 @@ pub struct SharedCounters {
     pub spans_dropped: AtomicU64,
     /// Incremented when the cached state of bulkheads is no longer valid.
     pub revision: AtomicU64,
-    /// Number of connected clients.
     pub clients: AtomicU64,
     /// Total size of payloads that wait in the data plane, in bytes.
     pub buffered: AtomicUsize,

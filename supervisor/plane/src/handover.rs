@@ -116,7 +116,6 @@ pub struct Numbers {
 /// BULKHEAD: an operator's decisions about a bulkhead.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct BulkheadState {
-    /// Name of the bulkhead.
     pub name: String,
     /// True if the bulkhead can run jobs.
     pub is_ready: bool,
@@ -133,9 +132,7 @@ pub struct BulkheadState {
 /// TENANT: an operator's changes for one tenant.
 #[derive(Clone, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct TenantState {
-    /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Name of the tenant.
     pub tenant: String,
     /// Numbers in the predecessor's configuration file.
     pub file: Numbers,
@@ -146,9 +143,7 @@ pub struct TenantState {
 /// WORKER_ID: the user id that all workers of a bulkhead share, because they write files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
-    /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// User id.
     pub id: u32,
 }
 
@@ -171,7 +166,6 @@ pub struct State {
 /// A compartment: a bulkhead, or an isolated tenant of the bulkhead.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, BorrowDecode)]
 pub struct CompartmentName {
-    /// Name of the bulkhead.
     pub bulkhead: String,
     /// Name of the isolated tenant, if any.
     pub tenant: Option<String>,
@@ -180,9 +174,7 @@ pub struct CompartmentName {
 /// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers only decrease.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Held {
-    /// Compartment of the permits.
     pub compartment: CompartmentName,
-    /// Number of permits.
     pub permits: u32,
     /// Number of jobs that must wait for one of these permits.
     pub waiting: u32,
@@ -191,9 +183,7 @@ pub struct Held {
 /// QUARANTINED: a payload in quarantine.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Quarantined {
-    /// Compartment of the quarantine.
     pub compartment: CompartmentName,
-    /// Digest of the payload.
     pub digest: [u8; 16],
 }
 
@@ -203,7 +193,6 @@ impl Quarantined {
         Self { compartment, digest: u128::from(digest).to_le_bytes() }
     }
 
-    /// Returns the digest of the payload.
     pub fn digest(&self) -> Digest {
         u128::from_le_bytes(self.digest).into()
     }
@@ -287,7 +276,6 @@ pub struct Frame<'a> {
     /// Kind of the message, from [`kind`] or from a later version.
     pub kind: u8,
     metadata: &'a [u8],
-    /// Payload of the message.
     pub payload: &'a [u8],
     is_critical: bool,
 }

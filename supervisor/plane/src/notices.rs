@@ -25,9 +25,7 @@ const MILESTONES_MAX: usize = 2;
 /// Read ends of the pipes for a new worker's standard output and standard error.
 #[derive(Debug)]
 pub struct WorkerOutput {
-    /// Name of the worker's bulkhead.
     pub bulkhead: Arc<str>,
-    /// Process id of the worker.
     pub pid: u32,
     /// True if the process is a template. Forked workers inherit the write ends, so that output can arrive
     /// after the template has exited.

@@ -139,7 +139,6 @@ impl Program {
         }
     }
 
-    /// Returns the confinement of a symbolizer.
     pub fn symbolizer_sandbox(&self) -> &Sandbox {
         &self.symbolizer_sandbox
     }

@@ -40,7 +40,6 @@ pub struct JobSpan {
 /// Parts of an outcome that a span records.
 #[derive(Debug)]
 pub struct SpanOutcome {
-    /// Name of the outcome.
     pub outcome: &'static str,
     /// Reason of the outcome, or the error code of the handler, which is untrusted text. `None` if the
     /// outcome has neither.

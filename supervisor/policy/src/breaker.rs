@@ -449,7 +449,6 @@ impl<T: Copy + Default + Add<Output = T>> Window<T> {
         &mut bucket.1
     }
 
-    /// Returns the sum of all buckets in the window.
     pub(crate) fn sum(&self, now: Time) -> T {
         let number = now.0 / self.width_ns;
         let recent = self.buckets.iter().filter(|(n, _)| number.saturating_sub(*n) < BUCKETS as u64);

@@ -51,7 +51,6 @@ impl Add for Spent {
 }
 
 impl RetryBudget {
-    /// Returns an unused budget.
     pub(crate) fn new(limits: Option<RetryLimits>) -> Self {
         Self { limits, window: Window::new(WINDOW) }
     }

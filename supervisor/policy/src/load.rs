@@ -26,7 +26,6 @@ impl WorkersByLoad {
         }
     }
 
-    /// Adds a worker with `level` jobs.
     fn insert(&mut self, worker: u32, level: u32) {
         let (level, word) = (level as usize, worker as usize / 64);
         if self.levels.len() <= level {
@@ -42,7 +41,6 @@ impl WorkersByLoad {
         self.count += 1;
     }
 
-    /// Removes a worker with `level` jobs.
     fn remove(&mut self, worker: u32, level: u32) {
         let word = &mut self.levels[level as usize][worker as usize / 64];
         debug_assert_ne!(*word & (1 << (worker % 64)), 0, "was not entered");

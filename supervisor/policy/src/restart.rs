@@ -68,7 +68,6 @@ impl FailureHistory {
         ceiling.mul_f64(share)
     }
 
-    /// Clears the history.
     pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }

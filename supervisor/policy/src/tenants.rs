@@ -34,7 +34,6 @@ pub(crate) struct Tenant {
     pub(crate) in_flight: u32,
     /// Number of places of the tenant's quota that are withheld because its jobs have ended workers.
     pub(crate) withheld: u32,
-    /// Number of prefetched jobs.
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
     pub(crate) overrides: TenantOverrides,

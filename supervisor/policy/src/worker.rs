@@ -72,7 +72,6 @@ pub(crate) struct Worker {
     /// Time at which the worker is killed, unless the reason no longer applies at that time.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
-    /// Number of jobs given to the worker.
     pub(crate) jobs_given: u64,
     /// Earliest time of an attempt to replace this worker. For a standby, the time of the next check whether
     /// the slot's worker is idle.
@@ -320,7 +319,6 @@ impl Worker {
         self.is_ready() && self.kill_at.is_none() && self.assignment.is_active()
     }
 
-    /// Returns true if the worker is a spare and is ready.
     pub(crate) fn is_ready_spare(&self) -> bool {
         self.is_ready() && self.assignment.is_spare()
     }

@@ -46,7 +46,6 @@ struct SlotPermits {
     held: u32,
 }
 
-/// History of a slot.
 #[derive(Default)]
 pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,

@@ -327,7 +327,6 @@ impl Client {
         }
     }
 
-    /// Sends a single job and returns its outcome.
     fn job(&mut self, bulkhead: &str, operation: &str, payload: &[u8]) -> Outcome {
         self.send(SUBMIT, 1, submit(bulkhead, operation).end(), payload);
         let outcome = self.outcome();

@@ -28,7 +28,6 @@ const BOUND: usize = 4;
 #[derive(Debug)]
 struct Entry {
     is_idempotent: bool,
-    /// Number of outcomes.
     outcomes: usize,
     result: Result<(), (Executed, String)>,
 }

@@ -13,7 +13,6 @@ fn bulkhead(keys: &str) -> String {
     format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 20\n{keys}\n")
 }
 
-/// Returns the spares that are ready.
 fn spares(supervisor: &Supervisor) -> Vec<u32> {
     let workers = supervisor.state("b").workers;
     let ready = workers.iter().filter(|worker| worker.spare && worker.state == "ready");

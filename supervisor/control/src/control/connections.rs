@@ -53,7 +53,6 @@ pub(super) struct Admission {
     /// Id of the user who sent the request. For TCP connections, whose user is unknown, the id of the
     /// supervisor's user.
     pub(super) uid: u32,
-    /// Progress of the connection.
     pub(super) progress: Arc<Progress>,
     /// Connection to the data plane, for the jobs of a connection that is kept alive. `None` if the connection
     /// closes after the first response.

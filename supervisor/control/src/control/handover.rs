@@ -301,7 +301,6 @@ impl Link {
         Ok(Self(register(socket)?))
     }
 
-    /// Sends a message.
     pub(super) async fn send<'a>(
         &self,
         kind: u8,

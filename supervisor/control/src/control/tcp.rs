@@ -140,7 +140,6 @@ async fn check_request(
     next.run(request).await
 }
 
-/// Permission of an admitted request.
 enum Permission {
     Full,
     Read,

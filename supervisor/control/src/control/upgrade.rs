@@ -191,7 +191,6 @@ struct Successor {
     link: Arc<Link>,
     /// Becomes readable when the program and its keepers have ended.
     lifeline: Option<AsyncFd<OwnedFd>>,
-    /// Version of the program.
     version: String,
 }
 

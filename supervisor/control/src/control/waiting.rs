@@ -56,7 +56,6 @@ struct Listener<S: Socket> {
     permits: Arc<Semaphore>,
     health_permits: Arc<Semaphore>,
     refused_permits: Arc<Semaphore>,
-    /// Number of refused connections.
     refused: Arc<AtomicU64>,
     /// Waiting connections by number, oldest first. Each is notified when it must give up its place.
     waiting: Mutex<VecDeque<(u64, Arc<Notify>)>>,

@@ -64,7 +64,6 @@ impl<'a> SnapshotSource<'a> {
         Self { bulkheads, compartments, workers, now }
     }
 
-    /// Returns a snapshot of a whole bulkhead.
     pub(crate) fn snapshot(&self, bulkhead: BulkheadIndex) -> Snapshot {
         let entry = &self.bulkheads[bulkhead];
         let mut sum = Sum::default();
@@ -98,7 +97,6 @@ impl<'a> SnapshotSource<'a> {
         snapshot
     }
 
-    /// Returns a snapshot of an isolated tenant.
     pub(crate) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
         let entry = &self.bulkheads[self.bulkheads.find(name).ok_or(SteerError::NotFound)?];
         let Some(isolated) = entry.isolated() else {

@@ -10,7 +10,6 @@ use super::ReportLimit;
 /// first.
 const CAUSES_MAX: usize = 8;
 
-/// Start failures of a bulkhead.
 #[derive(Debug, Default)]
 pub(super) struct StartFailures {
     /// Rate limit of the crash reports about start failures.

@@ -135,7 +135,6 @@ impl QueueState {
         self.rejected = (self.rejected + 1).min(2 * REJECTED_MAX);
     }
 
-    /// Counts an accepted job.
     #[inline]
     pub(super) fn count_job(&mut self) {
         self.rejected = self.rejected.saturating_sub(JOB_WEIGHT);

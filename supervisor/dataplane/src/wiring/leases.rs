@@ -135,7 +135,6 @@ impl DataPlane {
         sent(client.end.lend(frame, offer.named, offer.files.of_client(), receiver))
     }
 
-    /// Ends all leases of a client that has disconnected.
     pub(crate) fn end_leases_of_client(&mut self, client: SessionId) {
         if let Some(session) = self.sessions.of_mut(client) {
             session.end.release_files(&mut self.unread_loans, &mut session.unread);

@@ -11,7 +11,6 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming};
 
 impl DataPlane {
-    /// Charges the memory of a job to its client.
     pub(crate) fn charge(&mut self, index: CompartmentIndex, job: JobId, kind: ChargeKind) {
         let compartment = &mut self.compartments[index];
         let Some(record) = compartment.policy.record_mut(job) else {

@@ -56,7 +56,6 @@ pub(crate) struct Rules<'a> {
     pub(crate) withheld: &'a [&'a Path],
     /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
-    /// Network access of the worker.
     pub(crate) network: NetworkAccess,
     /// Ports to which the worker can connect, with [`NetworkAccess::Connections`].
     pub(crate) tcp_ports: &'a [u16],

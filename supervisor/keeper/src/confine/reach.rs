@@ -22,13 +22,9 @@ pub(crate) struct GrantedPaths<'a> {
     pub(crate) program: &'a Path,
     /// The program, and the files that the program executes or loads.
     pub(crate) programs: &'a [&'a Path],
-    /// Working directory.
     pub(crate) directory: &'a Path,
-    /// Readable paths.
     pub(crate) read: &'a [&'a Path],
-    /// Writable paths.
     pub(crate) write: &'a [&'a Path],
-    /// Temporary folder.
     pub(crate) temporary: Option<&'a Path>,
     /// True if a private file system is mounted over the temporary folder.
     pub(crate) temporary_is_mounted: bool,
@@ -37,13 +33,10 @@ pub(crate) struct GrantedPaths<'a> {
 /// Purpose for which a path is granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Purpose {
-    /// Working directory.
     WorkingDirectory,
     /// Reading files, and traversing folders.
     Read,
-    /// Writing.
     Write,
-    /// Mount point.
     MountPoint,
 }
 

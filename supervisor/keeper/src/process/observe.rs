@@ -48,7 +48,6 @@ impl KeeperStatus {
     }
 }
 
-/// Returns the number of open descriptors of a process.
 pub(super) fn open_descriptors(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/fd");
     match fs::read_dir(&path) {

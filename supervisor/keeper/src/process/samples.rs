@@ -36,7 +36,6 @@ pub(super) struct Samples {
     current: Option<Current>,
 }
 
-/// Order to sample a worker.
 struct Order {
     worker: u64,
     job: Option<String>,

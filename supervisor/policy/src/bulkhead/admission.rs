@@ -21,7 +21,6 @@ use crate::workers::SlotState;
 /// Minimum interval between throttling reports for the same tenant, and between eviction reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Rejection of a submission.
 struct Rejection {
     verdict: Verdict,
     /// Time that the client should wait before a retry.

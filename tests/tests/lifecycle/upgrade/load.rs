@@ -49,7 +49,6 @@ pub(super) fn read_record(path: &Path) -> (usize, usize) {
     (begun.len(), most)
 }
 
-/// Number of jobs by outcome.
 type Outcomes = BTreeMap<String, usize>;
 
 /// Clients that submit jobs until they are stopped.

@@ -99,7 +99,6 @@ impl DataPlane {
         self.buffers.keep_record(answer.record);
     }
 
-    /// Returns the outcome of a job in this compartment.
     pub(crate) fn outcome_of(&self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) -> Outcome {
         Outcome {
             verdict: answer.verdict.clone(),

@@ -127,7 +127,6 @@ impl Folder {
         }
     }
 
-    /// Reads and parses a file of the group.
     pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
         let failed = |errno| self.failed("read", file, errno);
         let bytes = read_all(&self.descriptor, file, FILE_BYTES_MAX).map_err(failed)?;

@@ -31,7 +31,6 @@ const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
 /// Layout of the mounts, decided before the fork.
 pub(crate) struct Covers {
-    /// Folders that are covered.
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
     nodes: Vec<LayoutStep>,
