@@ -58,7 +58,7 @@ enum Phase {
     Switched,
     /// The successor serves. If it fails, this supervisor serves again.
     Released,
-    /// The successor serves for good, and this supervisor exits after its last job.
+    /// The successor has taken over permanently, and this supervisor exits after its last job.
     Leaving,
 }
 

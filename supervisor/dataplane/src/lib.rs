@@ -121,7 +121,7 @@ const FIRST_CONNECTION: usize = 4;
 /// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
-/// Capabilities that the welcome of a client promises.
+/// Capabilities announced in the welcome to a client.
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
@@ -1093,7 +1093,7 @@ impl DataPlane {
         io::Error::other(format!("the thread or task '{name}' has ended"))
     }
 
-    /// Reads from all clients a last time. All bulkheads have stopped, so every new job is rejected.
+    /// Reads from all clients one last time. All bulkheads have stopped, so every new job is rejected.
     fn handle_last_events(&mut self) {
         while let Some(command) = self.commands.next_unlimited() {
             if let Command::AddClient { .. } | Command::AddInProcessClient { .. } = command {

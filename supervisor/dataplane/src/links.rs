@@ -536,7 +536,7 @@ impl Links {
         self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
 
-    /// Returns a worker's user id to the pool. No process of the worker may exist any more.
+    /// Returns a worker's user id to the pool. All processes of the worker must have ended.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
             ids.free(id);

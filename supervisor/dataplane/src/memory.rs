@@ -183,7 +183,7 @@ impl Memory {
         self.shares.can_hold_share(connection, bulkhead, more, most)
     }
 
-    /// Replaces a previously counted size.
+    /// Replaces the size of memory that was counted before.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
             // Adds before subtracting, so that the holder always has memory and is not removed.

@@ -40,7 +40,7 @@ pub struct AccessRule {
 pub enum Grant {
     /// The client can use all bulkheads and all tenants.
     Unrestricted,
-    /// The client can do what at least one of these rules allows.
+    /// The client can do everything that at least one of these rules allows.
     Rules(Arc<[Arc<AccessRule>]>),
 }
 

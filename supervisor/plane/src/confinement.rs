@@ -34,10 +34,10 @@ pub struct SandboxSupport {
 enum IdSource {
     /// The ids come from this allocator.
     Host(Arc<IdAllocator>),
-    /// There are no ids, for this reason. Workers run as the supervisor's user.
+    /// No ids are available, for the given reason. Workers run as the supervisor's user.
     Shared(String),
-    /// There are no ids, for this reason, and the supervisor runs as root. Workers do not start, because they
-    /// would run as root.
+    /// No ids are available, for the given reason, and the supervisor runs as root. Workers do not start, because
+    /// they would run as root.
     Refused(String),
 }
 

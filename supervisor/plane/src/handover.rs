@@ -373,8 +373,8 @@ pub enum HandoverCommand {
     PredecessorEnded,
 }
 
-/// State of the bulkheads and of their tenants, with the numbers in force in the place of those of the file, and a
-/// duplicate of the listener of the jobs socket.
+/// State of the bulkheads and of their tenants, and a duplicate of the listener of the jobs socket. The fields `file`
+/// contain the current numbers, until the control plane replaces them with those of the file.
 pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix::net::UnixListener>);
 
 /// State of the data plane when it stops serving.

@@ -672,7 +672,7 @@ impl<T> Bulkhead<T> {
             // A draining worker that is idle keeps its exit time limit.
             worker.kill_at.filter(|_| !worker.is_ready() && worker.jobs.is_empty())
         } else if worker.kill_at.is_none() || self.limits.worker_ends_jobs {
-            // The delay may be shorter now, because no client waits for the worker's jobs any more.
+            // The delay may be shorter now, because clients no longer wait for the worker's jobs.
             earlier(worker.kill_at, Some(now + self.kill_delay(place)))
         } else {
             worker.kill_at

@@ -32,7 +32,7 @@ pub(crate) struct Tenant {
     /// Number of jobs, both queued and in flight, plus the number of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places of the tenant's quota that are withheld because its jobs have ended workers.
+    /// Reduction of the tenant's quota, in jobs, because its jobs have ended workers.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,

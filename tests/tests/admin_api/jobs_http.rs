@@ -80,7 +80,7 @@ fn kept_alive_connection_serves_jobs_of_any_size() {
             (answer.header("bulkhead-executed"), answer.header("bulkhead-retryable")),
             ("yes", "false")
         );
-        // Failures and rejections keep the connection too.
+        // Failures and rejections do not close the connection.
         let failed = job(&mut connection, "fail", b"").expect("an answer");
         failed.problem(422);
         assert_eq!(failed.header("bulkhead-executed"), "yes");

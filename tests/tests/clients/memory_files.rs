@@ -834,7 +834,7 @@ fn file_of_running_job_does_not_count_as_buffered() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// The killed program cannot use its file any more, even though the job continues in the fallback.
+/// The file of the killed program is freed, even though the job continues in the fallback.
 #[test]
 fn fallback_after_crash_frees_the_file() {
     let supervisor = start(

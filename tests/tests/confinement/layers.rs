@@ -392,7 +392,7 @@ fn missing_user_namespace_fails_start_unless_best_effort() {
     }
 }
 
-/// `BULKHEAD_WITHOUT` hides a layer from the supervisor in tests. All other layers must stay in force.
+/// `BULKHEAD_WITHOUT` hides a layer from the supervisor in tests. All other layers must still apply.
 #[test]
 fn missing_landlock_leaves_other_layers_in_force() {
     if !has_layers(STRICT_LAYERS) {

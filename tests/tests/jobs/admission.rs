@@ -347,7 +347,7 @@ fn changing_limits_loses_no_queued_job() {
         assert_eq!(changed.len(), 3, "{changed:?}");
         assert_eq!(changed[2]["rate_limit"]["per_second"], 0.01, "{changed:?}");
     });
-    // The snapshot shows the limits in force, and `null` removes a limit.
+    // The snapshot shows the current limits, and `null` removes a limit.
     let snapshot = supervisor.snapshot("b");
     assert_eq!(
         (&snapshot["max_in_flight"], &snapshot["rate_limit"]["burst"]),

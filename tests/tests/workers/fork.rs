@@ -147,7 +147,7 @@ fn template_is_replaced_after_twenty_signal_deaths() {
     assert_eq!(templates.len(), 2, "{templates:?}");
 }
 
-/// A template that hangs cannot fork any more, so the keeper kills the template and starts another.
+/// A hung template cannot fork, so the keeper kills the template and starts another.
 #[test]
 fn hung_template_is_replaced() {
     let supervisor = Supervisor::start(&bulkhead(FORK));

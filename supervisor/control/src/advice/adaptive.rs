@@ -3,8 +3,7 @@
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// If the adaptive limit is what holds jobs back, returns a sentence which explains that more permits would
-/// not help.
+/// Returns a sentence which explains that more permits would not help, if jobs are limited by the adaptive limit.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {

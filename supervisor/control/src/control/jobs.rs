@@ -227,7 +227,7 @@ async fn run(
     Ok(response)
 }
 
-/// Returns the outcome with the fields of the extensions.
+/// Returns the outcome, including the fields that are encoded as extensions.
 fn outcome_of(
     message: OutcomeMessage<'_>,
     extensions: &Extensions<'_>,

@@ -55,7 +55,7 @@ impl JobsHttpCounters {
         }
     }
 
-    /// Returns the numbers of this moment; `None` without a listener.
+    /// Returns the current numbers, or `None` if there is no listener.
     pub(super) fn read(&self) -> Option<JobsHttpNumbers> {
         Some(JobsHttpNumbers {
             connections: self.active.get()?.count() as u64,

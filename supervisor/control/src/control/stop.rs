@@ -81,7 +81,7 @@ impl Control {
         }
     }
 
-    /// Makes `/readyz` respond 503, and tells the service manager.
+    /// Makes `/readyz` respond 503, and notifies the service manager.
     pub(super) fn set_stopping(&self) {
         if !self.is_stopping.swap(true, Ordering::SeqCst) {
             self.notify_systemd(&[NotifyState::Stopping]);

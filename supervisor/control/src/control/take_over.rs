@@ -45,7 +45,7 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     if let Err(error) = take_over(&control, &link, transfer).await {
         return give_up(&control, &error.to_string());
     }
-    // From here on, this supervisor serves, whatever happens to the predecessor. The message comes before the first
+    // From here on, this supervisor serves even if the predecessor fails. The message comes before the first
     // connection is accepted, so that a predecessor that has not received it knows that no job is here.
     let _ = link.send(kind::ACTIVE, &Nothing {}, None).await;
     if let Err(error) = control.commands.send(Command::Listen(jobs)) {

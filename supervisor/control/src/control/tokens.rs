@@ -1,4 +1,4 @@
-//! Tokens of `[[access]]`: the permissions in force, and the secrets in requests.
+//! Tokens of `[[access]]`: their current permissions, and the secrets in requests.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -11,7 +11,7 @@ use bulkhead_plane::access::{TokenGrant, Tokens};
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::counters::SpoolCounters;
 
-/// The tokens in force. A reload replaces them.
+/// The current tokens, which a reload replaces.
 pub(super) struct TokenTable {
     tokens: RwLock<Tokens>,
     /// Payloads of unknown length that are being received, by the number of the token.

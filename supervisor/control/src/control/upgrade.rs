@@ -560,7 +560,7 @@ impl Upgrade {
                 },
             }
         }
-        // Before the change, the main process is this one, and both were told to stop.
+        // If this is still the main process, the service manager has told both supervisors to stop.
         if !control.handover.is_main() {
             tracing::error!(
                 "the new program has ended: stopping, so that the service manager restarts the service"

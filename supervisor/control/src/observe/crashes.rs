@@ -336,7 +336,7 @@ fn report_size(report: &CrashReport) -> usize {
 struct CrashFolder {
     path: PathBuf,
     lock: File,
-    /// True while another supervisor may write to the folder, too.
+    /// True while another supervisor may also write to the folder.
     is_shared: bool,
 }
 
@@ -502,7 +502,7 @@ pub struct NativeSender(mpsc::WeakSender<StoreRequest>);
 impl NativeSender {
     /// Adds registers and backtrace to a report. Does nothing during the shutdown, or if the report was dropped.
     pub fn set(&self, id: CrashId, native: NativeCrash) {
-        // The channel has room for as many backtraces as reports wait for one.
+        // The channel has room for the backtraces of all reports that wait for one.
         self.0.upgrade().map(|sender| sender.try_send(StoreRequest::SetNative(id, native)));
     }
 }

@@ -68,8 +68,8 @@ impl ReadPosition {
         JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
     }
 
-    /// Reads the bytes that the worker left unread. Called when the worker is gone or must not read any more.
-    /// Returns the number of bytes that the worker has read.
+    /// Reads the bytes that the worker left unread. Called when the worker is gone or must stop reading. Returns the
+    /// number of bytes that the worker has read.
     pub(crate) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;

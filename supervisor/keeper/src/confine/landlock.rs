@@ -80,7 +80,7 @@ pub(crate) struct Ruleset {
     granted: Vec<program_rules::Grant>,
 }
 
-/// Reason why the rules are not in force.
+/// Reason why the rules have no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RestrictError {
     /// The kernel refused the rules.

@@ -138,7 +138,7 @@ fn signal_parent() -> Result<(), Errno> {
     rustix::process::test_kill_process(parent)
 }
 
-/// Replaces a forbidden action that cannot be tried without doing damage.
+/// Stands in for a forbidden action that would do damage if it succeeded.
 fn untestable() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

@@ -58,7 +58,7 @@ pub struct Rlimit {
     pub hard: u64,
 }
 
-/// An order of the supervisor. The end of file tells the keeper to exit.
+/// An order of the supervisor. The keeper exits when it reads the end of file.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
     /// Starts a worker. The link, standard output and standard error are sent as descriptors.

@@ -313,7 +313,7 @@ fn landlock(plan: &Plan<'_>) -> Result<(), StepError> {
         RestrictError::Rejected(errno) => errno.into(),
         RestrictError::NotEnforced => StepError { errno: Errno::PERM, detail: LANDLOCK_NOT_ENFORCED },
     })?;
-    // SAFETY: this process does not use the descriptor any more, and runs no destructors.
+    // SAFETY: this process no longer uses the descriptor, and runs no destructors.
     unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };
     Ok(())
 }

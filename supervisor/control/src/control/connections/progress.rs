@@ -132,7 +132,7 @@ impl Active {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection, until the guard is dropped.
+    /// Adds a connection, which is removed when the returned guard is dropped.
     pub(super) fn add(self: &Arc<Self>, progress: Arc<Progress>) -> ActiveGuard {
         let mut connections = self.lock();
         connections.last_number += 1;
