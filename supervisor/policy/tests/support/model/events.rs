@@ -643,16 +643,18 @@ impl Model {
     fn restart(&mut self) {
         self.step.is_restarted = true;
         self.rolling = (0..self.slots.len() as u32).collect();
+        self.is_restarting = true;
         let now = self.now;
-        self.workers.values_mut().for_each(|worker| worker.next_replacement_at = now);
+        for worker in self.workers.values_mut() {
+            (worker.is_outdated, worker.next_replacement_at) = (true, now);
+        }
     }
 
     /// New workers run another program from now on.
     fn replace(&mut self) {
-        self.step.is_replaced = true;
         self.restart();
         for worker in self.workers.values_mut() {
-            (worker.is_outdated, worker.retry_replacement_at) = (true, None);
+            (worker.has_old_program, worker.retry_replacement_at) = (true, None);
         }
         self.reset();
     }

@@ -111,6 +111,27 @@ impl Model {
         is_counted && is_at_work && self.jobs_left(worker) > 0
     }
 
+    /// Checks that a rolling restart is complete. A worker from before the restart may only continue while
+    /// another worker is being replaced, while a spare is starting, or after a replacement has failed.
+    pub(super) fn check_outdated(&self) {
+        if !self.is_restarting || self.is_stopping() {
+            return;
+        }
+        let is_replacing = |worker: &Worker| {
+            let is_leaving = worker.left.is_none() && !self.is_wanted(worker);
+            is_leaving || self.is_successor(worker) && !self.is_standby(worker)
+        };
+        if self.is_waiting_for_spare() || self.workers.values().any(is_replacing) {
+            return;
+        }
+        let is_at_work = |worker: &&Worker| {
+            worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker)
+        };
+        let outdated = self.workers.values().filter(is_at_work).find(|worker| worker.is_outdated);
+        let id = outdated.map(|worker| worker.id);
+        assert_eq!(id, None, "the worker is from before the restart, and is not being replaced");
+    }
+
     fn is_successor(&self, worker: &Worker) -> bool {
         let state = self.slots[worker.slot as usize].state;
         matches!(state, SlotState::Occupied { successor, .. } if successor == Some(worker.id.place))
