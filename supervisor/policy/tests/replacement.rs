@@ -168,7 +168,9 @@ fn outdated(fixture: &Fixture) -> Vec<WorkerId> {
 fn restart_replaces_starting_workers_once() {
     for is_draining in [false, true] {
         let mut fixture = Fixture::starting(limits(3, 1, 0));
-        let [serving, initializing, spawning] = fixture.spawned[..] else { panic!("three workers must start") };
+        let [serving, initializing, spawning] = fixture.spawned[..] else {
+            panic!("three workers must start")
+        };
         fixture.bring_up(serving);
         fixture.apply(Event::Spawned { worker: initializing, pid: 1 });
         fixture.apply(Event::Hello {

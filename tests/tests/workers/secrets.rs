@@ -161,9 +161,8 @@ fn starting_slowly(name: &str, more: &str) -> String {
 #[test]
 fn restart_replaces_processes_that_are_still_starting() {
     let (folder, path) = folder_with("first");
-    let bulkheads =
-        starting_slowly("worker", "processes = 2\nstart = { handshake = \"60s\", spares = 1 }")
-            + &starting_slowly("forked", "start.mode = \"fork\"");
+    let bulkheads = starting_slowly("worker", "processes = 2\nstart = { handshake = \"60s\", spares = 1 }")
+        + &starting_slowly("forked", "start.mode = \"fork\"");
     let supervisor = Supervisor::launch(folder, "", &bulkheads);
     let wait_for_starts = |name: &str, secret: &str, count: usize| {
         wait_for(&format!("{count} processes of {name} have read the secret {secret}"), || {
@@ -178,7 +177,8 @@ fn restart_replaces_processes_that_are_still_starting() {
     write(&path, "second");
     for (name, count) in bulkheads {
         let mut command = supervisor.command();
-        let mut restart = command.args(["restart", name, "--wait=60s"]).stdout(Stdio::null()).spawn().unwrap();
+        let mut restart =
+            command.args(["restart", name, "--wait=60s"]).stdout(Stdio::null()).spawn().unwrap();
         wait_for_starts(name, "second", count);
         assert!(restart.try_wait().unwrap().is_none(), "{name}: no worker is ready yet");
         supervisor.touch(&format!("{name}.start"));

@@ -111,8 +111,8 @@ impl Model {
         is_counted && is_at_work && self.jobs_left(worker) > 0
     }
 
-    /// Checks that a rolling restart is complete. A worker from before the restart may only continue while
-    /// another worker is being replaced, while a spare is starting, or after a replacement has failed.
+    /// Checks that no worker from before a restart serves jobs when the restart is complete. The restart
+    /// continues while a worker is being replaced or a spare is starting, and ends if a replacement fails.
     pub(super) fn check_outdated(&self) {
         if !self.is_restarting || self.is_stopping() {
             return;
@@ -124,9 +124,8 @@ impl Model {
         if self.is_waiting_for_spare() || self.workers.values().any(is_replacing) {
             return;
         }
-        let is_at_work = |worker: &&Worker| {
-            worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker)
-        };
+        let is_at_work =
+            |worker: &&Worker| worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
         let outdated = self.workers.values().filter(is_at_work).find(|worker| worker.is_outdated);
         let id = outdated.map(|worker| worker.id);
         assert_eq!(id, None, "the worker is from before the restart, and is not being replaced");
