@@ -646,6 +646,8 @@ impl<T> Bulkhead<T> {
         if let Some(successor) = self.workers.slot(slot).successor {
             self.set_slot(slot, SlotState::Occupied(successor));
             self.reassign(successor, |worker| worker.assignment = Assignment::of_slot(slot, false));
+            // The next slot can have a successor now.
+            self.continue_rolling_restart(now);
             return;
         }
         if !self.may_restart(effect) {
