@@ -165,6 +165,18 @@ impl Model {
         }
     }
 
+    /// Ends the observations of workers that are no longer silent, according to their timestamps.
+    fn end_observations(&mut self) {
+        let is_over = |worker: &&Worker| {
+            let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= self.now);
+            is_due && !worker.was_checked && !self.is_silent(worker)
+        };
+        let over: Vec<u32> = self.workers.values().filter(is_over).map(|worker| worker.id.place).collect();
+        for place in over {
+            self.workers.entry(place).and_modify(|worker| worker.observed_since = None);
+        }
+    }
+
     // Clients.
 
     fn submit(&mut self, submission: &Submission<Tag>) {
@@ -369,6 +381,7 @@ impl Model {
     fn tick(&mut self) {
         let now = self.now;
         self.replace_again();
+        self.end_observations();
         if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
             self.scale_to_zero();
         }
