@@ -53,7 +53,8 @@ class Outcome:
     ``bulkhead``     bulkhead that served the job, or to which it was submitted
     ``job``          number of an accepted job in the log, in events and in crash reports
     ``traceparent``  span of the job, if there is one
-    ``report``       id of the crash report if the job crashed: ``bulkhead crashes ID`` shows the report
+    ``report``       id of the crash report if the job crashed, or of the report with the stack if it ran until its
+                     deadline: ``bulkhead crashes ID`` shows the report
     ===============  =================================================================================================
     """
 
@@ -167,7 +168,9 @@ class JobError(Exception):
         self.payload = payload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.outcome, bytes(self.payload)), {"args": self.args}
+        notes = getattr(self, "__notes__", None)
+        state = {"args": self.args} if notes is None else {"args": self.args, "__notes__": notes}
+        return type(self), (self.outcome, bytes(self.payload)), state
 
     @property
     def executed(self) -> str:
