@@ -15,9 +15,13 @@ SIGNAL = 62
 #: Size of the part of the memory file for the text, in bytes.
 FILE_BYTES = 256 * 1024
 
-#: The worker's own frames below the function of a call, and the thread that watches the link (faulthandler's format).
-_OWN_FRAME = re.compile(r'  File "(?:[^"]*/)?bulkhead/_pool_worker\.py", line \d+ in (?:_run|process_chunk|<listcomp>)$')
-_WATCHER_FRAME = re.compile(r'  File "(?:[^"]*/)?bulkhead/_serve\.py", line \d+ in _watch$', re.MULTILINE)
+_FILE = r'  File "(?:[^"]*/)?bulkhead/'
+#: Frames of the worker below the function of a call, in the format of ``faulthandler``.
+_OWN_FRAME = re.compile(
+    _FILE + r'_pool_worker\.py", line \d+ in (?:_run|process_chunk|<listcomp>)$|  <no Python frame>$'
+)
+#: A frame of the thread that watches the link.
+_WATCHER_FRAME = re.compile(_FILE + r'_serve\.py", line \d+ in _watch$', re.MULTILINE)
 
 
 def is_available() -> bool:
