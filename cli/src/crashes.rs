@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use bulkhead_api::{
-    Cause, CrashId, CrashJob, CrashReport, NativeCrash, NativeFrame, Replay, ReplayVerdict, ReplayedJob,
-    Summary, Usage, Victim, Word,
+    Cause, CauseKind, CrashId, CrashJob, CrashReport, NativeCrash, NativeFrame, NativeThread, Replay,
+    ReplayVerdict, ReplayedJob, Summary, Usage, Victim, Word,
 };
 use hyper::Method;
 use serde::Deserialize;
@@ -145,7 +145,11 @@ fn describe(report: &CrashReport) -> String {
         add("tenant", name_or_dash(Some(tenant)));
     }
     let is_program = report.victim == Victim::Program;
-    let whose = if is_program { "the program died; the worker continues" } else { "the worker died" };
+    let whose = match (is_program, report.cause.kind == CauseKind::Deadline) {
+        (_, true) => "the supervisor ended the job",
+        (true, false) => "the program died; the worker continues",
+        (false, false) => "the worker died",
+    };
     add("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
     add("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
@@ -157,6 +161,10 @@ fn describe(report: &CrashReport) -> String {
     }
     if let Some(confinement) = &report.confinement {
         add("confinement", shown(confinement));
+    }
+    if let Some(stack) = &report.runtime_stack {
+        lines.push_str("\nstacks as the worker wrote them\n");
+        lines.push_str(&indented(&escape(stack)));
     }
     lines.push_str(&report.native.as_ref().map(native).unwrap_or_default());
     lines.push_str(&jobs(report));
@@ -177,9 +185,12 @@ fn native(native: &NativeCrash) -> String {
         let code = native.signal_code.map(|code| format!(", signal code {code}")).unwrap_or_default();
         let address =
             native.address.as_ref().map(|it| format!(", address {}", shown(it))).unwrap_or_default();
-        lines.push_str(&format!("\nbacktrace of thread {}{code}{address}\n", thread.id));
+        lines.push_str(&format!("\nbacktrace of {}{code}{address}\n", thread_title(thread)));
         let frames: Vec<String> = thread.frames.iter().enumerate().map(frame).collect();
         lines.push_str(&indented(&frames.join("\n")));
+        if thread.registers.is_empty() {
+            continue;
+        }
         let registers =
             thread.registers.iter().map(|(name, value)| format!("{:<4} {:<18}", shown(name), shown(value)));
         let rows: Vec<String> = registers.collect();
@@ -188,6 +199,16 @@ fn native(native: &NativeCrash) -> String {
         lines.push_str(&format!("\nregisters\n{}", indented(&rows.join("\n"))));
     }
     lines
+}
+
+/// Formats a thread, such as `thread 4711 (decoder) of process 4710 (thumbnail), state S, waits in futex_do_wait`.
+fn thread_title(thread: &NativeThread) -> String {
+    let name =
+        |name: &Option<String>| name.as_ref().map(|it| format!(" ({})", shown(it))).unwrap_or_default();
+    let process = thread.process.map(|process| format!(" of process {process}")).unwrap_or_default();
+    let state = thread.state.as_ref().map(|state| format!(", state {}", shown(state))).unwrap_or_default();
+    let wait = thread.waits_in.as_ref().map(|wait| format!(", waits in {}", shown(wait))).unwrap_or_default();
+    format!("thread {}{}{process}{}{state}{wait}", thread.id, name(&thread.name), name(&thread.program))
 }
 
 /// Formats a frame, such as `#0  walk_list at bad.c:3 (libbad.so+0x1120)`.

@@ -7,8 +7,10 @@
 //!         header    /proc/self/maps     stack, from the lowest address
 //! ```
 //!
-//! The header is written last, so that a record with a header is complete. A reader must not trust any part of a
-//! record.
+//! The header is written last, so that a record with a header is complete.
+//!
+//! The keeper takes the same records of a process that runs for too long: see [`Records`]. A reader must not trust
+//! any part of a record.
 
 use crate::journal::JOURNAL_BYTES;
 
@@ -43,6 +45,13 @@ pub const REGISTERS_MAX: usize = 33;
 /// SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
 pub const RECORDED_SIGNALS: [i32; 6] = [4, 5, 6, 7, 8, 11];
 
+/// Value of the field `e_machine` of ELF files of this architecture.
+#[cfg(target_arch = "x86_64")]
+pub const MACHINE: u32 = 62;
+/// Value of the field `e_machine` of ELF files of this architecture.
+#[cfg(target_arch = "aarch64")]
+pub const MACHINE: u32 = 183;
+
 /// First bytes of a complete record. Contains the version of the format.
 const MAGIC: [u8; 8] = *b"crashed1";
 
@@ -68,9 +77,51 @@ pub struct Header {
     /// Registers in the order of the architecture: for x86-64, `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`,
     /// `rax`, `rcx`, `rsp`, `rip`; for 64-bit ARM, `x0` to `x30`, `sp`, `pc`.
     pub registers: [u64; REGISTERS_MAX],
+    /// Process id of a process that runs, as seen by the keeper. Otherwise 0.
+    pub process: u32,
+    /// State of a thread that runs, as in `/proc/PID/stat`. Otherwise 0.
+    pub state: u8,
+    /// Name of a thread that runs. Shorter texts end with a NUL.
+    pub thread_name: [u8; NAME_BYTES_MAX],
+    /// Name of a process that runs.
+    pub process_name: [u8; NAME_BYTES_MAX],
+    /// Function of the kernel in which a thread sleeps, as in `/proc/PID/wchan`.
+    pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
 }
 
+/// Size of the name of a thread in bytes.
+pub const NAME_BYTES_MAX: usize = 16;
+
+/// Maximum size of a [`Header::wait_channel`] in bytes.
+pub const WAIT_CHANNEL_BYTES_MAX: usize = 48;
+
+// Offsets in the header.
+const REGISTERS_AT: usize = 48;
+const PROCESS_AT: usize = REGISTERS_AT + 8 * REGISTERS_MAX;
+const STATE_AT: usize = PROCESS_AT + 4;
+const THREAD_NAME_AT: usize = PROCESS_AT + 8;
+const PROCESS_NAME_AT: usize = THREAD_NAME_AT + NAME_BYTES_MAX;
+const WAIT_CHANNEL_AT: usize = PROCESS_NAME_AT + NAME_BYTES_MAX;
+
 impl Header {
+    /// A header without information.
+    pub const EMPTY: Self = Self {
+        machine: 0,
+        signal: 0,
+        code: 0,
+        thread: 0,
+        address: 0,
+        maps_bytes: 0,
+        stack_bytes: 0,
+        stack_start: 0,
+        registers: [0; REGISTERS_MAX],
+        process: 0,
+        state: 0,
+        thread_name: [0; NAME_BYTES_MAX],
+        process_name: [0; NAME_BYTES_MAX],
+        wait_channel: [0; WAIT_CHANNEL_BYTES_MAX],
+    };
+
     /// Writes the header. Allocates no memory, so that a signal handler can call this function.
     pub fn encode(&self, bytes: &mut [u8; HEADER_BYTES]) {
         bytes.fill(0);
@@ -93,6 +144,11 @@ impl Header {
         for register in &self.registers {
             put(&register.to_le_bytes());
         }
+        put(&self.process.to_le_bytes());
+        put(&[self.state, 0, 0, 0]);
+        put(&self.thread_name);
+        put(&self.process_name);
+        put(&self.wait_channel);
     }
 
     /// Reads a header. Returns `None` if the bytes are not a header, or if a size is above its maximum.
@@ -108,7 +164,12 @@ impl Header {
             maps_bytes: half(32),
             stack_bytes: half(36),
             stack_start: word(40),
-            registers: std::array::from_fn(|index| word(48 + 8 * index)),
+            registers: std::array::from_fn(|index| word(REGISTERS_AT + 8 * index)),
+            process: half(PROCESS_AT),
+            state: bytes[STATE_AT],
+            thread_name: text(bytes, THREAD_NAME_AT),
+            process_name: text(bytes, PROCESS_NAME_AT),
+            wait_channel: text(bytes, WAIT_CHANNEL_AT),
         };
         let is_valid = bytes.starts_with(&MAGIC)
             && header.maps_bytes as usize <= MAPS_BYTES_MAX
@@ -117,7 +178,53 @@ impl Header {
     }
 }
 
-const _: () = assert!(48 + 8 * REGISTERS_MAX <= HEADER_BYTES);
+/// Returns the text with a fixed size at an offset.
+fn text<const BYTES: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; BYTES] {
+    bytes[at..].first_chunk().copied().unwrap_or([0; BYTES])
+}
+
+const _: () = assert!(WAIT_CHANNEL_AT + WAIT_CHANNEL_BYTES_MAX <= HEADER_BYTES);
+
+/// Maximum size in bytes of the records of one process or of several processes.
+pub const RECORDS_BYTES_MAX: usize = 4 << 20;
+
+/// The records of several threads, one after the other. Each consists of a header, the memory mappings and the stack.
+/// A thread of the same process as the thread before has no mappings of its own.
+#[derive(Debug)]
+pub struct Records<'r> {
+    rest: &'r [u8],
+}
+
+/// The record of a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record<'r> {
+    /// The header.
+    pub header: Header,
+    /// Text in the format of `/proc/PID/maps`.
+    pub maps: &'r [u8],
+    /// Recorded part of the stack, from the lowest address.
+    pub stack: &'r [u8],
+}
+
+impl<'r> Records<'r> {
+    /// Returns an iterator over the records. The iterator ends before the first record that is not valid.
+    pub fn new(bytes: &'r [u8]) -> Self {
+        Self { rest: bytes }
+    }
+}
+
+impl<'r> Iterator for Records<'r> {
+    type Item = Record<'r>;
+
+    fn next(&mut self) -> Option<Record<'r>> {
+        let (header, rest) = self.rest.split_first_chunk::<HEADER_BYTES>()?;
+        let header = Header::decode(header)?;
+        let (maps, rest) = rest.split_at_checked(header.maps_bytes as usize)?;
+        let (stack, rest) = rest.split_at_checked(header.stack_bytes as usize)?;
+        self.rest = rest;
+        Some(Record { header, maps, stack })
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -135,6 +242,11 @@ mod tests {
             stack_bytes: STACK_BYTES_MAX as u32,
             stack_start: 0x7fff_0000_0000,
             registers: std::array::from_fn(|index| index as u64 * 3),
+            process: 8,
+            state: b'S',
+            thread_name: *b"a thread\0\0\0\0\0\0\0\0",
+            process_name: *b"exactly 16 bytes",
+            wait_channel: [b'w'; WAIT_CHANNEL_BYTES_MAX],
         };
         let mut bytes = [0xff; HEADER_BYTES];
         header.encode(&mut bytes);
@@ -147,5 +259,27 @@ mod tests {
             too_large.encode(&mut bytes);
             assert_eq!(Header::decode(&bytes), None);
         }
+    }
+
+    #[test]
+    fn records_end_before_the_first_invalid_record() {
+        let record = |thread, maps: &[u8], stack: &[u8]| {
+            let (maps_bytes, stack_bytes) = (maps.len() as u32, stack.len() as u32);
+            let mut header = [0; HEADER_BYTES];
+            Header { thread, maps_bytes, stack_bytes, ..Header::EMPTY }.encode(&mut header);
+            [&header[..], maps, stack].concat()
+        };
+        let bytes = [record(1, b"maps", b"stack"), record(2, b"", b"other")].concat();
+        let found = |bytes: &[u8]| -> Vec<(u32, Vec<u8>, Vec<u8>)> {
+            Records::new(bytes)
+                .map(|record| (record.header.thread, record.maps.to_vec(), record.stack.to_vec()))
+                .collect()
+        };
+        let first = (1, b"maps".to_vec(), b"stack".to_vec());
+        let second = (2, Vec::new(), b"other".to_vec());
+        assert_eq!(found(&bytes), [first.clone(), second.clone()]);
+        assert_eq!(found(&[&bytes[..], &[7; 600]].concat()), [first.clone(), second]);
+        assert_eq!(found(&bytes[..bytes.len() - 1]), [first]);
+        assert_eq!(found(&bytes[..HEADER_BYTES + 8]), []);
     }
 }

@@ -41,7 +41,15 @@ pub mod capability {
     /// Writes a [crash record](crate::crash_record) behind its journal if it dies of a signal. The supervisor
     /// therefore creates a larger memory file.
     pub const CRASH_RECORDS: u64 = 64;
+
+    /// Writes the stacks of its threads as text when the worker receives [`STACK_SIGNAL`](super::STACK_SIGNAL). The
+    /// worker writes the text with `write(2)` to the memory file of its [journal](crate::journal). The supervisor sets
+    /// the offset before each signal, and creates a file with room for a crash record.
+    pub const STACK_TEXT: u64 = 128;
 }
+
+/// Number of the signal for which a worker with [`capability::STACK_TEXT`] writes the stacks of its threads.
+pub const STACK_SIGNAL: i32 = 62;
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
 pub mod welcome_capability {

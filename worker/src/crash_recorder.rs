@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use bulkhead_shared::crash_record::{
-    FILE_BYTES, HEADER_BYTES, Header, MAPS_BYTES_MAX, MAPS_OFFSET, RECORD_OFFSET, RECORDED_SIGNALS,
+    FILE_BYTES, HEADER_BYTES, Header, MACHINE, MAPS_BYTES_MAX, MAPS_OFFSET, RECORD_OFFSET, RECORDED_SIGNALS,
     REGISTERS_MAX, STACK_BYTES_MAX, STACK_OFFSET,
 };
 use libc::{c_int, c_void};
@@ -23,12 +23,6 @@ use rustix::process::{Resource, getrlimit};
 const RED_ZONE_BYTES: usize = 128;
 
 const PAGE_BYTES: usize = 4096;
-
-/// The value of the field `e_machine` of ELF files of this architecture.
-#[cfg(target_arch = "x86_64")]
-const MACHINE: u32 = 62;
-#[cfg(target_arch = "aarch64")]
-const MACHINE: u32 = 183;
 
 // States of the recorder.
 const UNUSED: u8 = 0;
@@ -164,6 +158,7 @@ impl Recorder {
             stack_bytes: stack_bytes as u32,
             stack_start: stack_start as u64,
             registers,
+            ..Header::EMPTY
         };
         if let Some(bytes) = buffer.first_chunk_mut::<HEADER_BYTES>() {
             header.encode(bytes);

@@ -102,7 +102,8 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kinds of crashes: the reasons of the outcome `crashed`, and two reasons why a worker failed to start.
+    /// Kinds of reports: the reasons of the outcome `crashed`, two reasons why a worker failed to start, and a job that is
+    /// late.
     CauseKind {
         /// The process exited with a status.
         Exit = "exit",
@@ -120,6 +121,8 @@ vocabulary! {
         NoHello = "no_hello",
         /// The process did not become ready within the time limit.
         NotReady = "not_ready",
+        /// A job still ran at its deadline. The report shows where; nothing has crashed.
+        Deadline = "deadline",
     }
 }
 
@@ -225,7 +228,10 @@ pub struct CrashReport {
     pub jobs: Vec<CrashJob>,
     #[serde(default)]
     pub stderr_tail: Option<String>,
-    /// Registers and backtrace, if a signal killed the process. Added to the report soon after the crash.
+    /// Stacks that the worker itself has written as text when it did not end in time. Python workers do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub runtime_stack: Option<String>,
+    /// Backtraces, if a signal killed the process or if it did not end in time. Added to the report soon afterwards.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub native: Option<NativeCrash>,
     /// Confinement of the worker, as read back from the kernel.

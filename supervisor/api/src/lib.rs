@@ -28,7 +28,10 @@ pub use crash::{
 pub use events::{Event, EventKind, Severity};
 pub use histogram::Histogram;
 pub use jobs::{Job, Jobs};
-pub use native::{NATIVE_BYTES_MAX, NATIVE_FRAMES_MAX, NativeCrash, NativeFrame, NativeThread, hex};
+pub use native::{
+    NATIVE_BYTES_MAX, NATIVE_FRAMES_MAX, NATIVE_FRAMES_TOTAL_MAX, NATIVE_THREADS_MAX, NativeCrash,
+    NativeFrame, NativeThread, hex,
+};
 pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
 pub use responses::{Done, LogLine, Readiness, ShortState, UpgradeStep};

@@ -8,8 +8,11 @@ use serde::{Deserialize, Serialize};
 /// Maximum number of frames of a thread.
 pub const NATIVE_FRAMES_MAX: usize = 64;
 
+/// Maximum number of frames of all threads.
+pub const NATIVE_FRAMES_TOTAL_MAX: usize = 256;
+
 /// Maximum number of threads.
-const THREADS_MAX: usize = 64;
+pub const NATIVE_THREADS_MAX: usize = 64;
 
 /// Maximum number of registers of a thread.
 const REGISTERS_MAX: usize = 64;
@@ -17,11 +20,11 @@ const REGISTERS_MAX: usize = 64;
 /// Maximum size of a text in bytes.
 const TEXT_BYTES_MAX: usize = 512;
 
-/// Maximum size of the JSON text of a [`NativeCrash`] in bytes. Larger than any valid document of a crash.
-pub const NATIVE_BYTES_MAX: u64 = 512 * 1024;
+/// Maximum size of the JSON text of a [`NativeCrash`] in bytes. Larger than any document of a symbolizer.
+pub const NATIVE_BYTES_MAX: u64 = 1024 * 1024;
 
-/// Registers and backtrace of a process that a signal killed, or the reason why they are missing. All contents come
-/// from the dead process, which can have forged them.
+/// Backtraces of a process that a signal killed, or that did not end in time, or the reason why they are missing. All
+/// contents come from the process, which can have forged them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeCrash {
     /// Reason why there is no backtrace. Completes a sentence that begins with "no backtrace:".
@@ -33,20 +36,37 @@ pub struct NativeCrash {
     /// Address that the signal is about, in hexadecimal digits. For SIGSEGV, the address that could not be accessed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Threads of the process. Only the thread that received the signal is recorded.
+    /// Threads. Of a process that a signal killed, only the thread that received the signal. Of a process that did not
+    /// end in time, all threads and those of its descendants, up to a maximum.
     #[serde(default)]
     pub threads: Vec<NativeThread>,
 }
 
-/// A thread of a dead process.
+/// A thread.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeThread {
-    /// Id of the thread, as seen by the process.
+    /// Id of the thread: as seen by the process if a signal killed it, else as seen by the supervisor.
     pub id: u32,
-    /// Values of the registers in hexadecimal digits, by name.
-    #[serde(default)]
+    /// Name of the thread, if the process did not end in time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Id of the process, if it did not end in time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<u32>,
+    /// Name of the process, if it did not end in time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<String>,
+    /// State of the thread as in `/proc/PID/stat`, such as `S` for a thread that sleeps, if the process did not end in
+    /// time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
+    /// Function of the kernel in which the thread sleeps (`/proc/PID/wchan`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_in: Option<String>,
+    /// Values of the registers in hexadecimal digits, by name, if a signal killed the process.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub registers: BTreeMap<String, String>,
-    /// Frames, beginning with the function that crashed.
+    /// Frames, beginning with the function that crashed or that runs.
     pub frames: Vec<NativeFrame>,
 }
 
@@ -119,13 +139,15 @@ impl NativeCrash {
         let is_short = |text: &String| text.len() <= TEXT_BYTES_MAX;
         let is_valid_frame = |frame: &NativeFrame| frame.texts().all(is_short);
         let is_valid_thread = |thread: &NativeThread| {
-            thread.registers.len() <= REGISTERS_MAX
+            let texts = [&thread.name, &thread.program, &thread.state, &thread.waits_in];
+            texts.into_iter().flatten().all(is_short)
+                && thread.registers.len() <= REGISTERS_MAX
                 && thread.registers.iter().all(|(name, value)| is_short(name) && is_short(value))
                 && thread.frames.len() <= NATIVE_FRAMES_MAX
                 && thread.frames.iter().all(is_valid_frame)
         };
         self.unavailable.iter().chain(&self.address).all(is_short)
-            && self.threads.len() <= THREADS_MAX
+            && self.threads.len() <= NATIVE_THREADS_MAX
             && self.threads.iter().all(is_valid_thread)
     }
 }

@@ -17,9 +17,11 @@ use bulkhead_api::{
 };
 use bulkhead_keeper::Usage;
 use bulkhead_plane::command::DroppableNotice;
-use bulkhead_plane::crash::{self, CrashRecord, REPORTS_WAITING_MAX, cause_of, recorded_signal};
+use bulkhead_plane::crash::{
+    self, CrashRecord, REPORTS_WAITING_MAX, RecordKind, cause_of, late_job_cause, recorded_signal,
+};
 use bulkhead_plane::program::Program;
-use bulkhead_policy::{Bulkhead, Death, Ending, HeldJob, JobOutcome, PostMortem, Time, WorkerId};
+use bulkhead_policy::{Bulkhead, Death, Ending, HeldJob, JobOutcome, KillReason, PostMortem, Time, WorkerId};
 use bulkhead_shared::{JobId, Verdict};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -64,6 +66,13 @@ pub(super) struct ReportSlot {
     /// Number of start failures with the same cause so far.
     count: u32,
     permit: OwnedSemaphorePermit,
+}
+
+impl ReportSlot {
+    /// Returns the id of the report.
+    pub(super) fn id(&self) -> CrashId {
+        self.id
+    }
 }
 
 /// Rate limit for crash reports (token bucket).
@@ -116,23 +125,43 @@ pub(super) struct CrashContext {
     /// Reason for a missing backtrace, if a signal killed the process and there is no record.
     native: Option<NativeCrash>,
     record: Option<CrashRecord>,
+    /// Stacks that the worker has written as text.
+    runtime_stack: Option<String>,
+}
+
+/// What was found out about a worker or program that did not end in time.
+pub(super) struct Hang {
+    /// Records of its threads.
+    pub(super) record: Option<CrashRecord>,
+    /// Reason why there are no records.
+    pub(super) native: Option<NativeCrash>,
+    /// Stacks that the worker has written as text.
+    pub(super) runtime_stack: Option<String>,
 }
 
 impl CrashContext {
     /// Returns the circumstances of a worker's death, or `None` if the worker exited normally. `file` has the worker's
-    /// crash record, if the worker can write one.
+    /// crash record, if the worker can write one. `hang` is what was found before the worker was killed.
     pub(super) fn of_worker(
         post: &PostMortem,
         death: Death,
         usage: Usage,
         (file, program): (Option<OwnedFd>, Arc<Program>),
+        hang: Option<Hang>,
     ) -> Option<Self> {
         const WHY: &str =
             "the worker's library does not record crashes, or the worker died before its welcome";
         let cause = crash_cause(post, death)?;
         let signal = recorded_signal(&Ending { death, killed: post.killed.clone() });
-        let record = file.zip(signal).map(|(file, signal)| CrashRecord { file, signal, program });
+        let record = file.zip(signal).map(|(file, signal)| CrashRecord {
+            file,
+            kind: RecordKind::Crash { signal },
+            program,
+        });
         let has_none = signal.is_some() && record.is_none();
+        let native = has_none.then(|| NativeCrash::unavailable(WHY));
+        let none = Hang { record: None, native: None, runtime_stack: None };
+        let hang = hang.filter(|_| post.killed.as_ref().is_some_and(KillReason::is_hang)).unwrap_or(none);
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
@@ -146,9 +175,25 @@ impl CrashContext {
             culprit,
             usage: Some(usage),
             stderr_tail: None,
-            native: has_none.then(|| NativeCrash::unavailable(WHY)),
-            record,
+            native: native.or(hang.native),
+            record: record.or(hang.record),
+            runtime_stack: hang.runtime_stack,
         })
+    }
+
+    /// Returns the circumstances of a job that still ran at its deadline.
+    pub(super) fn of_late_job(is_program: bool, hang: Hang) -> Self {
+        Self {
+            victim: if is_program { Victim::Program } else { Victim::Worker },
+            cause: late_job_cause(),
+            stage: Stage::Working,
+            culprit: Some(0),
+            usage: None,
+            stderr_tail: None,
+            native: hang.native,
+            record: hang.record,
+            runtime_stack: hang.runtime_stack,
+        }
     }
 
     /// Returns the circumstances of a program's death. `message` is the worker's description.
@@ -159,7 +204,17 @@ impl CrashContext {
         let stderr_tail = (!output.is_empty()).then(|| output.to_owned());
         let (victim, stage) = (Victim::Program, Stage::Working);
         let native = recorded_signal(&death.into()).map(|_| NativeCrash::unavailable(WHY));
-        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail, native, record: None }
+        Self {
+            victim,
+            cause,
+            stage,
+            culprit: Some(0),
+            usage: None,
+            stderr_tail,
+            native,
+            record: None,
+            runtime_stack: None,
+        }
     }
 
     /// Returns the notice with the crash report. `names` contains the bulkhead and the tenant.
@@ -190,6 +245,7 @@ impl CrashContext {
             culprit: self.culprit,
             jobs,
             stderr_tail: self.stderr_tail,
+            runtime_stack: self.runtime_stack,
             native: self.native,
             confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
@@ -245,6 +301,14 @@ impl Crashes {
         }
         self.last_report = Some((pid, id));
         Some(ReportSlot { id, at, count, permit })
+    }
+
+    /// Returns `None` if too many reports have not been stored yet. Half of the permits are reserved for crashes.
+    pub(super) fn begin_hang_report(&mut self, at: SystemTime) -> Option<ReportSlot> {
+        let has_room = self.permits.available_permits() > REPORTS_WAITING_MAX / 2;
+        let permit = self.permits.clone().try_acquire_owned().ok().filter(|_| has_room)?;
+        self.reports = self.reports.wrapping_add(1);
+        Some(ReportSlot { id: CrashId::new(at, self.reports), at, count: 1, permit })
     }
 
     /// Returns the crash report that an event about the death of process `pid` must mention.
@@ -311,7 +375,9 @@ impl Crashes {
 /// Describes the jobs of a dead worker. Includes payloads up to a maximum total size.
 pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
     let mut room = PAYLOADS_BYTES_MAX;
-    jobs.iter().map(|job| crash_job(job, policy.record_mut(job.id), &mut room)).collect()
+    jobs.iter()
+        .map(|job| crash_job(job, policy.record_mut(job.id).map(|record| &**record), &mut room))
+        .collect()
 }
 
 /// Returns the cause of a worker's death, or `None` for a normal exit. An exit is normal if the worker was
@@ -326,9 +392,13 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// Describes a job that still runs at its deadline.
+pub(super) fn late_job(job: &HeldJob, record: &JobData) -> CrashJob {
+    crash_job(job, Some(record), &mut { PAYLOADS_BYTES_MAX })
+}
+
 /// Describes a job of a dead worker. Includes the payload if it is not larger than `room`.
-fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize) -> CrashJob {
-    let record = record.map(|record| &**record);
+fn crash_job(held: &HeldJob, record: Option<&JobData>, room: &mut usize) -> CrashJob {
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
     let payload = record.and_then(JobData::payload).filter(|bytes| {
         let fits = bytes.len() <= PAYLOAD_BYTES_MAX.min(*room);

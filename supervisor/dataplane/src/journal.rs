@@ -15,6 +15,9 @@ use bulkhead_shared::crash_record;
 use bulkhead_shared::journal::{
     BEGUN_OFFSET, FRAMES_BYTES_MAX, FRAMES_OFFSET, HEARTBEAT_OFFSET, JOURNAL_BYTES, RECALLED_OFFSET,
 };
+use bulkhead_shared::worker_protocol::capability;
+
+use rustix::fs::{FallocateFlags, SeekFrom};
 
 use super::memory_files::sealed_file;
 
@@ -22,9 +25,14 @@ use super::memory_files::sealed_file;
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
-    /// True if the file has room for a crash record.
+    /// True if the worker writes a crash record into the file.
     has_crash_record: bool,
+    /// True if the worker can write the stacks of its threads into the file.
+    has_stack_text: bool,
 }
+
+/// Maximum size in bytes of the stacks that a worker writes as text.
+const STACK_TEXT_BYTES_MAX: usize = 64 * 1024;
 
 /// Gives policy access to the counters in a worker's journal.
 #[derive(Debug)]
@@ -43,13 +51,37 @@ impl JobJournal for JournalClaims {
 const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
-    /// Creates a journal, and room for a crash record if the worker can write one. Unwritten parts of the file take no
-    /// memory.
-    pub(super) fn make(has_crash_record: bool) -> io::Result<Self> {
-        let bytes = if has_crash_record { crash_record::FILE_BYTES } else { JOURNAL_BYTES };
+    /// Creates a journal for a worker with these [capabilities](capability). The file has room for everything else that
+    /// the worker can write. Unwritten parts of the file take no memory.
+    pub(super) fn make(capabilities: u64) -> io::Result<Self> {
+        let has_crash_record = capabilities & capability::CRASH_RECORDS != 0;
+        let has_stack_text = capabilities & capability::STACK_TEXT != 0;
+        let bytes = if has_crash_record || has_stack_text { crash_record::FILE_BYTES } else { JOURNAL_BYTES };
         let file = sealed_file(c"journal", bytes as u64)?;
         let words = Arc::new(SharedWords::map(&file, FRAMES_OFFSET / WORD_BYTES)?);
-        Ok(Self { file, words, has_crash_record })
+        Ok(Self { file, words, has_crash_record, has_stack_text })
+    }
+
+    /// Prepares the file for the stacks that the worker writes as text. Returns a duplicate of the file for the keeper,
+    /// or `None` if the worker does not write its stacks.
+    pub(super) fn expect_stack_text(&self) -> Option<OwnedFd> {
+        let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let (start, bytes) = (crash_record::RECORD_OFFSET as u64, crash_record::RECORD_BYTES as u64);
+        let prepared = self.has_stack_text
+            && rustix::fs::fallocate(&self.file, erased, start, bytes).is_ok()
+            && rustix::fs::seek(&self.file, SeekFrom::Start(start)).is_ok();
+        prepared.then(|| self.file.try_clone().ok()).flatten()
+    }
+
+    /// Returns the stacks that the worker has written as text. The text is untrusted.
+    pub(super) fn stack_text(&self) -> Option<String> {
+        if !self.has_stack_text {
+            return None;
+        }
+        let mut text = vec![0; STACK_TEXT_BYTES_MAX];
+        let filled = self.fill(&mut text, crash_record::RECORD_OFFSET);
+        let end = text[..filled].iter().position(|byte| *byte == 0).unwrap_or(filled);
+        (end > 0).then(|| String::from_utf8_lossy(&text[..end]).into_owned())
     }
 
     pub(super) fn claims(&self) -> Box<dyn JobJournal> {

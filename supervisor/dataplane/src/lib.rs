@@ -31,6 +31,7 @@ mod pauses;
 mod rejections;
 mod replays;
 mod reporter;
+mod samples;
 mod sessions;
 mod shares;
 mod slab;
@@ -96,6 +97,7 @@ use pauses::PauseDetector;
 use rejections::RejectionReports;
 use replays::Replays;
 use reporter::Reporter;
+use samples::{HeldAction, SampleSubject, Samples};
 use sessions::{Session, Sessions};
 use shares::Owner;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
@@ -261,6 +263,7 @@ pub struct DataPlane {
     commands: CommandQueue,
     compartments: Compartments,
     crashes: Crashes,
+    samples: Samples<SampleSubject>,
     handover: Handover,
     job_lists: JobListQueue,
     leases: Leases,
@@ -408,6 +411,7 @@ impl DataPlane {
             commands: CommandQueue::new(commands, command_sender.stop_requests()),
             compartments: Compartments::new(seed()),
             crashes: Crashes::new(),
+            samples: Samples::new(),
             handover: Handover::default(),
             leases: Leases::new(open_files),
             links: Links::new(support.ids()),
@@ -639,7 +643,8 @@ impl DataPlane {
         let low_priority_at = self.sessions.low_priority_at().filter(|_| !self.handover.pauses_reading());
         let accept_at = self.acceptor.accept_at();
         let (timer, resume_at) = (self.compartments.next_timer(), self.links.resume_at());
-        [timer, self.check_at, resume_at, accept_at, low_priority_at].into_iter().flatten().min()
+        let sample_at = self.samples.next_due();
+        [timer, self.check_at, resume_at, accept_at, low_priority_at, sample_at].into_iter().flatten().min()
     }
 
     fn wait_time(&self, due: Option<Time>) -> Option<Duration> {
@@ -667,6 +672,7 @@ impl DataPlane {
     }
 
     fn check_timers(&mut self) {
+        self.check_samples();
         self.set_timers();
         while let Some(index) = self.compartments.pop_due(self.now) {
             self.apply(index, Event::Tick, Incoming::None);
@@ -791,13 +797,18 @@ impl DataPlane {
             }
             Action::SendOutcome(answer) => self.answer(index, answer, incoming),
             Action::Recalled { worker, job } => self.job_recalled(index, worker, job),
-            Action::Cancel { worker, job } => self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty),
+            Action::Cancel { worker, job } => {
+                let link = self.links.of_worker(&self.compartments, (index, worker));
+                if !self.is_held(link, HeldAction::Cancel(job)) {
+                    self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty);
+                }
+            }
             Action::Spawn { worker, slot, restart_cause } => {
                 self.bulkheads.count_restart(&self.compartments[index], restart_cause);
                 self.keeper.queue_worker(WorkerOrder { compartment: index, worker, slot });
             }
             Action::Drain { worker } => self.send((index, worker), (kind::DRAIN, 0), &Empty),
-            Action::Kill { worker, .. } => self.kill(index, worker),
+            Action::Kill { worker, reason } => self.kill(index, worker, &reason),
             Action::RecordCpuTime { worker } => self.watch(index, worker),
             Action::CheckCpuTime { worker } => self.check_starvation(index, worker),
             Action::SetMaxInFlight { worker, max_in_flight } => {
@@ -860,6 +871,7 @@ impl DataPlane {
             Report::Spawned { worker, pid, pidfd, observed } => {
                 self.worker_spawned(worker, pid, pidfd, observed);
             }
+            Report::Sampled { worker, result } => self.sample_taken(worker, Some(result)),
             Report::Violation { worker, process, call } => self.report_violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
                 let message = format!("failed to start the template: {step}: {error}");

@@ -24,6 +24,7 @@ pub(super) use read_position::{JobPosition, ReadPosition};
 use unsolicited_frames::UnsolicitedFrames;
 
 use super::bulkheads::{Compartments, DescribeWorker, WorkerDetails};
+use super::crashes::Hang;
 use super::journal::Journal;
 use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::starvation::Watch;
@@ -57,6 +58,8 @@ pub(super) struct Link {
     pub(super) unread: ReceiverLoans,
     /// Journal with replies that the worker has not sent. Read after the worker's death.
     pub(super) journal: Option<Journal>,
+    /// What was found when the worker did not respond. The supervisor then kills the worker.
+    hang: Option<Hang>,
     process: Process,
     /// User id of the worker, or `None` if workers have no separate user ids.
     id: Option<u32>,
@@ -167,6 +170,7 @@ impl Link {
             read_position,
             unread: ReceiverLoans::default(),
             journal: None,
+            hang: None,
             process: Process::Ordered { output },
             id,
             end: EndCause::None,
@@ -351,6 +355,15 @@ impl Link {
     /// Completes the handshake.
     pub(super) fn welcome(&mut self) {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
+    }
+
+    /// Takes what was found when the worker did not respond.
+    pub(super) fn take_hang(&mut self) -> Option<Hang> {
+        self.hang.take()
+    }
+
+    pub(super) fn set_hang(&mut self, hang: Hang) {
+        self.hang = Some(hang);
     }
 
     /// Takes the file with the worker's crash record. Returns `None` if the worker writes none.

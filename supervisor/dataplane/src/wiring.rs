@@ -11,6 +11,7 @@ mod memory;
 mod reload;
 mod replays;
 mod reports;
+mod samples;
 mod sessions;
 mod templates;
 mod tenants;

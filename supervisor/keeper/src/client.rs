@@ -263,6 +263,21 @@ impl Keeper {
         self.send_order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
+    /// Orders the keeper to take the stacks of a worker and of its descendants, at most 15 ms long. With `job`, only of
+    /// the descendants that run this job. The keeper writes to `file` the number of bytes as a 64-bit integer, and then
+    /// [records](bulkhead_shared::crash_record::Records). `text` is the journal of a worker that writes its stacks as
+    /// text, too. The keeper then sends [`Report::Sampled`].
+    pub fn sample(
+        &mut self,
+        worker: u64,
+        job: Option<&str>,
+        file: OwnedFd,
+        text: Option<OwnedFd>,
+    ) -> io::Result<()> {
+        let descriptors = [Some(file), text].into_iter().flatten().collect();
+        self.send_order(Order::Sample { worker, job }.encode()?, descriptors)
+    }
+
     /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within milliseconds.
     pub fn ping(&mut self) -> io::Result<()> {
         self.send_order(Order::Ping.encode()?, Vec::new())
@@ -363,6 +378,10 @@ impl Keeper {
             ReportMessage::Reaped { worker } if self.without_pidfd.remove(&worker) => None,
             ReportMessage::Reaped { worker } => Some(Report::Reaped { worker }),
             ReportMessage::Template { worker, message } => Some(Report::Template { worker, message }),
+            ReportMessage::Sampled { worker, errno: 0 } => Some(Report::Sampled { worker, result: Ok(()) }),
+            ReportMessage::Sampled { worker, errno } => {
+                Some(Report::Sampled { worker, result: Err(io::Error::from_raw_os_error(errno)) })
+            }
             ReportMessage::Pong => Some(Report::Pong),
             ReportMessage::Unkillable { count } => Some(Report::Unkillable { count }),
         })

@@ -35,6 +35,7 @@ mod confine;
 mod probe;
 mod process;
 mod protocol;
+mod sample;
 mod spawn;
 mod subordinate_ids;
 mod wait;

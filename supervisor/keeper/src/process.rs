@@ -10,6 +10,7 @@ mod id_maps;
 mod observe;
 mod priority;
 mod reaping;
+mod samples;
 mod setup;
 mod starts;
 mod templates;
@@ -34,6 +35,7 @@ use self::cgroups::WorkerGroups;
 use self::guard::become_guard;
 use self::priority::PriorityBoost;
 use self::reaping::DescendantReaper;
+use self::samples::Samples;
 use self::setup::{WatchedProcesses, set_up};
 use self::templates::namespaces::{NamespaceMember, TemplateNamespace};
 use self::templates::{DeferredFork, Template};
@@ -81,6 +83,9 @@ const PID_MASK: usize = LISTENER - 1;
 
 /// Token for the pidfds of the guard and the application. A pidfd becomes readable when its process exits.
 const WATCHED: usize = 1 << 37;
+
+/// Token with which a thread that takes stacks wakes the loop.
+const SAMPLED: usize = 1 << 38;
 
 // The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.
 const ORDERS: usize = 0;
@@ -281,6 +286,7 @@ struct EventLoop {
     /// Fork orders that are deferred until the reaper has finished its current run.
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
+    samples: Samples,
     outbox: Outbox,
     /// True if the socket can contain unread orders.
     has_orders: bool,
@@ -305,6 +311,7 @@ impl EventLoop {
             .iter()
             .flat_map(WatchedProcesses::all)
             .try_for_each(|owner| register(&poll, owner, WATCHED))?;
+        let samples = Samples::new(&poll)?;
         let mut event_loop = Self {
             poll,
             socket,
@@ -323,6 +330,7 @@ impl EventLoop {
             reaper: DescendantReaper::new(scan_always),
             deferred_forks: VecDeque::new(),
             priority: PriorityBoost::new(original.nice),
+            samples,
             outbox: Outbox::default(),
             has_orders: true,
             is_blocked: false,
@@ -369,6 +377,7 @@ impl EventLoop {
                 // order finds none.
                 ORDERS => self.has_orders = true,
                 WATCHED if self.watched.is_some() => return Ok(false),
+                SAMPLED => {}
                 SIGCHLD => while self.sigchld.read_signal()?.is_some() {},
                 token => {
                     let pid = (token & PID_MASK) as u32;
@@ -390,6 +399,7 @@ impl EventLoop {
             return Ok(false);
         }
         let now = Instant::now();
+        self.advance_samples();
         self.reap(now);
         self.flush()?;
         self.reap_descendants(now);
@@ -409,6 +419,7 @@ impl EventLoop {
             .into_iter()
             .chain(self.next_fork_timeout())
             .chain(self.next_namespace_kill())
+            .chain(self.samples.next_due(now))
             .min();
         due.map(|due| due.saturating_duration_since(now))
     }
@@ -468,6 +479,7 @@ impl EventLoop {
                     self.cancel_fork(worker);
                 }
             }
+            Order::Sample { worker, job } => self.sample(worker, job, descriptors),
             Order::Ping => self.report(&ReportMessage::Pong, None),
         }
         Ok(())

@@ -12,19 +12,31 @@ use bulkhead_shared::crash_record::RECORDED_SIGNALS;
 
 use crate::program::Program;
 
-/// The crash record of a worker that a signal has killed, to be read by a symbolizer.
+/// Records of the threads of a worker, to be read by a symbolizer.
 pub struct CrashRecord {
-    /// Memory file of the worker; see [`bulkhead_shared::crash_record`].
+    /// File with the records; see [`bulkhead_shared::crash_record`].
     pub file: OwnedFd,
-    /// Number of the signal that killed the worker.
-    pub signal: i32,
+    /// Format of the file.
+    pub kind: RecordKind,
     /// Program of the worker.
     pub program: Arc<Program>,
 }
 
+/// Format of the file of a [`CrashRecord`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordKind {
+    /// The memory file of a worker, with the crash record that the worker has written.
+    Crash {
+        /// Number of the signal that killed the worker.
+        signal: i32,
+    },
+    /// The stacks that the keeper has taken; see [`bulkhead_keeper::Keeper::sample`].
+    Sample,
+}
+
 impl fmt::Debug for CrashRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CrashRecord").field("signal", &self.signal).finish_non_exhaustive()
+        f.debug_struct("CrashRecord").field("kind", &self.kind).finish_non_exhaustive()
     }
 }
 
@@ -66,6 +78,12 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
         Death::Violation(call) => (None, None, Some(call.to_owned())),
     };
     Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: ending.to_string() })
+}
+
+/// Returns the cause of a report about a job that still ran at its deadline.
+pub fn late_job_cause() -> Cause {
+    let message = "still running a job at its deadline".to_owned();
+    Cause { kind: CauseKind::Deadline.into(), exit_code: None, signal: None, system_call: None, message }
 }
 
 pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
@@ -112,6 +130,7 @@ pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
             digest: None,
         }],
         stderr_tail: Some("last words".into()),
+        runtime_stack: None,
         native: None,
         confinement: None,
     }

@@ -301,6 +301,16 @@ impl<T> Bulkhead<T> {
         matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }
 
+    /// Returns the worker in which a job is in flight or prefetched.
+    pub fn worker_of(&self, job: JobId) -> Option<WorkerId> {
+        match self.jobs.state(self.jobs.find(job)?)? {
+            JobState::InFlight { worker, .. } | JobState::Prefetched { worker } => {
+                self.workers.get(worker).map(|worker| worker.id)
+            }
+            JobState::Queued | JobState::WaitingSuspect | JobState::Unplaced => None,
+        }
+    }
+
     /// Returns the index and the state of a job that is in flight or prefetched in this worker.
     fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, JobState)> {
         let index = self.jobs.find(job)?;

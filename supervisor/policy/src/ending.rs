@@ -52,6 +52,13 @@ pub enum KillReason {
     KeeperDied,
 }
 
+impl KillReason {
+    /// Returns true if the worker did not respond in time, so that its stacks show where it hangs.
+    pub fn is_hang(&self) -> bool {
+        matches!(self, Self::Hung | Self::NoHello | Self::NotReady)
+    }
+}
+
 vocabulary! {
     /// Reason for replacing a healthy worker.
     RecycleReason {

@@ -1,20 +1,21 @@
-//! The symbolizer: turns the [crash record](bulkhead_shared::crash_record) of a dead worker into a backtrace.
+//! The symbolizer: turns [records of threads](bulkhead_shared::crash_record) into backtraces.
 //!
-//! The record, and each file that it names, come from a process that may be hostile. So the symbolizer runs as a
-//! separate process, which the keeper confines at least as strictly as the worker. It reads one record from its
+//! The records, and each file that they name, come from a process that may be hostile. So the symbolizer runs as a
+//! separate process, which the keeper confines at least as strictly as the worker. It reads records from its
 //! link, writes one JSON document to the link, and exits. The supervisor limits its time and memory, and checks
 //! the document again.
 //!
-//! - `record`: the parts of a record.
+//! - `record`: the parts of the records.
 //! - `modules`: the files of programs and libraries, with their unwind tables.
 //! - `unwind`: from registers and stack to return addresses.
 //! - `names`: from addresses to functions, files and lines.
 
+use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
 
-use bulkhead_api::{NATIVE_FRAMES_MAX, NativeCrash, NativeFrame, NativeThread, hex};
-use bulkhead_shared::crash_record::RECORD_BYTES;
+use bulkhead_api::{NATIVE_FRAMES_MAX, NATIVE_FRAMES_TOTAL_MAX, NativeCrash, NativeFrame, NativeThread, hex};
+use bulkhead_shared::crash_record::{MACHINE, RECORDS_BYTES_MAX};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 mod modules;
@@ -23,9 +24,10 @@ mod record;
 mod unwind;
 
 use modules::Modules;
-use record::Record;
+use record::Process;
+use unwind::ProcessUnwinder;
 
-/// Reads a record from the link, writes the backtrace to the link, and exits.
+/// Reads records from the link, writes the backtraces to the link, and exits.
 pub fn run_as_symbolizer() -> ! {
     let result = inherited_link().and_then(|link| serve(&mut std::fs::File::from(link)));
     if let Err(error) = &result {
@@ -48,48 +50,88 @@ fn inherited_link() -> io::Result<OwnedFd> {
 
 fn serve(link: &mut std::fs::File) -> io::Result<()> {
     let mut bytes = Vec::new();
-    Read::take(&*link, RECORD_BYTES as u64).read_to_end(&mut bytes)?;
+    Read::take(&*link, RECORDS_BYTES_MAX as u64).read_to_end(&mut bytes)?;
     serde_json::to_writer(&mut *link, &symbolize(&bytes))?;
     link.flush()
 }
 
-/// Returns the backtrace of a record, or the reason why it is missing. The result is always within the limits of
+/// Returns the backtraces of all threads, or the reason why they are missing. The result is always within the limits of
 /// [`NativeCrash::is_valid`].
 pub fn symbolize(bytes: &[u8]) -> NativeCrash {
-    let Some(record) = Record::read(bytes) else {
-        return NativeCrash::unavailable("the crash record is not valid");
+    let processes = record::processes(bytes);
+    let Some(first) = processes.first().and_then(|process| process.threads.first()) else {
+        return NativeCrash::unavailable("the record of the process is not valid");
     };
-    if record.header.machine != record::MACHINE {
+    if first.header.machine != MACHINE {
         return NativeCrash::unavailable("the worker has another processor architecture than the supervisor");
     }
-    let mut modules = Modules::new(&record);
-    let addresses = unwind::unwind(&record, &mut modules);
-    let mut frames = names::frames(&modules, &addresses);
-    frames.truncate(NATIVE_FRAMES_MAX);
-    frames.iter_mut().for_each(NativeFrame::truncate_texts);
-    let header = &record.header;
+    let has_crashed = first.header.signal != 0;
+    let mut threads = Vec::new();
+    let mut frames_left = NATIVE_FRAMES_TOTAL_MAX;
+    for process in &processes {
+        backtraces(process, &mut frames_left, &mut threads);
+    }
     NativeCrash {
         unavailable: None,
-        signal_code: Some(header.code),
-        address: Some(hex(header.address)),
-        threads: vec![NativeThread { id: header.thread, registers: record.registers(), frames }],
+        signal_code: has_crashed.then_some(first.header.code),
+        address: has_crashed.then(|| hex(first.header.address)),
+        threads,
     }
+}
+
+/// Adds the backtraces of the threads of a process.
+fn backtraces(process: &Process<'_>, frames_left: &mut usize, threads: &mut Vec<NativeThread>) {
+    let mut modules = Modules::new(&process.mappings);
+    let mut unwinder = ProcessUnwinder::new(&mut modules);
+    // A thread without registers could not be stopped.
+    let has_registers = |thread: &&record::Thread<'_>| thread.header.registers.iter().any(|it| *it != 0);
+    let addresses: Vec<_> = process
+        .threads
+        .iter()
+        .map(|thread| Some(thread).filter(has_registers).map_or_else(Vec::new, |it| unwinder.unwind(it)))
+        .collect();
+    let mut named = names::frames(&modules, &addresses.concat()).into_iter();
+    for (thread, addresses) in process.threads.iter().zip(addresses) {
+        let of_thread = named.by_ref().take(addresses.len()).flatten();
+        let mut frames: Vec<NativeFrame> = of_thread.collect();
+        frames.truncate(NATIVE_FRAMES_MAX.min(*frames_left));
+        *frames_left -= frames.len();
+        frames.iter_mut().for_each(NativeFrame::truncate_texts);
+        let header = &thread.header;
+        let is_running = header.process != 0;
+        threads.push(NativeThread {
+            id: header.thread,
+            name: text(&header.thread_name),
+            process: is_running.then_some(header.process),
+            program: text(&header.process_name),
+            state: text(&[header.state]),
+            waits_in: text(&header.wait_channel),
+            registers: if is_running { BTreeMap::new() } else { thread.registers() },
+            frames,
+        });
+    }
+}
+
+/// Returns the text up to the first NUL, or `None` if there is none.
+fn text(bytes: &[u8]) -> Option<String> {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    (end > 0).then(|| String::from_utf8_lossy(&bytes[..end]).into_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use bulkhead_api::NATIVE_BYTES_MAX;
-    use bulkhead_shared::crash_record::{HEADER_BYTES, Header, MAPS_OFFSET, STACK_OFFSET};
+    use bulkhead_shared::crash_record::{HEADER_BYTES, Header};
     use proptest::prelude::*;
     use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
 
     /// Returns a record with these mappings. The header can contradict itself.
     fn record(registers: Vec<u64>, maps: &[u8], stack: &[u64]) -> Vec<u8> {
-        let mut bytes = vec![0; RECORD_BYTES];
+        let mut bytes = [0; HEADER_BYTES];
         let header = Header {
-            machine: record::MACHINE,
+            machine: MACHINE,
             signal: 11,
             code: 1,
             thread: 7,
@@ -98,13 +140,11 @@ mod tests {
             stack_bytes: (8 * stack.len()) as u32,
             stack_start: 0x1000,
             registers: std::array::from_fn(|index| registers[index % registers.len()]),
+            ..Header::EMPTY
         };
-        header.encode(bytes.first_chunk_mut::<HEADER_BYTES>().unwrap());
-        bytes[MAPS_OFFSET..][..maps.len()].copy_from_slice(maps);
-        for (place, word) in bytes[STACK_OFFSET..].chunks_exact_mut(8).zip(stack) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+        header.encode(&mut bytes);
+        let stack = stack.iter().flat_map(|word| word.to_le_bytes());
+        bytes.iter().chain(maps).copied().chain(stack).collect()
     }
 
     /// Returns a line of `/proc/PID/maps` for a file.
@@ -132,11 +172,44 @@ mod tests {
 
     #[test]
     fn invalid_records_have_no_backtrace() {
-        let valid = record(vec![0], b"", &[]);
+        let valid = record(vec![1], b"", &[7]);
         assert_eq!(symbolize(&valid).threads[0].frames.len(), 1);
-        for invalid in [&valid[..RECORD_BYTES - 1], &[][..], &[0; RECORD_BYTES][..]] {
+        for invalid in [&valid[..valid.len() - 1], &[][..], &[0; 4096][..]] {
             assert!(symbolize(invalid).unavailable.is_some());
         }
+    }
+
+    #[test]
+    fn threads_of_all_processes_have_backtraces() {
+        let change = |mut bytes: Vec<u8>, change: &dyn Fn(&mut Header)| {
+            let place = bytes.first_chunk_mut::<HEADER_BYTES>().unwrap();
+            let mut header = Header::decode(place).unwrap();
+            change(&mut header);
+            header.encode(place);
+            bytes
+        };
+        let (library, code) = a_library();
+        let maps = mapping_line(0x10_0000, 0x20_0000, code, &library);
+        let with_maps = record(vec![0x11_0000], maps.as_bytes(), &[]);
+        let running = |header: &mut Header| (header.signal, header.process, header.state) = (0, 9, b'S');
+        let bytes = [
+            change(with_maps.clone(), &running),
+            change(record(vec![0x11_0000], b"", &[]), &|header| {
+                running(header);
+                header.thread = 8;
+                header.wait_channel[..4].copy_from_slice(b"nap\0");
+            }),
+            // A thread that could not be stopped, in another process.
+            change(record(vec![0], b" ", &[]), &|header| (header.process, header.thread) = (10, 10)),
+        ];
+        let crash = symbolize(&bytes.concat());
+        assert!(crash.is_valid() && crash.signal_code.is_none() && crash.unavailable.is_none());
+        let found: Vec<_> = crash.threads.iter().map(|it| (it.process, it.id, it.frames.len())).collect();
+        assert_eq!(found, [(Some(9), 7, 1), (Some(9), 8, 1), (Some(10), 10, 0)]);
+        assert_eq!(crash.threads[1].frames, crash.threads[0].frames);
+        assert_eq!(crash.threads[0].frames[0].module.as_deref(), library.to_str());
+        assert_eq!(crash.threads[1].waits_in.as_deref(), Some("nap"));
+        assert!(crash.threads.iter().all(|thread| thread.registers.is_empty()));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The files of programs and libraries that a record names, with their unwind tables.
+//! The files of programs and libraries that records name, with their unwind tables.
 //!
 //! A file counts only if it is the file that was mapped, by device and inode. A hostile worker can have written it.
 
@@ -11,9 +11,9 @@ use object::read::elf::{ElfFile64, FileHeader, ProgramHeader};
 use object::{Endianness, Object, ObjectSection};
 use rustix::fs::{FileType, Mode, OFlags, fstat, major, minor, open};
 
-use crate::record::{Mapping, Record};
+use crate::record::{Mapping, Mappings};
 
-/// Maximum number of files that are opened for one record.
+/// Maximum number of files that are opened for one process.
 const MODULES_MAX: usize = 64;
 
 /// Maximum size of a file in bytes. Only the needed parts are read.
@@ -131,21 +131,21 @@ fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
     }
 }
 
-/// The modules of a record, which are opened when they are first needed.
+/// The modules of a process, which are opened when they are first needed.
 pub(crate) struct Modules<'r> {
-    pub(crate) record: &'r Record<'r>,
-    /// Modules by the index of their mapping. `None` if the file cannot be used.
+    pub(crate) mappings: &'r Mappings<'r>,
+    /// Modules by the start of their mapping. `None` if the file cannot be used.
     opened: std::collections::BTreeMap<u64, Option<Module>>,
 }
 
 impl<'r> Modules<'r> {
-    pub(crate) fn new(record: &'r Record<'r>) -> Self {
-        Self { record, opened: std::collections::BTreeMap::new() }
+    pub(crate) fn new(mappings: &'r Mappings<'r>) -> Self {
+        Self { mappings, opened: std::collections::BTreeMap::new() }
     }
 
     /// Opens the module at an address. Returns the mapping if the module was opened by this call.
     pub(crate) fn open_at(&mut self, address: u64) -> Option<(Mapping<'r>, &Module)> {
-        let mapping = *self.record.mapping_of(address)?;
+        let mapping = *self.mappings.at(address)?;
         if self.opened.contains_key(&mapping.start) || self.opened.len() >= MODULES_MAX {
             return None;
         }
@@ -155,7 +155,7 @@ impl<'r> Modules<'r> {
 
     /// Returns the mapping at an address, and the module if it was opened.
     pub(crate) fn at(&self, address: u64) -> Option<(&Mapping<'r>, Option<&Module>)> {
-        let mapping = self.record.mapping_of(address)?;
+        let mapping = self.mappings.at(address)?;
         Some((mapping, self.opened.get(&mapping.start).and_then(Option::as_ref)))
     }
 }

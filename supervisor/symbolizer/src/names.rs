@@ -13,8 +13,8 @@ use crate::unwind::CodeAddress;
 
 type Slice<'m> = EndianSlice<'m, RunTimeEndian>;
 
-/// Returns the frames, with one additional frame for each inlined function.
-pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<NativeFrame> {
+/// Returns the frames at each address: one, and an additional frame for each inlined function.
+pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<Vec<NativeFrame>> {
     let mut by_module: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     let mut found: Vec<Vec<NativeFrame>> = Vec::new();
     for (index, code) in addresses.iter().enumerate() {
@@ -56,7 +56,7 @@ pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<Na
             }
         }
     }
-    found.into_iter().flatten().collect()
+    found
 }
 
 #[derive(Default)]

@@ -1,17 +1,9 @@
-//! The parts of a crash record, none of which can be trusted.
+//! The parts of the records of threads, none of which can be trusted.
 
 use std::collections::BTreeMap;
 
-use bulkhead_api::hex;
-use bulkhead_shared::crash_record::{
-    HEADER_BYTES, Header, MAPS_OFFSET, RECORD_BYTES, REGISTERS_MAX, STACK_OFFSET,
-};
-
-/// Value of the field `e_machine` of ELF files of this architecture.
-#[cfg(target_arch = "x86_64")]
-pub(crate) const MACHINE: u32 = 62;
-#[cfg(target_arch = "aarch64")]
-pub(crate) const MACHINE: u32 = 183;
+use bulkhead_api::{NATIVE_THREADS_MAX, hex};
+use bulkhead_shared::crash_record::{Header, REGISTERS_MAX, Records};
 
 /// Names of the registers, in the order of the record.
 #[cfg(target_arch = "x86_64")]
@@ -31,13 +23,20 @@ const _: () = assert!(REGISTER_NAMES.len() <= REGISTERS_MAX);
 /// Maximum number of executable mappings.
 const MAPPINGS_MAX: usize = 4096;
 
-/// The crash record of a thread.
-pub(crate) struct Record<'r> {
+/// The records of the threads of a process.
+pub(crate) struct Process<'r> {
+    pub(crate) mappings: Mappings<'r>,
+    pub(crate) threads: Vec<Thread<'r>>,
+}
+
+/// Registers and stack of a thread.
+pub(crate) struct Thread<'r> {
     pub(crate) header: Header,
-    /// Executable mappings of files, sorted by address, without overlaps.
-    pub(crate) mappings: Vec<Mapping<'r>>,
     stack: &'r [u8],
 }
+
+/// Executable mappings of files, sorted by address, without overlaps.
+pub(crate) struct Mappings<'r>(Vec<Mapping<'r>>);
 
 /// An executable mapping of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,15 +51,21 @@ pub(crate) struct Mapping<'r> {
     pub(crate) path: &'r str,
 }
 
-impl<'r> Record<'r> {
-    /// Returns the record, or `None` if it is not complete.
-    pub(crate) fn read(bytes: &'r [u8]) -> Option<Self> {
-        let header = Header::decode(bytes.first_chunk::<HEADER_BYTES>()?)?;
-        if bytes.len() != RECORD_BYTES {
-            return None;
+/// Returns the processes of the records. A record without mappings belongs to the process of the record before.
+pub(crate) fn processes(bytes: &[u8]) -> Vec<Process<'_>> {
+    let mut processes: Vec<Process<'_>> = Vec::new();
+    for record in Records::new(bytes).take(NATIVE_THREADS_MAX) {
+        let thread = Thread { header: record.header, stack: record.stack };
+        match processes.last_mut() {
+            Some(process) if record.maps.is_empty() => process.threads.push(thread),
+            _ => processes.push(Process { mappings: Mappings::read(record.maps), threads: vec![thread] }),
         }
-        let maps = &bytes[MAPS_OFFSET..][..header.maps_bytes as usize];
-        let stack = &bytes[STACK_OFFSET..][..header.stack_bytes as usize];
+    }
+    processes
+}
+
+impl<'r> Mappings<'r> {
+    fn read(maps: &'r [u8]) -> Self {
         let lines = maps.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
         let mut mappings: Vec<Mapping<'_>> = lines.filter_map(mapping).take(MAPPINGS_MAX).collect();
         mappings.sort_by_key(|mapping| mapping.start);
@@ -70,14 +75,17 @@ impl<'r> Record<'r> {
             end = if is_separate { mapping.end } else { end };
             is_separate
         });
-        Some(Self { header, mappings, stack })
+        Self(mappings)
     }
 
-    pub(crate) fn mapping_of(&self, address: u64) -> Option<&Mapping<'r>> {
-        let after = self.mappings.partition_point(|mapping| mapping.start <= address);
-        self.mappings[..after].last().filter(|mapping| address < mapping.end)
+    /// Returns the mapping at an address.
+    pub(crate) fn at(&self, address: u64) -> Option<&Mapping<'r>> {
+        let after = self.0.partition_point(|mapping| mapping.start <= address);
+        self.0[..after].last().filter(|mapping| address < mapping.end)
     }
+}
 
+impl Thread<'_> {
     /// Returns the word of the stack at an address.
     pub(crate) fn stack_word(&self, address: u64) -> Option<u64> {
         let at = usize::try_from(address.checked_sub(self.header.stack_start)?).ok()?;

@@ -8,7 +8,7 @@ use framehop::{
 use bulkhead_api::NATIVE_FRAMES_MAX;
 
 use crate::modules::{Module, Modules};
-use crate::record::{Mapping, Record};
+use crate::record::{Mapping, Thread};
 
 /// Address of the code in a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,34 +25,47 @@ impl CodeAddress {
     }
 }
 
-/// Returns the addresses of the frames, beginning with the crashed function.
-pub(crate) fn unwind(record: &Record<'_>, modules: &mut Modules<'_>) -> Vec<CodeAddress> {
-    let (crashed, mut registers) = registers(record);
-    let mut frames = vec![CodeAddress::exact(crashed)];
-    let mut address = FrameAddress::from_instruction_pointer(crashed);
-    if record.mapping_of(crashed).is_none() {
-        // The worker called an invalid function pointer, which has not created a frame.
-        let Some((caller, caller_registers)) = caller_of_invalid_call(record) else { return frames };
-        let Some(next) = FrameAddress::from_return_address(caller) else { return frames };
-        frames.push(CodeAddress { address: caller, lookup: caller - 1 });
-        (address, registers) = (next, caller_registers);
+/// Unwinder for the threads of a process.
+pub(crate) struct ProcessUnwinder<'m, 'r> {
+    modules: &'m mut Modules<'r>,
+    unwinder: UnwinderNative<Vec<u8>, MayAllocateDuringUnwind>,
+    cache: CacheNative<MayAllocateDuringUnwind>,
+}
+
+impl<'m, 'r> ProcessUnwinder<'m, 'r> {
+    pub(crate) fn new(modules: &'m mut Modules<'r>) -> Self {
+        Self { modules, unwinder: UnwinderNative::new(), cache: CacheNative::new() }
     }
-    let mut unwinder = UnwinderNative::<Vec<u8>, MayAllocateDuringUnwind>::new();
-    let mut cache = CacheNative::<MayAllocateDuringUnwind>::new();
-    let mut read_stack = |address| record.stack_word(address).ok_or(());
-    while frames.len() < NATIVE_FRAMES_MAX {
-        if let Some((mapping, module)) = modules.open_at(address.address_for_lookup())
-            && let Some(unwind_module) = unwind_module(&mapping, module)
-        {
-            unwinder.add_module(unwind_module);
+
+    /// Returns the addresses of the frames, beginning with the function that crashed or that runs.
+    pub(crate) fn unwind(&mut self, thread: &Thread<'_>) -> Vec<CodeAddress> {
+        let (current, mut registers) = registers(thread);
+        let mut frames = vec![CodeAddress::exact(current)];
+        let mut address = FrameAddress::from_instruction_pointer(current);
+        if self.modules.mappings.at(current).is_none() {
+            // The worker called an invalid function pointer, which has not created a frame.
+            let Some((caller, caller_registers)) = caller_of_invalid_call(self.modules, thread) else {
+                return frames;
+            };
+            let Some(next) = FrameAddress::from_return_address(caller) else { return frames };
+            frames.push(CodeAddress { address: caller, lookup: caller - 1 });
+            (address, registers) = (next, caller_registers);
         }
-        let next = unwinder.unwind_frame(address, &mut registers, &mut cache, &mut read_stack);
-        let Ok(Some(caller)) = next else { break };
-        let Some(next) = FrameAddress::from_return_address(caller) else { break };
-        frames.push(CodeAddress { address: caller, lookup: next.address_for_lookup() });
-        address = next;
+        let mut read_stack = |address| thread.stack_word(address).ok_or(());
+        while frames.len() < NATIVE_FRAMES_MAX {
+            if let Some((mapping, module)) = self.modules.open_at(address.address_for_lookup())
+                && let Some(unwind_module) = unwind_module(&mapping, module)
+            {
+                self.unwinder.add_module(unwind_module);
+            }
+            let next = self.unwinder.unwind_frame(address, &mut registers, &mut self.cache, &mut read_stack);
+            let Ok(Some(caller)) = next else { break };
+            let Some(next) = FrameAddress::from_return_address(caller) else { break };
+            frames.push(CodeAddress { address: caller, lookup: next.address_for_lookup() });
+            address = next;
+        }
+        frames
     }
-    frames
 }
 
 fn unwind_module(mapping: &Mapping<'_>, module: &Module) -> Option<framehop::Module<Vec<u8>>> {
@@ -75,36 +88,36 @@ fn unwind_module(mapping: &Mapping<'_>, module: &Module) -> Option<framehop::Mod
     Some(framehop::Module::new(mapping.path.to_owned(), mapping.start..mapping.end, module.bias, info))
 }
 
-/// Returns the address of the crashed instruction, and the registers for unwinding.
+/// Returns the address of the current instruction, and the registers for unwinding.
 #[cfg(target_arch = "x86_64")]
-fn registers(record: &Record<'_>) -> (u64, UnwindRegsNative) {
+fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
     let [.., bp, _, _, _, _, sp, ip] =
-        record.header.registers.first_chunk::<17>().copied().unwrap_or_default();
+        thread.header.registers.first_chunk::<17>().copied().unwrap_or_default();
     (ip, UnwindRegsNative::new(ip, sp, bp))
 }
 
 /// Returns the return address of a call that has not created a frame, and the caller's registers.
 #[cfg(target_arch = "x86_64")]
-fn caller_of_invalid_call(record: &Record<'_>) -> Option<(u64, UnwindRegsNative)> {
-    let (_, registers) = registers(record);
-    let caller = record.stack_word(registers.sp())?;
-    record.mapping_of(caller.checked_sub(1)?)?;
+fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
+    let (_, registers) = registers(thread);
+    let caller = thread.stack_word(registers.sp())?;
+    modules.mappings.at(caller.checked_sub(1)?)?;
     let after_return = registers.sp().checked_add(8)?;
     Some((caller, UnwindRegsNative::new(caller, after_return, registers.bp())))
 }
 
-/// Returns the address of the crashed instruction, and the registers for unwinding.
+/// Returns the address of the current instruction, and the registers for unwinding.
 #[cfg(target_arch = "aarch64")]
-fn registers(record: &Record<'_>) -> (u64, UnwindRegsNative) {
-    let [.., fp, lr, sp, pc] = record.header.registers;
+fn registers(thread: &Thread<'_>) -> (u64, UnwindRegsNative) {
+    let [.., fp, lr, sp, pc] = thread.header.registers;
     (pc, UnwindRegsNative::new(lr, sp, fp))
 }
 
 /// Returns the return address of a call that has not created a frame, and the caller's registers.
 #[cfg(target_arch = "aarch64")]
-fn caller_of_invalid_call(record: &Record<'_>) -> Option<(u64, UnwindRegsNative)> {
-    let (_, registers) = registers(record);
+fn caller_of_invalid_call(modules: &Modules<'_>, thread: &Thread<'_>) -> Option<(u64, UnwindRegsNative)> {
+    let (_, registers) = registers(thread);
     let caller = registers.lr();
-    record.mapping_of(caller.checked_sub(1)?)?;
+    modules.mappings.at(caller.checked_sub(1)?)?;
     Some((caller, registers))
 }

@@ -912,7 +912,7 @@ fn forge_record() -> Result<(), HandlerError> {
     }
     let stack: Vec<u8> = (0..1000).flat_map(|_| (random() % 0x40_0000).to_le_bytes()).collect();
     let header = crash_record::Header {
-        machine: if cfg!(target_arch = "x86_64") { 62 } else { 183 },
+        machine: crash_record::MACHINE,
         signal: libc::SIGSEGV,
         code: random() as i32,
         thread: random() as u32,
@@ -921,6 +921,7 @@ fn forge_record() -> Result<(), HandlerError> {
         stack_bytes: stack.len() as u32,
         stack_start: 0x1000,
         registers: std::array::from_fn(|_| random() % 0x40_0000),
+        ..crash_record::Header::EMPTY
     };
     let mut bytes = [0; crash_record::HEADER_BYTES];
     header.encode(&mut bytes);

@@ -646,6 +646,20 @@ fn unprivileged_supervisor_confines_workers() {
         });
     }
     place.ask("program", "");
+    for name in ["default", "strict"] {
+        let client = place.client();
+        let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
+        let error = job.send().unwrap_err();
+        let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("a report");
+        wait_for("the stacks at the deadline", || {
+            let (status, body) = place.supervisor.try_get(&format!("/v1/crashes/{id}"))?;
+            let report: serde_json::Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+            let threads = report["native"]["threads"].as_array()?;
+            let frames = threads.iter().flat_map(|thread| thread["frames"].as_array()).flatten();
+            assert!(frames.count() > 0, "{report:#}");
+            Some(())
+        });
+    }
     place.supervisor.signal(Signal::SIGTERM);
     assert_eq!(place.supervisor.wait().code(), Some(0));
 }

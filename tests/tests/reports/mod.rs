@@ -4,5 +4,6 @@ mod backtraces;
 mod consistency;
 mod crash_reports;
 mod events;
+mod hangs;
 mod metrics;
 mod traces;

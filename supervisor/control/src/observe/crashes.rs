@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc as blocking;
 use std::time::Duration;
 
-use bulkhead_api::{CrashId, CrashReport, NativeCrash, Stage, Summary};
+use bulkhead_api::{Cause, CauseKind, CrashId, CrashReport, NativeCrash, Stage, Summary, Word};
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
@@ -71,13 +71,43 @@ pub struct Store {
     /// True if payloads are removed from reports before they are stored.
     drops_payloads: bool,
     reports: BTreeMap<CrashId, StoredReport>,
-    /// Ids of reports about workers that failed to start. At most `keep` of these reports and `keep` others
-    /// are kept, so that neither group evicts the other.
-    starts: BTreeSet<CrashId>,
+    /// Ids of the reports of each group. Each group has a maximum, so that no group evicts another.
+    groups: [BTreeSet<CrashId>; GROUPS],
     memory_bytes: usize,
     /// True if the last report could not be written. While it is true, further failures are not logged.
     is_failing: bool,
 }
+
+/// Groups of reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Group {
+    /// A worker failed to start.
+    Start,
+    /// A job still ran at its deadline.
+    Late,
+    /// All others.
+    Crash,
+}
+
+const GROUPS: usize = 3;
+
+impl Group {
+    fn of(stage: &Word<Stage>, cause: &Cause) -> Self {
+        match (stage, &cause.kind) {
+            (_, kind) if *kind == CauseKind::Deadline => Self::Late,
+            (stage, _) if *stage == Stage::Starting => Self::Start,
+            _ => Self::Crash,
+        }
+    }
+
+    /// Returns the maximum number of reports. `keep` is the value of `crash_keep`.
+    fn limit(self, keep: usize) -> usize {
+        if self == Self::Late { keep.min(LATE_REPORTS_MAX) } else { keep }
+    }
+}
+
+/// Maximum number of reports about late jobs.
+const LATE_REPORTS_MAX: usize = 20;
 
 #[derive(Debug)]
 struct StoredReport {
@@ -139,9 +169,9 @@ impl Store {
             }
         };
         ids.sort_unstable();
-        // Up to twice `keep` files are read, because only the content of a report shows whether the worker
-        // failed to start.
-        let surplus = ids.len().saturating_sub(2 * self.keep);
+        // Only the content of a report shows its group.
+        let limits = [Group::Start, Group::Late, Group::Crash].map(|group| group.limit(self.keep));
+        let surplus = ids.len().saturating_sub(limits.iter().sum());
         for id in ids.drain(..surplus) {
             folder.remove(id);
         }
@@ -151,9 +181,7 @@ impl Store {
             }
             match folder.read(id) {
                 Ok(report) => {
-                    if report.stage == Stage::Starting {
-                        self.starts.insert(id);
-                    }
+                    self.groups[Group::of(&report.stage, &report.cause) as usize].insert(id);
                     let summary = report.summary();
                     self.reports.insert(id, StoredReport { summary, in_memory: None });
                 }
@@ -172,9 +200,7 @@ impl Store {
             job.payload = job.payload.take().filter(|_| !self.drops_payloads);
             job.blake3 = job.payload.as_ref().map(|payload| blake3::hash(payload).to_hex().to_string());
         }
-        if report.stage == Stage::Starting {
-            self.starts.insert(report.id);
-        }
+        self.groups[Group::of(&report.stage, &report.cause) as usize].insert(report.id);
         let is_new = report.count == 1;
         self.store(report, is_new);
         self.drop_surplus();
@@ -237,33 +263,32 @@ impl Store {
     }
 
     fn drop_surplus(&mut self) {
-        while self.starts.len() > self.keep {
-            let Some(oldest) = self.starts.first().copied() else { return };
-            self.drop_one(oldest);
-        }
-        while self.reports.len() - self.starts.len() > self.keep {
-            let Some(oldest) = self.reports.keys().find(|id| !self.starts.contains(id)).copied() else {
-                return;
-            };
-            self.drop_one(oldest);
+        for group in [Group::Start, Group::Late, Group::Crash] {
+            while self.groups[group as usize].len() > group.limit(self.keep) {
+                let Some(oldest) = self.groups[group as usize].first().copied() else { break };
+                self.drop_one(oldest);
+            }
         }
     }
 
     fn drop_one(&mut self, id: CrashId) {
-        self.starts.remove(&id);
-        let Some(stored) = self.reports.remove(&id) else { return };
-        match (stored.in_memory, &self.folder) {
+        self.remove(id).map(|stored| match (stored.in_memory, &self.folder) {
             (Some((_, bytes)), _) => self.memory_bytes -= bytes,
             (None, Some(folder)) => folder.remove(id),
             (None, None) => {}
-        }
+        });
     }
 
+    fn remove(&mut self, id: CrashId) -> Option<StoredReport> {
+        self.groups.iter_mut().for_each(|group| _ = group.remove(&id));
+        self.reports.remove(&id)
+    }
+
+    /// Drops the oldest report that is kept in memory, first of the groups that matter less.
     fn drop_oldest_in_memory(&mut self) -> bool {
         let is_in_memory =
             |id: &&CrashId| self.reports.get(id).is_some_and(|stored| stored.in_memory.is_some());
-        let oldest =
-            self.starts.iter().find(is_in_memory).or_else(|| self.reports.keys().find(is_in_memory)).copied();
+        let oldest = self.groups.iter().find_map(|group| group.iter().find(is_in_memory)).copied();
         let Some(id) = oldest else { return false };
         self.drop_one(id);
         true
@@ -282,8 +307,7 @@ impl Store {
             (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
                 if error.kind() == io::ErrorKind::NotFound {
                     // The file of the report was removed by another program.
-                    self.reports.remove(&id);
-                    self.starts.remove(&id);
+                    self.remove(id);
                     return ReadError::NotFound;
                 }
                 ReadError::Unreadable(error.to_string())
@@ -301,6 +325,7 @@ fn report_size(report: &CrashReport) -> usize {
     jobs.sum::<usize>()
         + native
         + report.stderr_tail.as_ref().map_or(0, String::len)
+        + report.runtime_stack.as_ref().map_or(0, String::len)
         + size_of::<CrashReport>()
 }
 

@@ -16,9 +16,11 @@ use std::time::{Duration, Instant};
 use bulkhead_api::{CrashId, NATIVE_BYTES_MAX, NativeCrash};
 use bulkhead_keeper::{Keeper, KeeperLauncher, Report, spawn_failure_advice};
 use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
-use bulkhead_plane::crash::CrashRecord;
+use bulkhead_plane::crash::{CrashRecord, RecordKind};
 use bulkhead_plane::threads::ThreadMonitor;
-use bulkhead_shared::crash_record::{HEADER_BYTES, Header, RECORD_BYTES, RECORD_OFFSET};
+use bulkhead_shared::crash_record::{
+    HEADER_BYTES, Header, MAPS_OFFSET, RECORD_BYTES, RECORD_OFFSET, RECORDS_BYTES_MAX, STACK_OFFSET,
+};
 use rustix::fs::FallocateFlags;
 
 use super::crashes::NativeSender;
@@ -86,15 +88,13 @@ impl SymbolizerOptions {
     /// Returns the backtrace, or the reason why it is missing.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
-        let mut bytes =
-            take_record(&record.file).map_err(|error| format!("failed to read the crash record: {error}"))?;
-        let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
-        // The previous handler of a recorded signal can abort the process, as that of Rust's standard library does
-        // after a stack overflow.
-        let is_cause = |header: Header| header.signal == record.signal || record.signal == libc::SIGABRT;
-        if !header.is_some_and(is_cause) {
-            return Err(NO_RECORD.to_owned());
-        }
+        let taken = match record.kind {
+            RecordKind::Crash { signal } => take_crash_record(&record.file, signal),
+            RecordKind::Sample => take_sample(&record.file),
+        };
+        let taken = taken.map_err(|error| format!("failed to read the records of its threads: {error}"))?;
+        let none = if record.kind == RecordKind::Sample { NO_SAMPLE } else { NO_RECORD };
+        let mut bytes = taken.ok_or_else(|| none.to_owned())?;
         let answer = self.run(record, &bytes, deadline);
         erase(&mut bytes);
         let answer = answer.map_err(|error| format!("the symbolizer failed: {error}"))?;
@@ -137,25 +137,53 @@ impl SymbolizerOptions {
     }
 }
 
-/// Reason for a missing backtrace if the worker has written no record.
+/// Reasons for a missing backtrace if there is no record.
 const NO_RECORD: &str = "the worker wrote no record of its crash; code in the worker may handle the signal itself, \
                          or the stack of a thread without a signal stack has overflowed";
+const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";
 
-/// Copies the record, so that processes of the worker cannot change it any more, and erases it in the file.
-fn take_record(file: &OwnedFd) -> io::Result<Vec<u8>> {
+/// Copies the record that a worker has written before `signal` killed it, so that processes of the worker cannot change
+/// the record any more, and erases it in the file. Returns `None` if there is no record.
+fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = vec![0; RECORD_BYTES];
+    fill(file, &mut bytes, RECORD_OFFSET)?;
+    let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    // The file is freed soon, in any case.
+    let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
+    let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
+    // The previous handler of a recorded signal can abort the process, as that of Rust's standard library does after a
+    // stack overflow.
+    let is_cause = |header: &Header| header.signal == signal || signal == libc::SIGABRT;
+    let Some(header) = header.filter(is_cause) else { return Ok(None) };
+    let (maps, stack) = (header.maps_bytes as usize, header.stack_bytes as usize);
+    bytes.copy_within(STACK_OFFSET..STACK_OFFSET + stack, MAPS_OFFSET + maps);
+    let end = MAPS_OFFSET + maps + stack;
+    bytes[end..].fill(0);
+    bytes.truncate(end);
+    Ok(Some(bytes))
+}
+
+/// Copies the stacks that the keeper has taken. Returns `None` if it has taken none.
+fn take_sample(file: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
+    let mut count = [0; size_of::<u64>()];
+    fill(file, &mut count, 0)?;
+    let count = usize::try_from(u64::from_le_bytes(count)).unwrap_or(usize::MAX).min(RECORDS_BYTES_MAX);
+    let mut bytes = vec![0; count];
+    fill(file, &mut bytes, size_of::<u64>())?;
+    Ok((count > 0).then_some(bytes))
+}
+
+/// Fills `bytes` with the contents of a file, starting at an offset.
+fn fill(file: &OwnedFd, bytes: &mut [u8], offset: usize) -> io::Result<()> {
     let mut filled = 0;
-    while filled < RECORD_BYTES {
-        let offset = (RECORD_OFFSET + filled) as u64;
-        match rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut bytes[filled..], offset))? {
+    while filled < bytes.len() {
+        let at = (offset + filled) as u64;
+        match rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut bytes[filled..], at))? {
             0 => return Err(ErrorKind::UnexpectedEof.into()),
             count => filled += count,
         }
     }
-    let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    // The file is freed soon, in any case.
-    let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
-    Ok(bytes)
+    Ok(())
 }
 
 /// Overwrites a record, because the stack can contain secrets.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::notices::WorkerOutput;
-use bulkhead_policy::{Event, WorkerId};
+use bulkhead_policy::{Event, KillReason, WorkerId};
 use bulkhead_shared::JobId;
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::Payload;
@@ -24,6 +24,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use crate::keeper_link::WorkerOrder;
 use crate::links::{Link, OrderedWorker, ReadPosition};
 use crate::memory::ChargeKind;
+use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use crate::starvation::{Watch, beat_at};
 use crate::{DataPlane, Endpoint, INTEREST, Incoming};
@@ -130,9 +131,12 @@ impl DataPlane {
         }
     }
 
-    pub(crate) fn kill(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
+    pub(crate) fn kill(&mut self, compartment: CompartmentIndex, worker: WorkerId, reason: &KillReason) {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
-            self.keeper.kill(self.links[index].spawn, self.now);
+            self.sample_hung_worker(index, reason);
+            if !self.is_held(Some(index), HeldAction::Kill) {
+                self.keeper.kill(self.links[index].spawn, self.now);
+            }
         } else if self.keeper.cancel_worker_order(compartment, worker) {
             let message = "the worker was stopped before it started".to_owned();
             self.links.defer_spawn_failure(compartment, worker, message);

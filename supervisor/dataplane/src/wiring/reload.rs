@@ -99,6 +99,7 @@ impl DataPlane {
         }
         self.rejections.forget(bulkhead);
         self.crashes.forget(bulkhead);
+        self.samples.forget(bulkhead);
         self.bulkheads.finish_removal(bulkhead);
     }
 }

@@ -2,11 +2,11 @@
 
 use std::time::SystemTime;
 
-use bulkhead_api::{EventKind, JOBS_MAX, Severity};
+use bulkhead_api::{CrashId, EventKind, JOBS_MAX, Severity};
 use bulkhead_keeper::Usage;
 use bulkhead_plane::crash::cause_of;
 use bulkhead_policy::{Death, JobOutcome, OperatorEvent, PostMortem, WorkerId};
-use bulkhead_shared::JobId;
+use bulkhead_shared::{JobId, Verdict};
 
 use crate::crashes::{CrashContext, crash_jobs};
 use crate::links::Link;
@@ -24,7 +24,7 @@ impl DataPlane {
         }
         let Some(post) = compartment.policy.post_mortem(self.now, link.worker, JOBS_MAX) else { return };
         let record = (link.take_crash_record(), link.program.clone());
-        if let Some(context) = CrashContext::of_worker(&post, death, usage, record) {
+        if let Some(context) = CrashContext::of_worker(&post, death, usage, record, link.take_hang()) {
             self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context);
         }
     }
@@ -116,12 +116,20 @@ impl DataPlane {
         }
     }
 
+    /// Returns the report about the death that ended this job, or about the job if it still ran at its deadline.
+    pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
+        match answer.verdict {
+            Verdict::DeadlineRunning => self.samples.report_of(answer.job),
+            _ => self.crashes.report_of(answer),
+        }
+    }
+
     /// Reports a job that crashed or exceeded its deadline while running.
     pub(crate) fn report_failed_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         if let Some(what) = failed_job_event(answer) {
             let compartment = &self.compartments[index];
             let subject = (&self.bulkheads.owner(compartment).name, &compartment.tenant);
-            let report = self.crashes.report_of(answer);
+            let report = self.report_of(answer);
             self.reporter.compartment_event(Severity::Warning, subject, what, report);
         }
     }

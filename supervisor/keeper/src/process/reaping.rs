@@ -120,6 +120,9 @@ impl EventLoop {
     /// behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.reaper.may_have_unreaped = false;
+        if self.samples.is_busy(now) {
+            return;
+        }
         let mut message_bytes = 0;
         for _ in 0..REAPS_PER_ITERATION {
             if message_bytes >= MESSAGE_BYTES_PER_ITERATION {

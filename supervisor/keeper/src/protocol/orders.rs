@@ -75,6 +75,9 @@ pub(crate) enum Order<'a> {
     /// Kills the worker immediately. The worker can be unknown, if its exit has already been reported or is
     /// about to be reported.
     Kill { worker: u64 },
+    /// Takes the stacks of the worker's threads, and of its descendants. With `job`, only of the programs of this job.
+    /// Sent with the file for the records, and with the journal of a worker that writes its stacks as text.
+    Sample { worker: u64, job: Option<&'a str> },
     /// Requests a `Pong` report.
     Ping,
 }

@@ -111,6 +111,13 @@ pub enum Report {
         /// Content of the message.
         message: TemplateReport,
     },
+    /// Reply to [`Keeper::sample`](crate::Keeper::sample).
+    Sampled {
+        /// Spawn number of the worker.
+        worker: u64,
+        /// Error if no stack could be taken.
+        result: io::Result<()>,
+    },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
     Pong,
     /// Some processes have survived SIGKILL for two seconds. They belong to the workers in the `Reaped`
@@ -146,5 +153,6 @@ pub(crate) enum ReportMessage<'a> {
     Reaped { worker: u64 },
     Template { worker: u64, message: TemplateReport },
     Unkillable { count: u64 },
+    Sampled { worker: u64, errno: i32 },
     Pong,
 }

@@ -167,13 +167,13 @@ impl DataPlane {
 
     /// Lends a journal to a worker that has sent its hello. Without a journal, a worker's jobs are neither
     /// prefetched nor recalled.
-    fn lend_journal(&mut self, index: LinkIndex, has_crash_record: bool) {
+    fn lend_journal(&mut self, index: LinkIndex, capabilities: u64) {
         let link = &mut self.links[index];
         let is_replay = self.compartments[link.compartment].is_replay;
         if link.program.runs_programs() || !link.outbox.is_empty() || is_replay {
             return;
         }
-        let Ok(journal) = Journal::make(has_crash_record) else { return };
+        let Ok(journal) = Journal::make(capabilities) else { return };
         let Ok(sent) = lend(&link.socket, (kind::JOURNAL, 0), &Empty, &[journal.file.as_fd()]) else {
             return;
         };
@@ -421,7 +421,7 @@ impl DataPlane {
         // The journal is sent before the welcome, so that the worker has it from the beginning.
         let wants = capability::RESIZE | capability::PREFETCH;
         if hello.capabilities & wants == wants {
-            self.lend_journal(index, hello.capabilities & capability::CRASH_RECORDS != 0);
+            self.lend_journal(index, hello.capabilities);
         }
         let link = &mut self.links[index];
         link.set_beats_in_journal(hello.capabilities & capability::JOURNAL_HEARTBEATS != 0);

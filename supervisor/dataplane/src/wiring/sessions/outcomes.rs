@@ -35,6 +35,9 @@ impl DataPlane {
             self.memory.discharge(&mut answer.record.charge);
             return self.buffers.keep_record(answer.record);
         }
+        if answer.verdict == Verdict::DeadlineRunning {
+            self.sample_late_job(index, &answer);
+        }
         self.bulkheads.count_answer(&self.compartments[index], &answer);
         if answer.record.fallback.is_some() {
             match self.pass_to_fallback(index, answer, incoming) {
@@ -88,7 +91,7 @@ impl DataPlane {
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let message = message.with_status(exit_status(&answer));
             let payload = result_payload(&answer.verdict, incoming);
-            let report = self.crashes.report_of(&answer).map(|id| id.to_string());
+            let report = self.report_of(&answer).map(|id| id.to_string());
             let (job, run_limit) = (answer.job, answer.run_limit);
             let extensions = OutcomeExtensions { job, run_limit, span: None, report, result };
             self.sessions.send_outcome(request, &message, extensions, payload, &mut self.buffers.pool);
@@ -111,7 +114,7 @@ impl DataPlane {
             deadline: answer.deadline,
             run_limit: answer.run_limit,
             status: exit_status(answer),
-            report: self.crashes.report_of(answer).map(|id| id.to_string()),
+            report: self.report_of(answer).map(|id| id.to_string()),
         }
     }
 }

@@ -1,0 +1,134 @@
+//! Takes the stacks of workers that run a job at its deadline or that do not respond, and adds them to reports.
+
+use std::io;
+use std::time::SystemTime;
+
+use bulkhead_api::NativeCrash;
+use bulkhead_keeper::Keeper;
+use bulkhead_plane::crash::{CrashRecord, RecordKind};
+use bulkhead_policy::{JobOutcome, KillReason, WorkerId};
+use bulkhead_shared::JobId;
+use bulkhead_shared::crash_record::RECORDS_BYTES_MAX;
+use bulkhead_shared::frame::kind;
+use bulkhead_shared::worker_protocol::Empty;
+
+use crate::crashes::{CrashContext, Hang, late_job};
+use crate::journal::Journal;
+use crate::links::Link;
+use crate::memory_files::sealed_file;
+use crate::samples::{HeldAction, LateJob, SampleSubject};
+use crate::slab::{CompartmentIndex, LinkIndex};
+use crate::{DataPlane, JobData};
+
+impl DataPlane {
+    /// Begins to take the stacks of the worker that runs a job at its deadline. The outcome names the report.
+    pub(crate) fn sample_late_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
+        let (now, bulkhead) = (self.now, self.compartments[index].bulkhead);
+        let policy = &mut self.compartments[index].policy;
+        let Some((job, worker)) = answer.job.and_then(|job| Some((job, policy.worker_of(job)?))) else {
+            return;
+        };
+        let found = policy.post_mortem(now, worker, 0).zip(policy.held_job(now, job));
+        let Some(link) = self.links.of_worker(&self.compartments, (index, worker)) else { return };
+        let Some((post, held)) = found else { return };
+        if !self.samples.admit(now, bulkhead, self.links[link].spawn) {
+            return;
+        }
+        let Some(slot) = self.crashes.begin_hang_report(SystemTime::now()) else { return };
+        self.samples.set_report(job, slot.id());
+        let late = LateJob { slot, post, job: late_job(&held, &answer.record) };
+        self.begin_sample(link, Some(job), Some(Box::new(late)));
+    }
+
+    /// Begins to take the stacks of a worker that is about to be killed, if it does not respond.
+    pub(crate) fn sample_hung_worker(&mut self, link: LinkIndex, reason: &KillReason) {
+        let (compartment, spawn) = (self.links[link].compartment, self.links[link].spawn);
+        let compartment = &self.compartments[compartment];
+        let is_needed = reason.is_hang() && !compartment.is_replay && self.links[link].is_running();
+        if is_needed && self.samples.admit(self.now, compartment.bulkhead, spawn) {
+            self.begin_sample(link, None, None);
+        }
+    }
+
+    fn begin_sample(&mut self, index: LinkIndex, job: Option<JobId>, late: Option<Box<LateJob>>) {
+        let link = &self.links[index];
+        let (spawn, program) = (link.spawn, link.program.clone());
+        let (compartment, worker) = (link.compartment, link.worker);
+        let job = job.filter(|_| program.runs_programs()).map(|job| job.to_string());
+        let text = link.journal.as_ref().and_then(Journal::expect_stack_text);
+        let file = sealed_file(c"sample", (size_of::<u64>() + RECORDS_BYTES_MAX) as u64);
+        let Ok((file, theirs)) = file.map_err(io::Error::from).and_then(|it| Ok((it.try_clone()?, it)))
+        else {
+            return;
+        };
+        let subject = SampleSubject { compartment, worker, file, program, late };
+        self.samples.begin(self.now, spawn, subject);
+        let order = |keeper: &mut Keeper| keeper.sample(spawn, job.as_deref(), theirs, text);
+        if let Err(error) = self.keeper.serving().and_then(order) {
+            self.sample_taken(spawn, Some(Err(error)));
+        }
+    }
+
+    /// Returns true if the action waits until the stacks of the worker have been taken.
+    pub(crate) fn is_held(&mut self, link: Option<LinkIndex>, action: HeldAction) -> bool {
+        link.is_some_and(|link| self.samples.hold(self.links[link].spawn, action))
+    }
+
+    /// Sends the report about a late job, and performs the actions that waited. `result` is `None` if the keeper has not
+    /// answered in time.
+    pub(crate) fn sample_taken(&mut self, spawn: u64, result: Option<io::Result<()>>) {
+        let Some((subject, held)) = self.samples.finish(spawn) else { return };
+        let SampleSubject { compartment, worker, file, program, late } = subject;
+        let index = self.links.index_of_spawn(spawn);
+        let native = result.and_then(Result::err).map(|error| NativeCrash::unavailable(&reason(&error)));
+        let record = native.is_none().then_some(CrashRecord { file, kind: RecordKind::Sample, program });
+        let link = index.and_then(|index| self.links.get_mut(index));
+        let text = link.as_ref().and_then(|link| link.journal.as_ref()).and_then(Journal::stack_text);
+        let hang = Hang { record, native, runtime_stack: text };
+        match (late, link) {
+            (Some(late), _) => self.report_late_job(compartment, worker, *late, hang),
+            (None, Some(link)) => link.set_hang(hang),
+            (None, None) => {}
+        }
+        for action in held {
+            match action {
+                HeldAction::Cancel(job) => {
+                    self.send((compartment, worker), (kind::CANCEL_JOB, job.0), &Empty)
+                }
+                HeldAction::Kill => self.keeper.kill(spawn, self.now),
+            }
+        }
+    }
+
+    fn report_late_job(&mut self, index: CompartmentIndex, worker: WorkerId, late: LateJob, hang: Hang) {
+        let Some(compartment) = self.compartments.get(index) else { return };
+        let names = (&*self.bulkheads[compartment.bulkhead].name, compartment.tenant.as_deref());
+        let link = self.links.of_worker(&self.compartments, (index, worker));
+        let link = link.and_then(|link| self.links.get(link));
+        let runs_programs = link.is_some_and(|link| link.program.runs_programs());
+        let confinement = link.and_then(Link::confinement);
+        let context = CrashContext::of_late_job(runs_programs, hang);
+        let LateJob { slot, post, job } = late;
+        self.reporter.notify(context.report(slot, names, (worker, &post), confinement, vec![job]));
+    }
+
+    /// Ends the waits for stacks that the keeper has not taken in time.
+    pub(crate) fn check_samples(&mut self) {
+        while let Some(spawn) = self.samples.next_late(self.now) {
+            self.sample_taken(spawn, None);
+        }
+    }
+}
+
+fn reason(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            "the supervisor is not allowed to trace the process; `bulkhead-supervisor \
+                                             doctor` names the cause"
+                .to_owned()
+        }
+        Some(libc::ESRCH) => "the process had ended".to_owned(),
+        Some(libc::EBUSY) => "the stacks of too many other processes were being taken".to_owned(),
+        _ => format!("the stacks could not be taken: {error}"),
+    }
+}

@@ -1,0 +1,132 @@
+//! Takes the stacks of workers on separate threads, so that the keeper serves other workers meanwhile.
+//!
+//! Only one thread runs at a time. It ends after each worker, because the kernel then releases all threads of
+//! the worker that are still stopped. While the thread runs, the keeper does not reap orphans: the kernel
+//! reports stopped threads in the same way as dead children.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use mio::{Poll, Token, Waker};
+use nix::errno::Errno;
+
+use super::{EventLoop, SAMPLED};
+use crate::protocol::ReportMessage;
+use crate::sample::{ProcessStart, SAMPLE_TIMEOUT, SampleRequest};
+
+/// Maximum number of workers whose stacks wait to be taken. The supervisor does not wait for long.
+const WAITING_MAX: usize = 16;
+
+/// Time after which the keeper reaps orphans again although a thread is still busy. A hostile process can make the
+/// thread wait until the process dies.
+const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
+
+/// Workers whose stacks are being taken.
+pub(super) struct Samples {
+    waker: Arc<Waker>,
+    waiting: VecDeque<Order>,
+    current: Option<Current>,
+}
+
+/// An order to take the stacks of a worker.
+struct Order {
+    worker: u64,
+    job: Option<String>,
+    /// File for the records, and the worker's journal if the worker writes its stacks as text.
+    descriptors: Vec<OwnedFd>,
+}
+
+struct Current {
+    worker: u64,
+    since: Instant,
+    has_ended: Arc<AtomicBool>,
+    thread: JoinHandle<Result<(), Errno>>,
+}
+
+impl Samples {
+    pub(super) fn new(poll: &Poll) -> io::Result<Self> {
+        let waker = Arc::new(Waker::new(poll.registry(), Token(SAMPLED))?);
+        Ok(Self { waker, waiting: VecDeque::new(), current: None })
+    }
+
+    /// Returns true if threads may be stopped, so that waiting for children would report these threads.
+    pub(super) fn is_busy(&self, now: Instant) -> bool {
+        self.next_due(now).is_some()
+    }
+
+    /// Returns the time at which the keeper reaps orphans again although a thread is busy.
+    pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
+        self.current.as_ref().map(|current| current.since + BUSY_MAX).filter(|due| *due > now)
+    }
+}
+
+impl EventLoop {
+    /// Begins to take the stacks of a worker, or reports why it cannot.
+    pub(super) fn sample(&mut self, worker: u64, job: Option<&str>, descriptors: Vec<OwnedFd>) {
+        if self.samples.waiting.len() >= WAITING_MAX {
+            return self.report_sample(worker, Err(Errno::EBUSY));
+        }
+        self.samples.waiting.push_back(Order { worker, job: job.map(str::to_owned), descriptors });
+    }
+
+    /// Reports stacks that are complete, and begins with the next worker.
+    pub(super) fn advance_samples(&mut self) {
+        let has_ended = |current: &mut Current| current.has_ended.load(Ordering::Acquire);
+        if let Some(current) = self.samples.current.take_if(has_ended) {
+            // A panic is a failure like any other.
+            let result = current.thread.join().unwrap_or(Err(Errno::EIO));
+            self.report_sample(current.worker, result);
+        }
+        while self.samples.current.is_none()
+            && let Some(order) = self.samples.waiting.pop_front()
+        {
+            let worker = order.worker;
+            match self.start_sample(order) {
+                Ok(current) => self.samples.current = Some(current),
+                Err(errno) => self.report_sample(worker, Err(errno)),
+            }
+        }
+    }
+
+    fn start_sample(&self, order: Order) -> Result<Current, Errno> {
+        let Order { worker, job, descriptors } = order;
+        let child = self.by_worker.get(&worker).and_then(|pid| self.children.get(pid));
+        let process = child.and_then(|child| ProcessStart::of(child.process)).ok_or(Errno::ESRCH)?;
+        let mut descriptors = descriptors.into_iter();
+        let (file, text) = (descriptors.next().ok_or(Errno::EBADF)?, descriptors.next());
+        let request = SampleRequest { process, job, file, text };
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let end = End { has_ended: has_ended.clone(), waker: self.samples.waker.clone() };
+        let builder = std::thread::Builder::new().name("sampler".into());
+        let thread = builder.spawn(move || {
+            let _end = end;
+            request.take()
+        });
+        let thread = thread.map_err(|_| Errno::EAGAIN)?;
+        Ok(Current { worker, since: Instant::now(), has_ended, thread })
+    }
+
+    fn report_sample(&mut self, worker: u64, result: Result<(), Errno>) {
+        let errno = result.map_or_else(|errno| errno as i32, |()| 0);
+        self.report(&ReportMessage::Sampled { worker, errno }, None);
+    }
+}
+
+/// Wakes the keeper's loop when the thread ends, even after a panic.
+struct End {
+    has_ended: Arc<AtomicBool>,
+    waker: Arc<Waker>,
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.has_ended.store(true, Ordering::Release);
+        // Fails only if the loop has ended.
+        let _ = self.waker.wake();
+    }
+}

@@ -1,0 +1,354 @@
+//! Takes the stacks of processes that run for too long, from outside.
+//!
+//! Each thread is stopped for some ten microseconds with `ptrace(2)`. The records have the format of
+//! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut, Read, Seek};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use bulkhead_linux::process_tree::{descendants_of, read_proc_file, start_time};
+use bulkhead_shared::crash_record::{
+    HEADER_BYTES, Header, MACHINE, MAPS_BYTES_MAX, NAME_BYTES_MAX, RECORDS_BYTES_MAX, REGISTERS_MAX,
+};
+use bulkhead_shared::worker_protocol::STACK_SIGNAL;
+use nix::errno::Errno;
+use nix::sys::ptrace;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+
+/// Maximum time for the stacks of one worker.
+pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
+
+/// Maximum number of threads, and of processes with these threads.
+const THREADS_MAX: usize = 64;
+const PROCESSES_MAX: usize = 16;
+
+/// Maximum size in bytes of the recorded part of a stack.
+const STACK_BYTES_MAX: usize = 64 * 1024;
+
+/// Maximum size in bytes of `/proc/PID/maps` and `/proc/PID/environ`.
+const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Number of bytes below the stack pointer that functions without a frame can use (x86-64).
+const RED_ZONE_BYTES: u64 = 128;
+
+/// Pause between checks whether threads have stopped, and whether the worker has written its text.
+const STOP_INTERVAL: Duration = Duration::from_micros(50);
+const TEXT_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Offset of the first record. The number of bytes of all records comes before.
+const RECORDS_OFFSET: usize = size_of::<u64>();
+
+/// The worker whose stacks are taken, and the files that receive the stacks.
+pub(crate) struct SampleRequest {
+    /// The worker.
+    pub(crate) process: ProcessStart,
+    /// If set, only programs of this job count: descendants of the worker whose variable `BULKHEAD_JOB` has this value.
+    pub(crate) job: Option<String>,
+    /// File for the records.
+    pub(crate) file: OwnedFd,
+    /// File to which the worker writes the stacks of its threads as text if it receives the [`STACK_SIGNAL`].
+    pub(crate) text: Option<OwnedFd>,
+}
+
+/// A process id, and the start time by which a later process with the same id is recognised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ProcessStart {
+    id: u32,
+    started: u64,
+}
+
+impl ProcessStart {
+    /// Returns `None` if there is no process with this id.
+    pub(crate) fn of(id: u32) -> Option<Self> {
+        Some(Self { id, started: start_time(id)? })
+    }
+
+    /// Returns true if the id still refers to this process.
+    fn is_current(self) -> bool {
+        Self::of(self.id) == Some(self)
+    }
+}
+
+impl SampleRequest {
+    /// Takes the stacks. Fails if no thread can be stopped, for example with `EPERM`.
+    pub(crate) fn take(self) -> Result<(), Errno> {
+        let until = Instant::now() + SAMPLE_TIMEOUT;
+        let processes = self.processes();
+        let mut sample = Sample { file: self.file.into(), bytes: RECORDS_OFFSET };
+        let mut result = Err(Errno::ESRCH);
+        let mut threads_left = THREADS_MAX;
+        for process in processes.into_iter().take(PROCESSES_MAX) {
+            let taken = sample.take_process(process, &mut threads_left, until);
+            result = if result.is_ok() { result } else { taken };
+        }
+        if let Some(text) = self.text {
+            // All threads run again, so that the worker can handle the signal.
+            request_text(self.process, &File::from(text), until);
+        }
+        result
+    }
+
+    /// Returns the processes whose stacks are taken, the most important one first.
+    fn processes(&self) -> Vec<ProcessStart> {
+        let descendants = descendants_of(self.process.id).unwrap_or_default();
+        let descendants: Vec<_> = descendants.into_iter().filter_map(ProcessStart::of).collect();
+        let Some(job) = &self.job else { return [vec![self.process], descendants].concat() };
+        let variable = format!("BULKHEAD_JOB={job}");
+        let is_of_job = |process: &ProcessStart| {
+            let environment = read_limited(&format!("/proc/{}/environ", process.id)).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes())
+        };
+        let of_job: Vec<_> = descendants.iter().copied().filter(is_of_job).collect();
+        if of_job.is_empty() { descendants } else { of_job }
+    }
+}
+
+/// Makes the worker write the stacks of its threads, and waits until the text is complete. The offset of the file,
+/// which the worker shares, grows while the worker writes.
+fn request_text(process: ProcessStart, mut text: &File, until: Instant) {
+    let start = text.stream_position().unwrap_or(0);
+    if send_stack_signal(process).is_err() {
+        return;
+    }
+    let mut last = start;
+    while Instant::now() < until {
+        std::thread::sleep(TEXT_INTERVAL);
+        let now = text.stream_position().unwrap_or(start);
+        if now > start && now == last {
+            return;
+        }
+        last = now;
+    }
+}
+
+fn send_stack_signal(process: ProcessStart) -> io::Result<()> {
+    let number = rustix::process::Pid::from_raw(process.id.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
+    let pidfd = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty())?;
+    if !process.is_current() {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    let (pidfd, info) = (pidfd.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+    // SAFETY: the call reads no memory of this process.
+    #[expect(unsafe_code, reason = "no safe wrapper sends real-time signals")]
+    let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, STACK_SIGNAL, info, 0) };
+    if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The file for the records.
+struct Sample {
+    file: File,
+    /// Number of bytes written.
+    bytes: usize,
+}
+
+/// A thread that is stopped or about to stop.
+struct Tracee {
+    id: u32,
+}
+
+impl Drop for Tracee {
+    fn drop(&mut self) {
+        // Fails if the thread has not stopped. The kernel releases such threads when the calling thread ends.
+        let _ = ptrace::detach(pid(self.id), None);
+    }
+}
+
+impl Sample {
+    /// Takes the stacks of the threads of a process.
+    fn take_process(
+        &mut self,
+        process: ProcessStart,
+        threads_left: &mut usize,
+        until: Instant,
+    ) -> Result<(), Errno> {
+        let mut threads = threads_of(process.id);
+        threads.truncate(*threads_left);
+        *threads_left -= threads.len();
+        let maps = read_limited(&format!("/proc/{}/maps", process.id)).unwrap_or_default();
+        let mut mappings = executable_mappings(&maps);
+        let mut result = Err(Errno::ESRCH);
+        let (mut tracees, mut others) = (Vec::new(), Vec::new());
+        for id in threads {
+            let header = describe(process.id, id);
+            match seize(process, id) {
+                Ok(tracee) => {
+                    result = Ok(());
+                    tracees.push((tracee, header));
+                }
+                Err(errno) => {
+                    result = result.or(Err(errno));
+                    others.push(header);
+                }
+            }
+        }
+        while !tracees.is_empty() && Instant::now() < until {
+            tracees.retain_mut(|(tracee, header)| {
+                let Some(registers) = registers(tracee.id) else { return !has_ended(header) };
+                let stack = read_stack(tracee.id, registers.stack_pointer, &maps, header);
+                header.registers = registers.all;
+                self.write(*header, &mut mappings, &stack);
+                false
+            });
+            std::thread::sleep(STOP_INTERVAL);
+        }
+        if result.is_ok() {
+            // Threads that cannot be stopped, for example in an uninterruptible sleep.
+            others.extend(tracees.iter().map(|(_, header)| *header));
+            others.into_iter().for_each(|header| self.write(header, &mut mappings, &[]));
+        }
+        result
+    }
+
+    /// Appends a record, if there is room. The first record of a process takes its mappings.
+    fn write(&mut self, mut header: Header, mappings: &mut Vec<u8>, stack: &[u8]) {
+        (header.maps_bytes, header.stack_bytes) = (mappings.len() as u32, stack.len() as u32);
+        let mut bytes = [0; HEADER_BYTES];
+        header.encode(&mut bytes);
+        let record = [&bytes[..], mappings, stack].concat();
+        let end = self.bytes + record.len();
+        if end <= RECORDS_OFFSET + RECORDS_BYTES_MAX
+            && self.file.write_all_at(&record, self.bytes as u64).is_ok()
+            && self.file.write_all_at(&((end - RECORDS_OFFSET) as u64).to_le_bytes(), 0).is_ok()
+        {
+            self.bytes = end;
+            mappings.clear();
+        }
+    }
+}
+
+fn pid(id: u32) -> Pid {
+    Pid::from_raw(id.cast_signed())
+}
+
+/// Begins to stop a thread.
+fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
+    ptrace::seize(pid(id), ptrace::Options::empty())?;
+    let tracee = Tracee { id };
+    // From here on, the ids cannot be reused.
+    let is_thread = std::fs::exists(format!("/proc/{}/task/{id}", process.id)).unwrap_or(false);
+    if !is_thread || !process.is_current() {
+        return Err(Errno::ESRCH);
+    }
+    ptrace::interrupt(pid(id))?;
+    Ok(tracee)
+}
+
+/// Returns true if a thread has ended.
+fn has_ended(header: &Header) -> bool {
+    matches!(describe(header.process, header.thread).state, 0 | b'Z' | b'X')
+}
+
+struct Registers {
+    /// Registers in the order of [`Header::registers`].
+    all: [u64; REGISTERS_MAX],
+    stack_pointer: u64,
+}
+
+/// Returns the registers of a thread, or `None` if it has not stopped yet.
+#[cfg(target_arch = "x86_64")]
+fn registers(id: u32) -> Option<Registers> {
+    let found = ptrace::getregset::<ptrace::regset::NT_PRSTATUS>(pid(id)).ok()?;
+    let mut all = [0; REGISTERS_MAX];
+    all[..17].copy_from_slice(&[
+        found.r8, found.r9, found.r10, found.r11, found.r12, found.r13, found.r14, found.r15, found.rdi,
+        found.rsi, found.rbp, found.rbx, found.rdx, found.rax, found.rcx, found.rsp, found.rip,
+    ]);
+    Some(Registers { all, stack_pointer: found.rsp })
+}
+
+/// Returns the registers of a thread, or `None` if it has not stopped yet.
+#[cfg(target_arch = "aarch64")]
+fn registers(id: u32) -> Option<Registers> {
+    let found = ptrace::getregset::<ptrace::regset::NT_PRSTATUS>(pid(id)).ok()?;
+    let mut all = [0; REGISTERS_MAX];
+    all[..31].copy_from_slice(&found.regs);
+    (all[31], all[32]) = (found.sp, found.pc);
+    Some(Registers { all, stack_pointer: found.sp })
+}
+
+/// Returns the stack from the red zone to the end of its mapping, and sets its start in the header.
+fn read_stack(id: u32, stack_pointer: u64, maps: &[u8], header: &mut Header) -> Vec<u8> {
+    let start = stack_pointer.saturating_sub(RED_ZONE_BYTES);
+    let Some(end) = mapping_end(maps, stack_pointer) else { return Vec::new() };
+    let mut stack = vec![0; usize::try_from(end - start).map_or(0, |bytes| bytes.min(STACK_BYTES_MAX))];
+    let remote = [RemoteIoVec { base: start as usize, len: stack.len() }];
+    let read = process_vm_readv(pid(id), &mut [IoSliceMut::new(&mut stack)], &remote).unwrap_or(0);
+    stack.truncate(read);
+    header.stack_start = start;
+    stack
+}
+
+/// Returns the end of the mapping that contains an address.
+fn mapping_end(maps: &[u8], address: u64) -> Option<u64> {
+    // The lines are sorted. The mapping of a stack can have grown downwards meanwhile.
+    maps.split(|byte| *byte == b'\n').find_map(|line| {
+        let range = std::str::from_utf8(line.split(|byte| *byte == b' ').next()?).ok()?;
+        let end = u64::from_str_radix(range.split_once('-')?.1, 16).ok()?;
+        (address < end).then_some(end)
+    })
+}
+
+/// Returns the lines of `/proc/PID/maps` that are about code. The result is never empty, because a record without
+/// mappings belongs to the process before.
+fn executable_mappings(maps: &[u8]) -> Vec<u8> {
+    let mut lines = Vec::new();
+    for line in maps.split_inclusive(|byte| *byte == b'\n') {
+        let mode = line.split(|byte| *byte == b' ').nth(1);
+        let is_executable = mode.is_some_and(|mode| mode.get(2) == Some(&b'x'));
+        if is_executable && lines.len() + line.len() <= MAPS_BYTES_MAX {
+            lines.extend_from_slice(line);
+        }
+    }
+    if lines.is_empty() {
+        lines.push(b'\n');
+    }
+    lines
+}
+
+/// Returns the ids of the threads of a process, the first thread first.
+fn threads_of(process: u32) -> Vec<u32> {
+    let entries = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let mut threads: Vec<u32> =
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).take(THREADS_MAX).collect();
+    threads.sort_unstable_by_key(|id| (*id != process, *id));
+    threads
+}
+
+/// Returns a header with everything that `/proc` tells about a thread.
+fn describe(process: u32, id: u32) -> Header {
+    let folder = format!("/proc/{process}/task/{id}");
+    let read = |name: &str| read_limited(&format!("{folder}/{name}")).unwrap_or_default();
+    let stat = read_proc_file(&format!("{folder}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.bytes().next()).unwrap_or(0);
+    let wait_channel = read("wchan");
+    let is_waiting = wait_channel != b"0";
+    Header {
+        machine: MACHINE,
+        thread: id,
+        process,
+        state,
+        thread_name: padded(read("comm").trim_ascii_end()),
+        process_name: name_of(process),
+        wait_channel: padded(if is_waiting { &wait_channel } else { &[] }),
+        ..Header::EMPTY
+    }
+}
+
+fn name_of(process: u32) -> [u8; NAME_BYTES_MAX] {
+    padded(read_limited(&format!("/proc/{process}/comm")).unwrap_or_default().trim_ascii_end())
+}
+
+/// Copies the beginning of a text to an array.
+fn padded<const BYTES: usize>(text: &[u8]) -> [u8; BYTES] {
+    std::array::from_fn(|index| text.get(index).copied().unwrap_or(0))
+}
+
+fn read_limited(path: &str) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(PROC_FILE_BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}

@@ -1,0 +1,196 @@
+//! Reports about jobs that still run at their deadline: where they hang, taken from outside just before the
+//! supervisor ends them.
+
+use std::time::Duration;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_shared::Verdict;
+use bulkhead_tests::{Supervisor, compile_library, kill_pid, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+/// A library that hangs in an inner function.
+const LIBRARY: &str = r#"
+#include <bulkhead.h>
+#include <string.h>
+#include <unistd.h>
+
+BULKHEAD_LIBRARY
+
+static __attribute__((noinline)) int nap(int seconds)
+{
+    for (;;) sleep(seconds); /* the line that sleeps */
+    return seconds;
+}
+
+static __attribute__((noinline)) int spin(volatile int *turns)
+{
+    while (*turns >= 0) *turns = (*turns + 1) & 0xffff; /* the line that spins */
+    return *turns;
+}
+
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
+{
+    volatile int turns = 0;
+    if (!strcmp(job->operation, "nap")) return nap(100) + 1;
+    if (!strcmp(job->operation, "spin")) return spin(&turns) + 1;
+    return host->result(job, "ok", 2);
+}
+"#;
+
+const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identity\"] }";
+
+/// Runs a job until its deadline, and returns the id of the report, if there is one.
+fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -> Option<String> {
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let job = client.job("b", "p").operation(operation).deadline(Duration::from_millis(deadline_ms));
+    let error = job.send().unwrap_err();
+    let outcome = error.outcome().expect("an outcome");
+    assert_eq!(outcome.verdict, Verdict::DeadlineRunning);
+    outcome.report.clone()
+}
+
+/// Returns the report when it has its backtraces.
+fn report(supervisor: &Supervisor, id: &str) -> Value {
+    wait_for("the backtraces", || {
+        let (status, body) = supervisor.try_get(&format!("/v1/crashes/{id}"))?;
+        let report: Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+        report.get("native").is_some().then_some(report)
+    })
+}
+
+/// Runs jobs until their deadline until there is a report about one, and returns this report. A bulkhead has at most
+/// one report a second.
+fn hang(supervisor: &Supervisor, operation: &str) -> Value {
+    let id = wait_for("a report", || exceed_deadline(supervisor, operation, 300));
+    let report = report(supervisor, &id);
+    assert_eq!((&report["cause"], &report["jobs"][0]["operation"]), (&"deadline".into(), &operation.into()));
+    report
+}
+
+fn threads(report: &Value) -> &Vec<Value> {
+    let native = &report["native"];
+    assert_eq!(native["unavailable"], Value::Null, "{native:#}");
+    native["threads"].as_array().expect("threads")
+}
+
+/// Returns the thread and the frame with this function.
+fn frame_of<'r>(report: &'r Value, function: &str) -> (&'r Value, &'r Value) {
+    let has_name = |frame: &&Value| frame["function"].as_str().is_some_and(|name| name.contains(function));
+    let found = threads(report).iter().find_map(|thread| {
+        let frame = thread["frames"].as_array().expect("frames").iter().find(has_name)?;
+        Some((thread, frame))
+    });
+    found.unwrap_or_else(|| panic!("no frame of {function}: {:#}", report["native"]))
+}
+
+fn line_of(text: &str) -> u64 {
+    1 + LIBRARY.lines().position(|line| line.contains(text)).expect("a line") as u64
+}
+
+#[test]
+fn sleeping_and_spinning_library_names_function_and_line() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
+    let report = hang(&supervisor, "nap");
+    let (thread, frame) = frame_of(&report, "nap");
+    assert_eq!(frame["line"], line_of("that sleeps"), "{frame}");
+    assert_eq!(thread["state"], "S", "{thread:#}");
+    assert_eq!(frame_of(&report, "bulkhead_handle").1["module"], path.to_str().unwrap());
+    assert!(thread["registers"].is_null(), "{thread:#}");
+
+    let report = hang(&supervisor, "spin");
+    let (thread, frame) = frame_of(&report, "spin");
+    assert_eq!((&frame["line"], &thread["state"]), (&line_of("that spins").into(), &"R".into()));
+    let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    for expected in ["still running a job at its deadline", "#0  spin at ", ", state R"] {
+        assert!(shown.contains(expected), "{expected}: {shown}");
+    }
+}
+
+#[test]
+fn stopped_worker_shows_where_it_was_stopped() {
+    let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n[bulkhead.b.health]\nheartbeat = \"60s\"\n"
+    ));
+    let worker = supervisor.worker_pids("b")[0];
+    std::thread::scope(|scope| {
+        let job = scope.spawn(|| exceed_deadline(&supervisor, "spin", 2000));
+        let runs = || supervisor.snapshot("b")["in_flight"] == 1;
+        wait_for("the job in the worker", || runs().then_some(()));
+        kill_pid(worker, Signal::SIGSTOP);
+        let report = report(&supervisor, &job.join().unwrap().expect("an id"));
+        let (thread, frame) = frame_of(&report, "spin");
+        assert_eq!((&thread["state"], &frame["line"]), (&"T".into(), &line_of("that spins").into()));
+    });
+}
+
+/// Also covers each profile, and workers that a template forks.
+#[test]
+fn rust_worker_shows_its_handler() {
+    for (keys, operation, state) in [
+        (STRICT, "hang", "S"),
+        ("", "spin", "R"),
+        ("start = { mode = \"fork\" }", "stop", "T"),
+        ("sandbox = { profile = \"none\" }", "hang", "S"),
+    ] {
+        let supervisor = Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{keys}\n"));
+        let report = hang(&supervisor, operation);
+        let (thread, frame) = frame_of(&report, "misbehave::misbehave");
+        assert!(frame["line"].is_u64() && thread["state"] == state, "{keys}: {thread:#}");
+    }
+}
+
+#[test]
+fn worker_that_is_killed_as_hung_shows_where_it_hangs() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.b.health]\nheartbeat = \"100ms\"\nmissed = 3\n",
+    );
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let error = client.job("b", "p").operation("stop").send().unwrap_err();
+    let outcome = error.outcome().expect("an outcome");
+    let report = report(&supervisor, outcome.report.as_ref().expect("an id"));
+    assert_eq!(report["cause"], "hung");
+    assert_eq!(frame_of(&report, "misbehave::misbehave").0["state"], "T");
+}
+
+#[test]
+fn worker_that_does_not_become_ready_shows_where_it_hangs() {
+    let (_folder, path) = compile_library(
+        "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEAD_LIBRARY\n\
+         int bulkhead_init(char *message, size_t size) { for (;;) pause(); return 0; }\n\
+         int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) { return 0; }\n",
+        &["-g"],
+    );
+    let keys = "start = { ready = \"500ms\" }";
+    let folder = tempfile::tempdir().unwrap();
+    let bulkhead = format!("[bulkhead.b]\nlibrary = {path:?}\n{keys}\n");
+    let supervisor = Supervisor::launch(folder, "", &bulkhead);
+    let id = wait_for("a report", || {
+        let (_, body) = supervisor.try_get("/v1/crashes")?;
+        let crashes: Value = serde_json::from_str(&body).ok()?;
+        let first = crashes["crashes"].as_array()?.first()?;
+        assert_eq!(first["cause"], "not_ready", "{first}");
+        first["id"].as_str().map(str::to_owned)
+    });
+    frame_of(&report(&supervisor, &id), "bulkhead_init");
+}
+
+#[test]
+fn only_programs_of_the_late_job_are_shown() {
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"sleep 100; true\"]\nmax_in_flight = 2\n{STRICT}\n"
+    ));
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| exceed_deadline(&supervisor, "other", 60_000));
+        wait_for("the other job", || (supervisor.snapshot("b")["in_flight"] == 1).then_some(()));
+        let report = hang(&supervisor, "late");
+        let programs: Vec<_> = threads(&report).iter().map(|thread| thread["program"].clone()).collect();
+        assert_eq!(programs, ["sh", "sleep"], "{report:#}");
+        assert!(threads(&report).iter().all(|thread| !thread["frames"].as_array().unwrap().is_empty()));
+        assert_eq!(report["victim"], "program");
+        drop(other);
+    });
+}
