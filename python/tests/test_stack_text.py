@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
+import pickle
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import handlers
+import jobs
 import pytest
-from pools import LONG, wait_for
-from running import HERE, SOURCE
+from pools import LONG, read, wait_for
+from running import HERE, SOURCE, Supervisor, running, sandboxed
 
-from bulkhead import _link, _stack_text, _wire
+import bulkhead._pool
+from bulkhead import BulkheadExecutor, CallTimeout, Client, DeadlineExceeded, _link, _stack_text, _wire
+from bulkhead._private import PrivateSupervisor
 
 FILE_BYTES = _link.JOURNAL_BYTES + _stack_text.FILE_BYTES
 
@@ -257,3 +267,143 @@ def test_stack_of_a_call_has_no_frames_of_the_worker() -> None:
     for frame in ('File "/venv/bulkhead/_pool_worker.py", line 9 in _run', "<no Python frame>"):
         assert _stack_text.of_function(f"Thread 0x1 (most recent call first):\n  {frame}\n") == ""
     assert _stack_text.of_function("") == ""
+
+
+# Reports of a supervisor. It takes stacks at most once a second, and on a busy machine not always in time.
+
+
+def stack_in_report(supervisor: Supervisor, client: Client, name: str, operation: str, payload: bytes) -> str:
+    """Runs jobs until their deadline until a report has the text of the worker. Returns the text."""
+
+    def found() -> str | None:
+        with pytest.raises(DeadlineExceeded) as raised:
+            client.call(name, payload, operation=operation, deadline=0.5)
+        outcome = raised.value.outcome
+        if outcome.reason != "running" or outcome.report is None:
+            return None
+
+        def report() -> Any:
+            status, found = supervisor.request("GET", f"/v1/crashes/{outcome.report}")
+            return found if status == 200 else None
+
+        report = wait_for("there is a report", report)
+        assert report["cause"] == "deadline"
+        return str(report.get("runtime_stack") or "")
+
+    return wait_for("a report has the text", found)
+
+
+@pytest.mark.parametrize("mode", ["spawn", "fork"])
+@pytest.mark.parametrize("profile", ["none", "default", "strict"])
+def test_report_of_a_late_job_has_the_stack_of_its_handler(profile: str, mode: str) -> None:
+    keys = {**sandboxed(profile), **({"start": {"mode": "fork"}} if mode == "fork" else {})}
+    with running(one=keys, many={**keys, "max_in_flight": 4}) as own, Client(own.socket) as client:
+        for name, operation, payload in (("one", "sleep", b"600"), ("one", "hold", b"600"), ("many", "spin", b"")):
+            function: Any = getattr(handlers, operation)
+            assert line_in(stack_in_report(own, client, name, operation, payload), function) in body(function)
+        # A handler that ends when its job is cancelled keeps its worker.
+        assert client.call("one", b"x").payload == b"x"
+
+
+# Exceptions of a pool.
+
+
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def timeout_with_report(call: Callable[[], Any], is_wanted: Callable[[CallTimeout], object]) -> CallTimeout:
+    """Makes calls until one times out with a report that is wanted. Returns its exception."""
+
+    def found() -> CallTimeout | None:
+        error = call().exception(LONG)
+        assert isinstance(error, CallTimeout)
+        return error if error.outcome.report is not None and is_wanted(error) else None
+
+    return wait_for("a timeout has a report", found)
+
+
+def has_stack(error: CallTimeout) -> bool:
+    return "stack of the worker when the call timed out" in shown(error)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("sandbox", "tasks"), [("none", None), ("none", 1), ("default", None), ("strict", None), ("strict", 1)]
+)
+def test_timeout_of_a_call_shows_where_its_function_was(method: str, sandbox: str, tasks: int | None) -> None:
+    context = multiprocessing.get_context(method)
+    with BulkheadExecutor(1, context, timeout=0.5, sandbox=sandbox, max_tasks_per_child=tasks) as pool:
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            *((jobs.sleep, (600,)), (jobs.spin, ()), (jobs.hold_the_lock, (10**12,)), (jobs.hold_the_lock_for, (600,)))
+        ]
+        for function, arguments in calls:
+            error = timeout_with_report(lambda: pool.submit(function, *arguments), has_stack)
+            text = shown(error)
+            assert line_in(text, function) in body(function), text
+            assert "_pool_worker" not in text
+            assert "_watch" not in text
+        assert sys.version_info < (3, 11) or shown(pickle.loads(pickle.dumps(error))).endswith(text[-200:])
+        crash = next(crash for crash in pool.crashes() if crash["id"] == error.outcome.report)
+        assert crash["cause"] == "deadline"
+        assert pool.submit(jobs.double, 1).result(LONG) == 2
+
+
+def test_timeout_of_a_call_without_a_text_has_no_stack(tmp_path: Path) -> None:
+    with BulkheadExecutor(1, timeout=0.5, initializer=jobs.handle_stack_signal) as pool:
+        error = timeout_with_report(lambda: pool.submit(jobs.sleep, 600), lambda _: True)
+        assert not has_stack(error)
+        assert "runtime_stack" not in pool._pool.supervisor().get(f"/v1/crashes/{error.outcome.report}")
+    # A stopped process handles no signal.
+    note = str(tmp_path / "note")
+    with BulkheadExecutor(1, timeout=3, config={"health": {"heartbeat": "60s"}}) as pool:
+        pid = pool.submit(jobs.pid).result(LONG)
+        future = pool.submit(jobs.spin, note)
+        wait_for("the call runs", lambda: future.done() or read(note) is not None)
+        os.kill(pid, signal.SIGSTOP)
+        error = future.exception(LONG)
+        assert isinstance(error, CallTimeout)
+        assert not has_stack(error)
+        assert pool.submit(jobs.double, 1).result(LONG) == 2
+
+
+def test_many_timeouts_request_few_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[str] = []
+    stack_of = PrivateSupervisor.stack_of
+    monkeypatch.setattr(
+        PrivateSupervisor, "stack_of", lambda self, report: requests.append(report) or stack_of(self, report)
+    )
+    with BulkheadExecutor(8) as pool:
+        assert list(pool.map(jobs.double, range(100))) == [number * 2 for number in range(100)]
+        began = time.monotonic()
+        late = pool.with_options(deadline=2)
+        errors = [future.exception(LONG) for future in [late.submit(jobs.sleep, 600) for _ in range(1000)]]
+        took = time.monotonic() - began
+    outcomes = [error.outcome for error in errors if isinstance(error, CallTimeout)]
+    assert len(outcomes) == 1000
+    assert sorted(requests) == sorted(outcome.report for outcome in outcomes if outcome.report is not None)
+    assert 1 <= len(requests) <= took + 1
+
+
+def test_wait_for_a_stack_delays_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_waiting, may_end = threading.Event(), threading.Event()
+
+    def stack_of(_supervisor: PrivateSupervisor, _report: str) -> str:
+        is_waiting.set()
+        assert may_end.wait(LONG)
+        return ""
+
+    monkeypatch.setattr(PrivateSupervisor, "stack_of", stack_of)
+    with BulkheadExecutor(1) as pool:
+        late = pool.with_options(timeout=0.2).submit(jobs.sleep, 600)
+        assert is_waiting.wait(LONG)
+        assert pool.submit(jobs.double, 1).result(LONG) == 2
+        assert not late.done()
+        # Too many calls wait for their stacks.
+        monkeypatch.setattr(bulkhead._pool, "STACKS_MAX", 1)
+        error = timeout_with_report(lambda: pool.with_options(timeout=0.2).submit(jobs.sleep, 600), lambda _: True)
+        assert not has_stack(error)
+        may_end.set()
+        error = late.exception(LONG)
+        assert isinstance(error, CallTimeout)
+        assert not has_stack(error)
