@@ -35,6 +35,7 @@ pub fn run_hidden_mode() {
         keeper::run_as_keeper();
     }
     if argument == bulkhead_plane::program::SYMBOLIZE_ARGUMENT {
-        bulkhead_symbolizer::run_as_symbolizer();
+        let folders: Vec<String> = std::env::args().skip(2).collect();
+        bulkhead_symbolizer::run_as_symbolizer(&folders);
     }
 }

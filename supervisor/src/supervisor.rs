@@ -267,7 +267,12 @@ impl Ready {
             own_uid,
             labels: labels.clone(),
         };
-        let symbolizer = SymbolizerOptions { keeper: keeper.launcher(), support: support.clone() };
+        let symbols = config.supervisor.crash_symbols.iter().map(|path| path.to_string_lossy().into_owned());
+        let symbolizer = SymbolizerOptions {
+            keeper: keeper.launcher(),
+            support: support.clone(),
+            symbols: symbols.collect(),
+        };
         let parts = Components {
             config: config.clone(),
             support,

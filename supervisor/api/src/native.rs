@@ -64,7 +64,7 @@ pub struct NativeThread {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_in: Option<String>,
     /// Values of the registers in hexadecimal digits, by name, if a signal killed the process.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default)]
     pub registers: BTreeMap<String, String>,
     /// Frames, beginning with the function that crashed or that runs.
     pub frames: Vec<NativeFrame>,

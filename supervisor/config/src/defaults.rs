@@ -110,6 +110,9 @@ pub const WORKER_UIDS_MAX: u64 = 1_000_000;
 pub const ACCESS_MAX: usize = 1024;
 /// Maximum number of tenants in an `[[access]]` rule.
 pub const ACCESS_TENANTS_MAX: usize = 1024;
+/// Maximum number of paths in `crash_symbols`.
+pub const CRASH_SYMBOLS_MAX: usize = 8;
+
 /// Maximum number of paths in `sandbox.read`, and in `sandbox.write`.
 pub const SANDBOX_PATHS_MAX: usize = 256;
 /// Maximum number of ports in `sandbox.network.tcp_ports`.

@@ -128,6 +128,7 @@ impl<'c> Checker<'c> {
             crash_dir: self.crash_dir(&raw.crash_dir),
             crash_keep: raw.crash_keep.value(),
             crash_payloads: raw.crash_payloads.value(),
+            crash_symbols: self.paths("crash_symbols", &raw.crash_symbols, programs::present),
             tenant_labels: raw.tenant_labels.value(),
             worker_uids: raw.worker_uids.value(),
         }

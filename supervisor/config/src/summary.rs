@@ -305,6 +305,12 @@ impl Write for Vec<String> {
     }
 }
 
+impl Write for Vec<PathBuf> {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(paths(self)))
+    }
+}
+
 impl Write for Vec<(String, String)> {
     fn written(&self, _: Kind) -> Option<Written> {
         let variables: Vec<_> =

@@ -44,6 +44,7 @@ pub fn probe() -> Vec<LayerSupport> {
     disable(&mut layers, &std::env::var(DISABLED_LAYERS).unwrap_or_default());
     layers.push(tree_end(&layers));
     layers.push(forked_workers(&layers));
+    layers.push(probe_stacks());
     layers
 }
 
@@ -242,6 +243,35 @@ fn probe_yama() -> LayerSupport {
         ),
     };
     LayerSupport::of("yama", tried, what_to_do)
+}
+
+/// Layer name under which [`probe`] reports whether the keeper can take the stacks of workers.
+const STACKS: &str = "stacks";
+
+/// Checks whether the keeper can trace its workers, to take their stacks when they do not end in time.
+fn probe_stacks() -> LayerSupport {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+    let is_root = rustix::process::geteuid().is_root();
+    let can_trace = capabilities(None).is_ok_and(|own| own.effective.contains(CapabilitySet::SYS_PTRACE));
+    // There is no such process, so only a filter or a security module gives another error.
+    let filtered =
+        nix::sys::ptrace::seize(nix::unistd::Pid::from_raw(i32::MAX), nix::sys::ptrace::Options::empty());
+    let (tried, what_to_do) = if scope.trim() == "3" {
+        (
+            Err("kernel.yama.ptrace_scope is 3".to_owned()),
+            "set kernel.yama.ptrace_scope = 2 or lower, and reboot",
+        )
+    } else if is_root && !can_trace {
+        (Err("root lacks CAP_SYS_PTRACE".to_owned()), "start the container with `--cap-add SYS_PTRACE`")
+    } else if filtered != Err(nix::errno::Errno::ESRCH) {
+        (
+            Err("a filter forbids ptrace".to_owned()),
+            "allow `ptrace` in the seccomp profile of the container or unit",
+        )
+    } else {
+        (Ok(None), "")
+    };
+    LayerSupport::of(STACKS, tried, what_to_do)
 }
 
 #[cfg(test)]

@@ -26,6 +26,9 @@ pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
+/// Number of descendants at which no more are searched.
+const DESCENDANTS_MAX: usize = 256;
+
 /// Maximum size in bytes of the recorded part of a stack.
 const STACK_BYTES_MAX: usize = 64 * 1024;
 
@@ -94,7 +97,7 @@ impl SampleRequest {
 
     /// Returns the processes whose stacks are taken, the most important one first.
     fn processes(&self) -> Vec<ProcessStart> {
-        let descendants = descendants_of(self.process.id).unwrap_or_default();
+        let descendants = descendants(self.process.id);
         let descendants: Vec<_> = descendants.into_iter().filter_map(ProcessStart::of).collect();
         let Some(job) = &self.job else { return [vec![self.process], descendants].concat() };
         let variable = format!("BULKHEAD_JOB={job}");
@@ -105,6 +108,28 @@ impl SampleRequest {
         let of_job: Vec<_> = descendants.iter().copied().filter(is_of_job).collect();
         if of_job.is_empty() { descendants } else { of_job }
     }
+}
+
+/// Returns the descendants of a process, parents before children. Reads only these processes, where
+/// [`descendants_of`] reads all processes of the machine.
+fn descendants(root: u32) -> Vec<u32> {
+    let mut found = vec![root];
+    let mut next = 0;
+    while next < found.len() && found.len() < DESCENDANTS_MAX {
+        for thread in threads_of(found[next]) {
+            let Ok(children) = read_limited(&format!("/proc/{}/task/{thread}/children", found[next])) else {
+                if next == 0 && thread == root {
+                    // This kernel was built without the file.
+                    return descendants_of(root).unwrap_or_default();
+                }
+                continue;
+            };
+            let children = String::from_utf8_lossy(&children);
+            found.extend(children.split_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+        }
+        next += 1;
+    }
+    found.split_off(1)
 }
 
 /// Makes the worker write the stacks of its threads, and waits until the text is complete. The offset of the file,
@@ -174,6 +199,9 @@ impl Sample {
         let (mut tracees, mut others) = (Vec::new(), Vec::new());
         for id in threads {
             let header = describe(process.id, id);
+            if is_dead(&header) {
+                continue;
+            }
             match seize(process, id) {
                 Ok(tracee) => {
                     result = Ok(());
@@ -187,7 +215,9 @@ impl Sample {
         }
         while !tracees.is_empty() && Instant::now() < until {
             tracees.retain_mut(|(tracee, header)| {
-                let Some(registers) = registers(tracee.id) else { return !has_ended(header) };
+                let Some(registers) = registers(tracee.id) else {
+                    return !is_dead(&describe(header.process, header.thread));
+                };
                 let stack = read_stack(tracee.id, registers.stack_pointer, &maps, header);
                 header.registers = registers.all;
                 self.write(*header, &mut mappings, &stack);
@@ -237,9 +267,9 @@ fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
     Ok(tracee)
 }
 
-/// Returns true if a thread has ended.
-fn has_ended(header: &Header) -> bool {
-    matches!(describe(header.process, header.thread).state, 0 | b'Z' | b'X')
+/// Returns true if the thread has ended.
+fn is_dead(header: &Header) -> bool {
+    matches!(header.state, 0 | b'Z' | b'X')
 }
 
 struct Registers {

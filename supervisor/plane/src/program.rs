@@ -109,15 +109,25 @@ impl Program {
     }
 
     /// Returns the keeper's order for starting a symbolizer for a dead worker. `program` is the supervisor's
-    /// executable.
-    pub fn symbolizer_order<'a>(&'a self, program: &'a str, worker: u64, id: Option<u32>) -> SpawnOrder<'a> {
+    /// executable. `symbols` are the folders of `crash_symbols`.
+    pub fn symbolizer_order<'a>(
+        &'a self,
+        program: &'a str,
+        symbols: &'a [String],
+        worker: u64,
+        id: Option<u32>,
+    ) -> SpawnOrder<'a> {
         let mut confinement = self.symbolizer_sandbox.order(id);
         confinement.programs.push(program);
+        confinement.read.extend(symbols.iter().map(String::as_str));
         let rlimits = [(Resource::Core, NO_DUMP_BYTES), (Resource::As, SYMBOLIZER_BYTES)];
         SpawnOrder {
             worker,
             program,
-            arguments: vec!["bulkhead-symbolizer", SYMBOLIZE_ARGUMENT],
+            arguments: ["bulkhead-symbolizer", SYMBOLIZE_ARGUMENT]
+                .into_iter()
+                .chain(symbols.iter().map(String::as_str))
+                .collect(),
             environment: vec![SYMBOLIZER_LINK],
             environment_files: Vec::new(),
             directory: "/",

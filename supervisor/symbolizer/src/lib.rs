@@ -27,9 +27,10 @@ use modules::Modules;
 use record::Process;
 use unwind::ProcessUnwinder;
 
-/// Reads records from the link, writes the backtraces to the link, and exits.
-pub fn run_as_symbolizer() -> ! {
-    let result = inherited_link().and_then(|link| serve(&mut std::fs::File::from(link)));
+/// Reads records from the link, writes the backtraces to the link, and exits. `debug_folders` are further folders with
+/// separate debug information, in the layout of `/usr/lib/debug`.
+pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
+    let result = inherited_link().and_then(|link| serve(&mut std::fs::File::from(link), debug_folders));
     if let Err(error) = &result {
         // The supervisor discards standard error. An engineer who starts this program by hand sees the message.
         let _ =
@@ -48,16 +49,16 @@ fn inherited_link() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-fn serve(link: &mut std::fs::File) -> io::Result<()> {
+fn serve(link: &mut std::fs::File, debug_folders: &[String]) -> io::Result<()> {
     let mut bytes = Vec::new();
     Read::take(&*link, RECORDS_BYTES_MAX as u64).read_to_end(&mut bytes)?;
-    serde_json::to_writer(&mut *link, &symbolize(&bytes))?;
+    serde_json::to_writer(&mut *link, &symbolize(&bytes, debug_folders))?;
     link.flush()
 }
 
 /// Returns the backtraces of all threads, or the reason why they are missing. The result is always within the limits of
 /// [`NativeCrash::is_valid`].
-pub fn symbolize(bytes: &[u8]) -> NativeCrash {
+pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     let processes = record::processes(bytes);
     let Some(first) = processes.first().and_then(|process| process.threads.first()) else {
         return NativeCrash::unavailable("the record of the process is not valid");
@@ -69,7 +70,7 @@ pub fn symbolize(bytes: &[u8]) -> NativeCrash {
     let mut threads = Vec::new();
     let mut frames_left = NATIVE_FRAMES_TOTAL_MAX;
     for process in &processes {
-        backtraces(process, &mut frames_left, &mut threads);
+        backtraces((process, debug_folders), &mut frames_left, &mut threads);
     }
     NativeCrash {
         unavailable: None,
@@ -80,8 +81,12 @@ pub fn symbolize(bytes: &[u8]) -> NativeCrash {
 }
 
 /// Adds the backtraces of the threads of a process.
-fn backtraces(process: &Process<'_>, frames_left: &mut usize, threads: &mut Vec<NativeThread>) {
-    let mut modules = Modules::new(&process.mappings);
+fn backtraces(
+    (process, debug_folders): (&Process<'_>, &[String]),
+    frames_left: &mut usize,
+    threads: &mut Vec<NativeThread>,
+) {
+    let mut modules = Modules::new(&process.mappings, debug_folders);
     let mut unwinder = ProcessUnwinder::new(&mut modules);
     // A thread without registers could not be stopped.
     let has_registers = |thread: &&record::Thread<'_>| thread.header.registers.iter().any(|it| *it != 0);
@@ -173,9 +178,9 @@ mod tests {
     #[test]
     fn invalid_records_have_no_backtrace() {
         let valid = record(vec![1], b"", &[7]);
-        assert_eq!(symbolize(&valid).threads[0].frames.len(), 1);
+        assert_eq!(symbolize(&valid, &[]).threads[0].frames.len(), 1);
         for invalid in [&valid[..valid.len() - 1], &[][..], &[0; 4096][..]] {
-            assert!(symbolize(invalid).unavailable.is_some());
+            assert!(symbolize(invalid, &[]).unavailable.is_some());
         }
     }
 
@@ -202,7 +207,7 @@ mod tests {
             // A thread that could not be stopped, in another process.
             change(record(vec![0], b" ", &[]), &|header| (header.process, header.thread) = (10, 10)),
         ];
-        let crash = symbolize(&bytes.concat());
+        let crash = symbolize(&bytes.concat(), &[]);
         assert!(crash.is_valid() && crash.signal_code.is_none() && crash.unavailable.is_none());
         let found: Vec<_> = crash.threads.iter().map(|it| (it.process, it.id, it.frames.len())).collect();
         assert_eq!(found, [(Some(9), 7, 1), (Some(9), 8, 1), (Some(10), 10, 0)]);
@@ -221,7 +226,7 @@ mod tests {
         std::os::unix::fs::symlink(&copy, &link).unwrap();
         let line = |path: &Path| mapping_line(0x10_0000, 0x20_0000, code, path);
         let build_id = |maps: String| {
-            let crash = symbolize(&record(vec![0x11_0000], maps.as_bytes(), &[]));
+            let crash = symbolize(&record(vec![0x11_0000], maps.as_bytes(), &[]), &[]);
             let frame = &crash.threads[0].frames[0];
             assert!(frame.module.is_some(), "{frame:?}");
             frame.build_id.clone()
@@ -275,7 +280,7 @@ mod tests {
             for (at, byte) in header_changes {
                 bytes[at] = byte;
             }
-            let crash = symbolize(&bytes);
+            let crash = symbolize(&bytes, &[]);
             prop_assert!(crash.is_valid(), "{crash:?}");
             prop_assert!(serde_json::to_vec(&crash).unwrap().len() as u64 <= NATIVE_BYTES_MAX);
         }

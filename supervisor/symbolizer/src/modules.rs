@@ -2,6 +2,7 @@
 //!
 //! A file counts only if it is the file that was mapped, by device and inode. A hostile worker can have written it.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -23,7 +24,7 @@ const FILE_BYTES_MAX: i64 = 2 << 30;
 const SECTION_BYTES_MAX: u64 = 256 << 20;
 
 /// Folder with the separate debug information of distributions.
-const DEBUG_FOLDER: &str = "/usr/lib/debug/.build-id";
+const DEBUG_FOLDER: &str = "/usr/lib/debug";
 
 pub(crate) type Elf<'m> = ElfFile64<'m, Endianness, &'m ReadCache<File>>;
 
@@ -63,20 +64,23 @@ impl Module {
         let copy = |name: &str| {
             let section = elf.section_by_name(name)?;
             let data = section_data(&elf, name)?;
-            Some((range(&section)?, data.to_vec()))
+            Some((range(&section)?, data.into_owned()))
         };
         let got = elf.section_by_name(".got").and_then(|section| range(&section));
         let (text, eh_frame, eh_frame_hdr) = (copy(".text"), copy(".eh_frame"), copy(".eh_frame_hdr"));
         Some(UnwindSections { text, eh_frame, eh_frame_hdr, got })
     }
 
-    /// Returns the separate debug information of a distribution, if it is installed.
-    pub(crate) fn debug_file(&self) -> Option<ReadCache<File>> {
+    /// Returns the separate debug information, from the first of the folders that has it.
+    pub(crate) fn debug_file(&self, folders: &[String]) -> Option<ReadCache<File>> {
         let id = self.build_id.as_ref()?;
-        let (folder, name) = id.split_at_checked(2)?;
-        let data = ReadCache::new(open_file(&format!("{DEBUG_FOLDER}/{folder}/{name}.debug"), None).ok()?);
-        let is_same = Elf::parse(&data).ok().and_then(|elf| build_id(&elf)).as_ref() == Some(id);
-        is_same.then_some(data)
+        let (start, rest) = id.split_at_checked(2)?;
+        let folders = folders.iter().map(String::as_str).chain([DEBUG_FOLDER]);
+        let files = folders
+            .filter_map(|folder| open_file(&format!("{folder}/.build-id/{start}/{rest}.debug"), None).ok());
+        files
+            .map(ReadCache::new)
+            .find(|data| Elf::parse(data).ok().and_then(|elf| build_id(&elf)).as_ref() == Some(id))
     }
 }
 
@@ -84,11 +88,12 @@ fn range<'m>(section: &impl ObjectSection<'m>) -> Option<Range<u64>> {
     Some(section.address()..section.address().checked_add(section.size())?)
 }
 
-/// Returns the data of a section. Compressed sections are not supported.
-pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<&'m [u8]> {
+/// Returns the data of a section. Sections of debug information can be compressed.
+pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<Cow<'m, [u8]>> {
     let section = elf.section_by_name(name).filter(|section| section.size() <= SECTION_BYTES_MAX)?;
     let compressed = section.compressed_data().ok()?;
-    (compressed.format == object::CompressionFormat::None).then_some(compressed.data)
+    let is_small = compressed.uncompressed_size <= SECTION_BYTES_MAX;
+    is_small.then(|| compressed.decompress().ok()).flatten()
 }
 
 /// Returns the build id in hexadecimal digits. Debug information is stored in a file that the id names.
@@ -134,13 +139,15 @@ fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
 /// The modules of a process, which are opened when they are first needed.
 pub(crate) struct Modules<'r> {
     pub(crate) mappings: &'r Mappings<'r>,
+    /// Folders with separate debug information.
+    pub(crate) debug_folders: &'r [String],
     /// Modules by the start of their mapping. `None` if the file cannot be used.
     opened: std::collections::BTreeMap<u64, Option<Module>>,
 }
 
 impl<'r> Modules<'r> {
-    pub(crate) fn new(mappings: &'r Mappings<'r>) -> Self {
-        Self { mappings, opened: std::collections::BTreeMap::new() }
+    pub(crate) fn new(mappings: &'r Mappings<'r>, debug_folders: &'r [String]) -> Self {
+        Self { mappings, debug_folders, opened: std::collections::BTreeMap::new() }
     }
 
     /// Opens the module at an address. Returns the mapping if the module was opened by this call.

@@ -1,9 +1,10 @@
 //! From addresses to functions, files and lines: by debug information, else by the symbol table, else by the
 //! name of the file alone.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use addr2line::gimli::{self, EndianSlice, RunTimeEndian};
+use addr2line::gimli::{DwarfSections, EndianSlice, Error, RunTimeEndian};
 use addr2line::{Context, demangle_auto};
 use bulkhead_api::{NativeFrame, hex};
 use object::{Object, ObjectSymbol, SymbolKind};
@@ -11,7 +12,7 @@ use object::{Object, ObjectSymbol, SymbolKind};
 use crate::modules::{Elf, Module, Modules, section_data};
 use crate::unwind::CodeAddress;
 
-type Slice<'m> = EndianSlice<'m, RunTimeEndian>;
+type Slice<'s> = EndianSlice<'s, RunTimeEndian>;
 
 /// Returns the frames at each address: one, and an additional frame for each inlined function.
 pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<Vec<NativeFrame>> {
@@ -42,7 +43,7 @@ pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<Ve
         let Some((_, Some(module))) = modules.at(lookup(indices[0])) else { continue };
         let of_module: Vec<u64> =
             indices.iter().map(|index| lookup(*index).wrapping_sub(module.bias)).collect();
-        for (index, named) in indices.iter().zip(names(module, &of_module)) {
+        for (index, named) in indices.iter().zip(names(module, modules.debug_folders, &of_module)) {
             let base = found[*index][0].clone();
             let with_names = named.into_iter().map(|name| NativeFrame {
                 function: name.function,
@@ -67,12 +68,14 @@ struct Name {
 }
 
 /// Returns the names at each address of a module, the innermost inlined function first.
-fn names(module: &Module, addresses: &[u64]) -> Vec<Vec<Name>> {
+fn names(module: &Module, debug_folders: &[String], addresses: &[u64]) -> Vec<Vec<Name>> {
     let Some(elf) = module.elf() else { return Vec::new() };
-    let separate = elf.section_by_name(".debug_info").is_none().then(|| module.debug_file()).flatten();
+    let separate =
+        elf.section_by_name(".debug_info").is_none().then(|| module.debug_file(debug_folders)).flatten();
     let debug = separate.as_ref().and_then(|data| Elf::parse(data).ok());
     let debug = debug.as_ref().unwrap_or(&elf);
-    let mut names: Vec<Vec<Name>> = match context(debug) {
+    let sections = sections(debug);
+    let mut names: Vec<Vec<Name>> = match sections.as_ref().and_then(|it| context(debug, it)) {
         Some(context) => addresses.iter().map(|address| debug_names(&context, *address)).collect(),
         None => addresses.iter().map(|_| Vec::new()).collect(),
     };
@@ -91,13 +94,14 @@ fn names(module: &Module, addresses: &[u64]) -> Vec<Vec<Name>> {
     names
 }
 
-fn context<'m>(elf: &Elf<'m>) -> Option<Context<Slice<'m>>> {
+/// Returns the sections with debug information.
+fn sections<'m>(elf: &Elf<'m>) -> Option<DwarfSections<Cow<'m, [u8]>>> {
+    DwarfSections::load(|id| Ok::<_, Error>(section_data(elf, id.name()).unwrap_or_default())).ok()
+}
+
+fn context<'s>(elf: &Elf<'_>, sections: &'s DwarfSections<Cow<'_, [u8]>>) -> Option<Context<Slice<'s>>> {
     let endian = if elf.is_little_endian() { RunTimeEndian::Little } else { RunTimeEndian::Big };
-    let load = |id: gimli::SectionId| {
-        let data = section_data(elf, id.name()).unwrap_or_default();
-        Ok::<_, gimli::Error>(EndianSlice::new(data, endian))
-    };
-    Context::from_dwarf(gimli::Dwarf::load(load).ok()?).ok()
+    Context::from_dwarf(sections.borrow(|data| EndianSlice::new(data, endian))).ok()
 }
 
 fn debug_names(context: &Context<Slice<'_>>, address: u64) -> Vec<Name> {

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use bulkhead_tests::attempts::Expected;
 use bulkhead_tests::confined::{
@@ -648,16 +649,17 @@ fn unprivileged_supervisor_confines_workers() {
     place.ask("program", "");
     for name in ["default", "strict"] {
         let client = place.client();
-        let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
-        let error = job.send().unwrap_err();
-        let id = error.outcome().and_then(|outcome| outcome.report.clone()).expect("a report");
+        // A bulkhead has at most one report a second, and a busy machine may not stop the threads in time.
         wait_for("the stacks at the deadline", || {
-            let (status, body) = place.supervisor.try_get(&format!("/v1/crashes/{id}"))?;
-            let report: serde_json::Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+            let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
+            let id = job.send().unwrap_err().outcome()?.report.clone()?;
+            let report = wait_for("the backtraces", || {
+                let (status, body) = place.supervisor.try_get(&format!("/v1/crashes/{id}"))?;
+                let report: serde_json::Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+                report.get("native").is_some().then_some(report)
+            });
             let threads = report["native"]["threads"].as_array()?;
-            let frames = threads.iter().flat_map(|thread| thread["frames"].as_array()).flatten();
-            assert!(frames.count() > 0, "{report:#}");
-            Some(())
+            threads.iter().any(|thread| thread["frames"][0].is_object()).then_some(())
         });
     }
     place.supervisor.signal(Signal::SIGTERM);

@@ -11,6 +11,7 @@ use super::kinds::*;
 use crate::defaults::*;
 use crate::ids::UidRange;
 use crate::key::{Kind, SUPERVISOR};
+use crate::reader::Arguments;
 use crate::table::section;
 
 section! {
@@ -72,6 +73,9 @@ section! {
     /// True if crash reports contain the payloads of jobs. Otherwise a report contains only the sizes of the
     /// payloads, and the jobs cannot be replayed.
     crash_payloads: bool as Kind::Boolean, default true, reload NeedsRestart;
+    /// Paths with separate debug information for [backtraces](operations/incidents.md#backtraces), in the layout of
+    /// `/usr/lib/debug`: `.build-id/ab/cdef….debug`. At most 8. `/usr/lib/debug` is always read.
+    crash_symbols: Arguments as Kind::Paths(CRASH_SYMBOLS_MAX), without "`[]`", such as "[\"/srv/debug\"]", reload NeedsRestart;
     /// Maximum number of tenants with a separate label in the metrics. Labels are given first to the tenants
     /// of each bulkhead, sorted by name, in the order of the bulkheads in the file, and then to the tenants
     /// in `[[access]]`. All other tenants share the label `_other`.
@@ -123,6 +127,8 @@ pub struct SupervisorConfig {
     pub crash_keep: usize,
     /// True if crash reports contain the payloads of jobs.
     pub crash_payloads: bool,
+    /// Absolute paths of folders with separate debug information.
+    pub crash_symbols: Vec<PathBuf>,
     /// Maximum number of tenants with a separate label in the metrics; see
     /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,

@@ -83,7 +83,7 @@ impl Checker<'_> {
         );
     }
 
-    fn paths(
+    pub(super) fn paths(
         &mut self,
         label: &str,
         field: &Field<Arguments>,

@@ -31,6 +31,7 @@ fn absent_keys_have_documented_defaults() {
             crash_dir: None,
             crash_keep: 100,
             crash_payloads: true,
+            crash_symbols: Vec::new(),
             tenant_labels: 50,
             worker_uids: None,
         }

@@ -8,8 +8,8 @@ use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::{
-    Cause, CrashId, CrashReport, Crashes, EventKind, PAYLOAD_BYTES_MAX, Replay, ReplayVerdict, ReplayedJob,
-    Severity,
+    Cause, CauseKind, CrashId, CrashReport, Crashes, EventKind, PAYLOAD_BYTES_MAX, Replay, ReplayVerdict,
+    ReplayedJob, Severity,
 };
 use bulkhead_shared::Verdict;
 use futures_util::stream;
@@ -228,6 +228,7 @@ fn compare(before: &Cause, replayed: &ReplayResult) -> ReplayVerdict {
         (Ok(Verdict::Crashed { .. }), Some(_)) => ReplayVerdict::Different,
         // The worker did not crash by itself: the supervisor stopped it, or the keeper died.
         (Ok(Verdict::Crashed { .. }), None) => ReplayVerdict::NotRun,
+        (Ok(Verdict::DeadlineRunning), _) if before.kind == CauseKind::Deadline => ReplayVerdict::Same,
         (Ok(_), _) => ReplayVerdict::NoCrash,
     }
 }
@@ -292,6 +293,9 @@ mod tests {
         assert_eq!(compare(&segv, &crashed(None)), ReplayVerdict::NotRun);
         let ended = |verdict| ReplayResult { verdict, ..crashed(None) };
         assert_eq!(compare(&segv, &ended(Ok(Verdict::DeadlineRunning))), ReplayVerdict::NoCrash);
+        let late = bulkhead_plane::crash::late_job_cause();
+        assert_eq!(compare(&late, &ended(Ok(Verdict::DeadlineRunning))), ReplayVerdict::Same);
+        assert_eq!(compare(&late, &ended(Ok(Verdict::Ok))), ReplayVerdict::NoCrash);
         assert_eq!(compare(&segv, &ended(Ok(Verdict::Ok))), ReplayVerdict::NoCrash);
         assert_eq!(compare(&segv, &ended(Err("no worker".into()))), ReplayVerdict::NotRun);
     }

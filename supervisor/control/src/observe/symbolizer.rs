@@ -60,6 +60,8 @@ pub struct SymbolizerOptions {
     pub keeper: KeeperLauncher,
     /// Source of the user ids.
     pub support: Arc<SandboxSupport>,
+    /// Paths of `crash_symbols`.
+    pub symbols: Vec<String>,
 }
 
 /// Starts the thread. It ends when all senders have been dropped.
@@ -115,13 +117,62 @@ impl SymbolizerOptions {
         let mut keeper = None;
         let answer = self
             .start_keeper()
-            .and_then(|started| ask(keeper.insert(started), &self.program()?, record, id, bytes, deadline));
+            .and_then(|started| self.ask(keeper.insert(started), record, id, bytes, deadline));
         let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
         // An id whose processes may still run must not be reused.
         if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
             ids.free(id);
         }
         answer
+    }
+
+    /// Sends the records to a new symbolizer, and returns the answer.
+    fn ask(
+        &self,
+        keeper: &mut Keeper,
+        record: &CrashRecord,
+        id: Option<u32>,
+        bytes: &[u8],
+        deadline: Instant,
+    ) -> io::Result<Vec<u8>> {
+        let (mut link, theirs) = UnixStream::pair()?;
+        let program = self.program()?;
+        let program = program.to_str().ok_or(ErrorKind::InvalidFilename)?;
+        let order = record.program.symbolizer_order(program, &self.symbols, SPAWN_NUMBER, id);
+        let null = || File::options().write(true).open("/dev/null").map(OwnedFd::from);
+        keeper.spawn(&order, theirs.into(), null()?, null()?)?;
+        loop {
+            match keeper.wait(deadline)? {
+                Some(Report::Spawned { .. }) => break,
+                Some(Report::SpawnFailed { step, error, .. }) => {
+                    let advice = spawn_failure_advice(&step, &error);
+                    return Err(io::Error::other(format!("{step}: {error}{advice}")));
+                }
+                Some(_) => {}
+                None => return Err(ErrorKind::TimedOut.into()),
+            }
+        }
+        let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        link.set_write_timeout(Some(left()))?;
+        link.write_all(bytes)?;
+        link.shutdown(Shutdown::Write)?;
+        let (mut answer, mut part) = (Vec::new(), [0; 16 * 1024]);
+        loop {
+            link.set_read_timeout(Some(left()))?;
+            match link.read(&mut part) {
+                Ok(0) => return Ok(answer),
+                Ok(count) if (answer.len() + count) as u64 <= NATIVE_BYTES_MAX => {
+                    answer.extend(&part[..count])
+                }
+                Ok(_) => return Err(ErrorKind::FileTooLarge.into()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(ErrorKind::TimedOut.into()),
+                Err(error) => return Err(error),
+            }
+            if Instant::now() > deadline {
+                return Err(ErrorKind::TimedOut.into());
+            }
+        }
     }
 
     fn start_keeper(&self) -> io::Result<Keeper> {
@@ -191,52 +242,6 @@ fn erase(bytes: &mut Vec<u8>) {
     bytes.fill(0);
     // Keeps the compiler from removing the writes to memory that is about to be freed.
     std::hint::black_box(bytes);
-}
-
-/// Sends the record to a new symbolizer, and returns the answer.
-fn ask(
-    keeper: &mut Keeper,
-    program: &Path,
-    record: &CrashRecord,
-    id: Option<u32>,
-    bytes: &[u8],
-    deadline: Instant,
-) -> io::Result<Vec<u8>> {
-    let (mut link, theirs) = UnixStream::pair()?;
-    let program = program.to_str().ok_or(ErrorKind::InvalidFilename)?;
-    let order = record.program.symbolizer_order(program, SPAWN_NUMBER, id);
-    let null = || File::options().write(true).open("/dev/null").map(OwnedFd::from);
-    keeper.spawn(&order, theirs.into(), null()?, null()?)?;
-    loop {
-        match keeper.wait(deadline)? {
-            Some(Report::Spawned { .. }) => break,
-            Some(Report::SpawnFailed { step, error, .. }) => {
-                let advice = spawn_failure_advice(&step, &error);
-                return Err(io::Error::other(format!("{step}: {error}{advice}")));
-            }
-            Some(_) => {}
-            None => return Err(ErrorKind::TimedOut.into()),
-        }
-    }
-    let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    link.set_write_timeout(Some(left()))?;
-    link.write_all(bytes)?;
-    link.shutdown(Shutdown::Write)?;
-    let (mut answer, mut part) = (Vec::new(), [0; 16 * 1024]);
-    loop {
-        link.set_read_timeout(Some(left()))?;
-        match link.read(&mut part) {
-            Ok(0) => return Ok(answer),
-            Ok(count) if (answer.len() + count) as u64 <= NATIVE_BYTES_MAX => answer.extend(&part[..count]),
-            Ok(_) => return Err(ErrorKind::FileTooLarge.into()),
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Err(ErrorKind::TimedOut.into()),
-            Err(error) => return Err(error),
-        }
-        if Instant::now() > deadline {
-            return Err(ErrorKind::TimedOut.into());
-        }
-    }
 }
 
 /// Kills the symbolizer. Returns true when all its processes have ended.

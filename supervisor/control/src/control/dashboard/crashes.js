@@ -99,7 +99,8 @@ function report(crash) {
   const stderr = crash.stderr_tail ? [h('h4', {}, 'Standard error'), h('pre', { tabindex: 0 }, crash.stderr_tail)] : [];
   const backtrace = crash.native ? [h('h4', {}, 'Backtrace'), h('pre', { tabindex: 0 }, nativeText(crash.native))] : [];
   const replay = crash.jobs.some((one) => one.payload != null && !one.is_answered) ? [replayButton(crash)] : [];
-  return [list(facts), ...replay, ...backtrace, ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
+  const stack = crash.runtime_stack ? [h('h4', {}, 'Stacks as the worker wrote them'), h('pre', { tabindex: 0 }, crash.runtime_stack)] : [];
+  return [list(facts), ...replay, ...stack, ...backtrace, ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
 }
 
 function nativeText(native) {
@@ -109,9 +110,21 @@ function nativeText(native) {
   };
   if (native.unavailable) return `no backtrace: ${native.unavailable}`;
   return native.threads.flatMap((thread) => [
-    [`thread ${thread.id}`, `signal code ${native.signal_code}`, `address ${native.address}`].join(', '),
+    threadTitle(native, thread),
     ...thread.frames.map(frame),
   ]).join('\n');
+}
+
+function threadTitle(native, thread) {
+  const named = (text, name) => (name ? `${text} (${name})` : text);
+  return [
+    named(`thread ${thread.id}`, thread.name),
+    thread.process == null ? null : named(`process ${thread.process}`, thread.program),
+    thread.state && `state ${thread.state}`,
+    thread.waits_in && `waits in ${thread.waits_in}`,
+    native.signal_code == null ? null : `signal code ${native.signal_code}`,
+    native.address && `address ${native.address}`,
+  ].filter(Boolean).join(', ');
 }
 
 const VERDICTS = {
