@@ -27,6 +27,7 @@ from running import HERE, SOURCE, Supervisor, running, sandboxed
 
 import bulkhead._pool
 from bulkhead import BulkheadExecutor, CallTimeout, Client, DeadlineExceeded, _link, _stack_text, _wire
+from bulkhead._pool import _without_own_frames
 from bulkhead._private import PrivateSupervisor
 
 FILE_BYTES = _link.JOURNAL_BYTES + _stack_text.FILE_BYTES
@@ -258,15 +259,15 @@ Current thread 0x00007f0c2a0f3040 (most recent call first):
 def test_stack_of_a_call_has_no_frames_of_the_worker() -> None:
     _, others, current = STACKS.split("\n\n")
     own = "\n".join(current.splitlines()[:2])
-    assert _stack_text.of_function(STACKS) == f"{others}\n\n{own}"
+    assert _without_own_frames(STACKS) == f"{others}\n\n{own}"
     # A compiled program has relative paths.
-    assert _stack_text.of_function(STACKS.replace("/venv/", "")) == f"{others}\n\n{own}"
+    assert _without_own_frames(STACKS.replace("/venv/", "")) == f"{others}\n\n{own}"
     # The stack is deeper than the maximum of `faulthandler`, or a thread has no frame of the call.
     deep = "Thread 0x1 (most recent call first):\n" + '  File "/app/own.py", line 4 in f\n' * 100 + "  ..."
-    assert _stack_text.of_function(deep + "\n") == deep
+    assert _without_own_frames(deep + "\n") == deep
     for frame in ('File "/venv/bulkhead/_pool_worker.py", line 9 in _run', "<no Python frame>"):
-        assert _stack_text.of_function(f"Thread 0x1 (most recent call first):\n  {frame}\n") == ""
-    assert _stack_text.of_function("") == ""
+        assert _without_own_frames(f"Thread 0x1 (most recent call first):\n  {frame}\n") == ""
+    assert _without_own_frames("") == ""
 
 
 # Reports of a supervisor. It takes stacks at most once a second, and on a busy machine not always in time.

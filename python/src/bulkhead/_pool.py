@@ -11,6 +11,7 @@ import concurrent.futures
 import itertools
 import os
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from . import _files, _pool_worker, _stack_text, _wire
+from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
 from ._future import CancellableFuture, Condition, run_callbacks
 from ._output import Output
@@ -56,6 +57,13 @@ FOLDER_CHECK_SECONDS = 1.0
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 #: Maximum number of calls that wait for a stack at the same time. Further calls fail without a stack.
 STACKS_MAX = 16
+_PACKAGE = r'  File "(?:[^"]*/)?bulkhead/'
+#: Frames of the worker below the function of a call, in the format of ``faulthandler``.
+_OWN_FRAME = re.compile(
+    _PACKAGE + r'_pool_worker\.py", line \d+ in (?:_run|process_chunk|<listcomp>)$|  <no Python frame>$'
+)
+#: A frame of the thread that watches the link.
+_WATCHER_FRAME = re.compile(_PACKAGE + r'_serve\.py", line \d+ in _watch$', re.MULTILINE)
 
 
 class WorkerCrashed(Crashed, BrokenProcessPool):
@@ -639,7 +647,7 @@ class Pool:
         try:
             stack = supervisor.stack_of(error.outcome.report or "")
             if isinstance(error, CallTimeout):
-                _add_stack(error, _stack_text.of_function(stack))
+                _add_stack(error, _without_own_frames(stack))
             elif stack:
                 error.__cause__ = _remote(stack)
         finally:
@@ -972,6 +980,17 @@ def _remote(text: str) -> BaseException:
     """Returns an exception that shows a traceback of another process, to be used as a cause."""
     made: BaseException = _RemoteTraceback(f'\n"""\n{text}"""')  # type: ignore[arg-type]
     return made
+
+
+def _without_own_frames(stacks: str) -> str:
+    """Returns the stacks of a worker, as ``faulthandler`` wrote them, without the frames of this package."""
+    threads = []
+    for thread in stacks.strip().split("\n\n"):
+        lines = thread.split("\n")
+        own = next((index for index, line in enumerate(lines) if _OWN_FRAME.match(line)), len(lines))
+        if own > 1 and not _WATCHER_FRAME.search(thread):
+            threads.append("\n".join(lines[:own]))
+    return "\n\n".join(threads)
 
 
 def _add_stack(error: CallTimeout, stack: str) -> None:

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import signal
 
 SIGNAL = 62
 #: Size of the part of the memory file for the text, in bytes.
 FILE_BYTES = 256 * 1024
-
-_FILE = r'  File "(?:[^"]*/)?bulkhead/'
-#: Frames of the worker below the function of a call, in the format of ``faulthandler``.
-_OWN_FRAME = re.compile(
-    _FILE + r'_pool_worker\.py", line \d+ in (?:_run|process_chunk|<listcomp>)$|  <no Python frame>$'
-)
-#: A frame of the thread that watches the link.
-_WATCHER_FRAME = re.compile(_FILE + r'_serve\.py", line \d+ in _watch$', re.MULTILINE)
 
 
 def is_available() -> bool:
@@ -42,14 +33,3 @@ def leave_child(descriptor: int) -> None:
     if signal.getsignal(SIGNAL) == signal.SIG_IGN:
         faulthandler.unregister(SIGNAL)
     os.close(descriptor)
-
-
-def of_function(text: str) -> str:
-    """Returns the stacks of a pool's worker without the worker's own frames."""
-    threads = []
-    for thread in text.strip().split("\n\n"):
-        lines = thread.split("\n")
-        own = next((index for index, line in enumerate(lines) if _OWN_FRAME.match(line)), len(lines))
-        if own > 1 and not _WATCHER_FRAME.search(thread):
-            threads.append("\n".join(lines[:own]))
-    return "\n\n".join(threads)

@@ -456,7 +456,8 @@ impl DataPlane {
             can_resize: says(capability::RESIZE),
         };
         // Without this capability, the worker can only write text into the file.
-        let journal = self.links[index].journal.as_ref().filter(|_| says(capability::PREFETCH)).map(Journal::claims);
+        let journal =
+            self.links[index].journal.as_ref().filter(|_| says(capability::PREFETCH)).map(Journal::claims);
         let event = Event::Hello { worker, capabilities, journal };
         self.apply(compartment, event, Incoming::None);
         Ok(())
