@@ -257,17 +257,19 @@ impl fmt::Display for JobError {
                 let limit_ms = outcome.deadline.as_millis();
                 if let Some(limit) = outcome.run_limit.filter(|limit| outcome.ran >= *limit) {
                     let limit_ms = limit.as_millis();
-                    return write!(
+                    write!(
                         f,
                         "{outcome}: the job reached the run limit of {limit_ms} ms; raise the run limit, or \
                          give the job less work"
-                    );
+                    )?;
+                } else {
+                    write!(
+                        f,
+                        "{outcome}: the job did not finish within {limit_ms} ms; raise the deadline, or \
+                         send fewer jobs concurrently"
+                    )?;
                 }
-                write!(
-                    f,
-                    "{outcome}: the job did not finish within {limit_ms} ms; raise the deadline, or \
-                     send fewer jobs concurrently"
-                )
+                write_report(f, outcome)
             }
             Self::Crashed(outcome) => {
                 let advice = match outcome.retryable {
@@ -275,10 +277,14 @@ impl fmt::Display for JobError {
                     false => "whether the job ran is unknown: send the job again only if a rerun is safe",
                 };
                 write!(f, "{outcome}; {advice}")?;
-                outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))
+                write_report(f, outcome)
             }
         }
     }
+}
+
+fn write_report(f: &mut fmt::Formatter<'_>, outcome: &Outcome) -> fmt::Result {
+    outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))
 }
 
 impl std::error::Error for JobError {}

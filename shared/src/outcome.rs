@@ -313,7 +313,8 @@ pub struct Outcome {
     /// Exit status of the program that ran the job, for a bulkhead with `exec`. `None` if the program did not
     /// exit, or if the job did not end `ok` or `failed`.
     pub status: Option<i32>,
-    /// Id of the crash report about the crash that ended the job; `bulkhead crashes ID` shows the report.
+    /// Id of the report about the crash that ended the job, or about a job that still ran at its deadline; `bulkhead
+    /// crashes ID` shows the report.
     /// `None` if the job did not crash. Also `None` if too many crashes happened at once, so that this crash
     /// was counted but not reported.
     pub report: Option<String>,

@@ -53,8 +53,7 @@ class Outcome:
     ``bulkhead``     bulkhead that served the job, or to which it was submitted
     ``job``          number of an accepted job in the log, in events and in crash reports
     ``traceparent``  span of the job, if there is one
-    ``report``       id of the crash report if the job crashed, or of the report with the stack if it ran until its
-                     deadline: ``bulkhead crashes ID`` shows the report
+    ``report``       id of the report if the job crashed or was late: ``bulkhead crashes ID`` shows it
     ===============  =================================================================================================
     """
 
@@ -242,16 +241,16 @@ def _outcome_by_text(kind: type[JobError], text: str) -> Outcome:
 
 def _sentence(outcome: Outcome) -> str:
     text = str(outcome)
+    see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""
     if outcome.outcome == "rejected" and outcome.retryable and outcome.retry_after is not None:
         return f"{text}; try again after {outcome.retry_after:.3f} s"
     if outcome.outcome == "deadline_exceeded":
         if outcome.run_limit is not None and outcome.ran >= outcome.run_limit:
             advice = "raise the run limit, or give the job less work"
-            return f"{text}: the job reached the run limit of {outcome.run_limit:g} s; {advice}"
+            return f"{text}: the job reached the run limit of {outcome.run_limit:g} s; {advice}{see}"
         advice = "raise the deadline, or send fewer jobs concurrently"
-        return f"{text}: the job did not finish within {outcome.deadline:g} s; {advice}"
+        return f"{text}: the job did not finish within {outcome.deadline:g} s; {advice}{see}"
     if outcome.outcome == "crashed":
-        see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""
         if outcome.retryable:
             return f"{text}; the job can be sent again{see}"
         return f"{text}; whether the job ran is unknown: send the job again only if a second run is safe{see}"

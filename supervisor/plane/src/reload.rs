@@ -399,7 +399,7 @@ mod tests {
         let all = "drain_notice = '2s'\ndrain_timeout = '1s'\njobs_http_max = 5\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
                    max_pooled = '3MiB'\n\
                    socket_mode = '0660'\nadmin = '/run/x/a.sock'\ncrash_dir = '/run/x/c'\ncrash_keep = 5\n\
-                   crash_payloads = false\n\
+                   crash_payloads = false\ncrash_symbols = ['/usr']\n\
                    tenant_labels = 5\nworker_uids = '7-9'";
         let text = format!("[supervisor]\nsocket = '/run/y/jobs.sock'\n{all}\n{PLAIN}");
         let (before, after) = (parse(PLAIN), config::parse(&text, "/etc/workers.toml".as_ref()).unwrap());

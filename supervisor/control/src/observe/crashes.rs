@@ -654,10 +654,24 @@ mod tests {
             drop(store);
             let mut store = Store::open(path, 2).unwrap();
             store.load();
-            let left: &[&str] = if is_in_memory { &[] } else { &["0009", "0012", "0013"] };
-            // The store loads the four newest files, and keeps two reports of each group.
+            // The store keeps two reports of each group.
+            let left: &[&str] = if is_in_memory { &[] } else { &["0008", "0009", "0012", "0013"] };
             assert_eq!(numbers(&store), left);
         }
+    }
+
+    #[test]
+    fn reports_about_late_jobs_evict_no_crash() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::open(Some(folder.path().join("crashes").as_path()), 30).unwrap();
+        store.add(boxed(1));
+        for number in 2..=29 {
+            let mut report = boxed(number);
+            report.cause = bulkhead_plane::crash::late_job_cause();
+            store.add(report);
+        }
+        let kept: Vec<String> = (10..=29).map(|number| format!("{number:04}")).collect();
+        assert_eq!(numbers(&store), [vec!["0001".to_owned()], kept].concat());
     }
 
     #[test]

@@ -35,9 +35,11 @@ impl DataPlane {
             return;
         }
         let Some(slot) = self.crashes.begin_hang_report(SystemTime::now()) else { return };
-        self.samples.set_report(job, slot.id());
+        let id = slot.id();
         let late = LateJob { slot, post, job: late_job(&held, &answer.record) };
-        self.begin_sample(link, Some(job), Some(Box::new(late)));
+        if self.begin_sample(link, Some(job), Some(Box::new(late))) {
+            self.samples.set_report(job, id);
+        }
     }
 
     /// Begins to take the stacks of a worker that is about to be killed, if it does not respond.
@@ -50,7 +52,8 @@ impl DataPlane {
         }
     }
 
-    fn begin_sample(&mut self, index: LinkIndex, job: Option<JobId>, late: Option<Box<LateJob>>) {
+    /// Orders the keeper to take the stacks. Returns false if there is no memory for them.
+    fn begin_sample(&mut self, index: LinkIndex, job: Option<JobId>, late: Option<Box<LateJob>>) -> bool {
         let link = &self.links[index];
         let (spawn, program) = (link.spawn, link.program.clone());
         let (compartment, worker) = (link.compartment, link.worker);
@@ -59,7 +62,7 @@ impl DataPlane {
         let file = sealed_file(c"sample", (size_of::<u64>() + RECORDS_BYTES_MAX) as u64);
         let Ok((file, theirs)) = file.map_err(io::Error::from).and_then(|it| Ok((it.try_clone()?, it)))
         else {
-            return;
+            return false;
         };
         let subject = SampleSubject { compartment, worker, file, program, late };
         self.samples.begin(self.now, spawn, subject);
@@ -67,6 +70,7 @@ impl DataPlane {
         if let Err(error) = self.keeper.serving().and_then(order) {
             self.sample_taken(spawn, Some(Err(error)));
         }
+        true
     }
 
     /// Returns true if the action waits until the stacks of the worker have been taken.

@@ -26,6 +26,9 @@ const WAITING_MAX: usize = 16;
 /// thread wait until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
+/// Size of the stack of the thread that takes stacks, in bytes.
+const THREAD_STACK_BYTES: usize = 256 * 1024;
+
 /// Workers whose stacks are being taken.
 pub(super) struct Samples {
     waker: Arc<Waker>,
@@ -102,7 +105,7 @@ impl EventLoop {
         let request = SampleRequest { process, job, file, text };
         let has_ended = Arc::new(AtomicBool::new(false));
         let end = End { has_ended: has_ended.clone(), waker: self.samples.waker.clone() };
-        let builder = std::thread::Builder::new().name("sampler".into());
+        let builder = std::thread::Builder::new().name("sampler".into()).stack_size(THREAD_STACK_BYTES);
         let thread = builder.spawn(move || {
             let _end = end;
             request.take()
