@@ -16,7 +16,9 @@ from running import WORKER, running
 
 from bulkhead import AsyncClient, BulkheadExecutor, CallTimeout, Client, Crashed, WorkerCrashed
 
-THREADS, CALLS = 8, 100
+THREADS = 8
+#: Calls of each thread. Fewer if each call starts a process.
+CALLS, CALLS_WITH_PROCESS = 100, 20
 
 
 def in_threads(action: object, *arguments: object) -> None:
@@ -37,8 +39,8 @@ def in_threads(action: object, *arguments: object) -> None:
     assert not wrong, wrong
 
 
-def calls(thread: int, pool: BulkheadExecutor) -> None:
-    futures = [(number, pool.submit(jobs.double, number)) for number in range(thread, CALLS * THREADS, THREADS)]
+def calls(thread: int, pool: BulkheadExecutor, count: int) -> None:
+    futures = [(number, pool.submit(jobs.double, number)) for number in range(thread, count * THREADS, THREADS)]
     futures[7][1].cancel()
     for number, future in futures[8:]:
         assert future.result(LONG) == number * 2
@@ -54,7 +56,7 @@ def of_timeout(pool: BulkheadExecutor) -> str:
 def of_executor(method: str, tasks: int | None) -> None:
     context = multiprocessing.get_context(method)
     with BulkheadExecutor(2, mp_context=context, max_tasks_per_child=tasks) as pool:
-        in_threads(calls, pool)
+        in_threads(calls, pool, CALLS if tasks is None else CALLS_WITH_PROCESS)
         assert isinstance(pool.submit(jobs.segfault).exception(LONG), WorkerCrashed)
         # On a busy machine, not every exception has a stack.
         wait_for("a timeout has a stack", lambda: " in sleep\n" in of_timeout(pool))
