@@ -166,7 +166,11 @@ impl Disk {
     }
 
     fn restore_power(&self, server: &mut NatsServer) {
-        umount2(&self.mounted(), MntFlags::empty()).unwrap();
+        umount2(&self.mounted(), MntFlags::MNT_DETACH).unwrap();
+        // Mount namespaces of workers still hold the old file system.
+        let old = self.folder.path().join("old");
+        std::fs::rename(self.image(), &old).unwrap();
+        succeed(Command::new("cp").arg("--sparse=always").arg(&old).arg(self.image()));
         self.mount();
         server.restart();
     }
