@@ -1,9 +1,8 @@
 //! Actions on bulkheads, and waiting for their effect: restart, drain, resume, reset and is-ready.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
-use bulkhead_api::{BulkheadState, Bulkheads, Problem, Readiness, Snapshot, Word, Worker};
+use bulkhead_api::{BulkheadState, Bulkheads, Problem, Readiness, Snapshot, Word};
 use hyper::{Method, StatusCode};
 use tokio::time::Instant;
 
@@ -127,43 +126,25 @@ async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result
 
 // Restart.
 
-/// Tenant, slot and generation of a worker.
-type WorkerKey = (Option<String>, u32, u32);
-
-fn key_of(worker: &Worker) -> WorkerKey {
-    (worker.tenant.clone(), worker.slot, worker.generation)
-}
-
-/// Returns true if a restart replaces the worker. A worker that is still starting is not replaced.
-fn has_started(worker: &Worker) -> bool {
-    ["spawning", "handshaking", "initializing"].iter().all(|state| worker.state != *state)
-}
-
 pub(crate) async fn restart(args: &Args, restart: &Restart) -> Result<u8, Failure> {
     let name = &restart.name;
-    let Some(limit) = restart.wait.map(WaitLimit::new) else {
-        let json = post(args, name, "restart").await?;
-        print(args, name, &json, "workers are being replaced one after the other")?;
-        return Ok(exit::OK);
-    };
-    let before: Snapshot = get(args, &path_of(name)).await?;
-    let old: HashSet<WorkerKey> =
-        before.workers.iter().filter(|worker| has_started(worker)).map(key_of).collect();
+    let limit = restart.wait.map(WaitLimit::new);
     let json = post(args, name, "restart").await?;
-    wait_until_replaced(args, name, &old, limit).await?;
-    print(args, name, &json, "all workers have been replaced")?;
+    let text = match limit {
+        Some(limit) => {
+            wait_until_replaced(args, name, limit).await?;
+            "all workers have been replaced"
+        }
+        None => "workers are being replaced one after the other",
+    };
+    print(args, name, &json, text)?;
     Ok(exit::OK)
 }
 
-async fn wait_until_replaced(
-    args: &Args,
-    name: &str,
-    old: &HashSet<WorkerKey>,
-    limit: WaitLimit,
-) -> Result<(), Failure> {
+async fn wait_until_replaced(args: &Args, name: &str, limit: WaitLimit) -> Result<(), Failure> {
     loop {
         let bulkhead: Snapshot = limit.look(get(args, &path_of(name))).await?;
-        let left = bulkhead.workers.iter().map(key_of).filter(|key| old.contains(key)).count();
+        let left = bulkhead.workers.iter().filter(|worker| worker.outdated).count();
         let has_ready_workers =
             bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
         match &bulkhead.state {

@@ -88,6 +88,19 @@ def leave(status: int = 0) -> None:
     os._exit(status)
 
 
+def spin(note: str | None = None) -> None:
+    """Runs for ever. Creates the file ``note``."""
+    if note:
+        open(note, "w").close()
+    while True:
+        pass
+
+
+def handle_stack_signal() -> None:
+    """Replaces the worker's handler of the signal that requests stacks."""
+    signal.signal(62, lambda *_: None)
+
+
 def hang(note: str | None = None) -> None:
     """Runs for ever, with a grandchild in a separate session. Writes both process ids to ``note``."""
     grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)

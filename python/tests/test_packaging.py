@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,24 @@ def run(*command: str | Path, **variables: str) -> str:
     return ended.stdout
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Returns a folder that only the first caller fills, also among the processes of pytest-xdist."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    complete = folder.with_suffix(".complete")
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            complete.touch()
+    return folder
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Builds both wheels with hatchling, without access to a package index."""
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies the programs without their debug information, so that they are compressed in a fraction of the time."""
     if subprocess.run([sys.executable, "-c", "import hatchling, pip"], capture_output=True, check=False).returncode:
         message = "NOT RUN: hatchling is not installed: pip install hatchling"
         print(f"\n{message}", file=sys.__stderr__)
@@ -42,22 +59,30 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         message = f"NOT RUN: {', '.join(PROGRAMS)} must all be in the folder of $BULKHEAD_SUPERVISOR"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
-    made = tmp_path_factory.mktemp("wheels")
-    # Without the debug information of a debug build, the wheel is compressed in a fraction of the time.
-    stripped = tmp_path_factory.mktemp("programs")
-    for program in PROGRAMS:
-        shutil.copy2(folder / program, stripped)
-        if strip := shutil.which("strip"):
-            run(strip, "--strip-debug", stripped / program)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    run(*build, "--wheel-dir", made, PYTHON, PYTHON / "supervisor", BULKHEAD_PROGRAMS=str(stripped))
-    return sorted(made.glob("*.whl"))
+
+    def copy(to: Path) -> None:
+        for program in PROGRAMS:
+            shutil.copy2(folder / program, to)
+            if strip := shutil.which("strip"):
+                run(strip, "--strip-debug", to / program)
+
+    return made_once(tmp_path_factory, "programs", copy)
+
+
+@pytest.fixture(scope="module")
+def wheels(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Builds both wheels with hatchling, without access to a package index."""
+
+    def build(to: Path) -> None:
+        wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+        run(*wheel, "--wheel-dir", to, PYTHON, PYTHON / "supervisor", BULKHEAD_PROGRAMS=str(programs))
+
+    return sorted(made_once(tmp_path_factory, "wheels", build).glob("*.whl"))
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_one_command_installs_both_packages(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
+def test_one_command_installs_both_packages(is_built: bool, programs: Path, tmp_path: Path) -> None:
     """Works for any target folder of cargo. A fake cargo only copies the programs, because a build takes minutes."""
-    built = Path(SUPERVISOR).parent
     target = tmp_path / "target"
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -65,7 +90,7 @@ def test_one_command_installs_both_packages(is_built: bool, wheels: list[Path], 
     cargo.write_text(f"""#!/bin/sh
 case $1 in
 metadata) echo '{{"target_directory": "'$CARGO_TARGET_DIR'"}}' ;;
-build) echo "$@" >> {tmp_path}/asked && mkdir -p $CARGO_TARGET_DIR/dist && cd {built} &&
+build) echo "$@" >> {tmp_path}/asked && mkdir -p $CARGO_TARGET_DIR/dist && cd {programs} &&
     cp {" ".join(PROGRAMS)} $CARGO_TARGET_DIR/dist ;;
 esac
 """)
@@ -73,7 +98,7 @@ esac
     if is_built:
         (target / "release").mkdir(parents=True)
         for program in PROGRAMS:
-            (target / "release" / program).symlink_to(built / program)
+            (target / "release" / program).symlink_to(programs / program)
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "v")
     python = tmp_path / "v" / "bin" / "python"
     # No package index is used, and the build backend comes from this environment, so that nothing is downloaded.
@@ -101,11 +126,13 @@ def test_documents_contain_the_install_command() -> None:
 @pytest.fixture(scope="module")
 def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Creates a virtual environment with both wheels. Returns its interpreter."""
-    folder = tmp_path_factory.mktemp("fresh") / "v"
-    run(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", *wheels)
-    return python
+
+    def install(to: Path) -> None:
+        run(sys.executable, "-m", "venv", "--without-pip", to)
+        pip = [sys.executable, "-m", "pip", "--python", to / "bin" / "python"]
+        run(*pip, "install", "--quiet", "--no-index", *wheels)
+
+    return made_once(tmp_path_factory, "installed", install) / "bin" / "python"
 
 
 def test_wheels_have_expected_names_and_contents(wheels: list[Path]) -> None:

@@ -351,7 +351,8 @@ impl TestFleet {
     }
 }
 
-fn cluster(routes: &[u16], own: usize) -> String {
+/// Returns the configuration of a server in a cluster with these ports.
+pub fn cluster(routes: &[u16], own: usize) -> String {
     let others: Vec<_> = routes.iter().map(|port| format!("\"nats://127.0.0.1:{port}\"")).collect();
     format!(
         "cluster {{ name: test, listen: \"127.0.0.1:{}\", routes: [{}] }}\n",

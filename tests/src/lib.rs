@@ -15,11 +15,12 @@ pub mod tenants;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::num::NonZero;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -56,12 +57,30 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Serialises tests of one program that need much processor time or many processes. Dropping the returned
-/// guard admits the next such test.
-pub fn heavy() -> MutexGuard<'static, ()> {
-    static HEAVY: Mutex<()> = Mutex::new(());
-    // A panic in another test poisons the mutex, which does not matter here.
-    HEAVY.lock().unwrap_or_else(PoisonError::into_inner)
+/// Number of heavy tests that are running, and the condition that it has become smaller.
+static HEAVY: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// Permit for a heavy test. Dropping it admits the next one.
+#[must_use]
+pub struct HeavyPermit(());
+
+/// Waits until fewer heavy tests of this program are running than there are processors. A test is heavy if it alone
+/// keeps a processor busy for seconds.
+pub fn heavy() -> HeavyPermit {
+    let permits = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let (running, has_ended) = &HEAVY;
+    let running = running.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_full = |running: &mut usize| *running >= permits;
+    *has_ended.wait_while(running, is_full).unwrap_or_else(PoisonError::into_inner) += 1;
+    HeavyPermit(())
+}
+
+impl Drop for HeavyPermit {
+    fn drop(&mut self) {
+        let (running, has_ended) = &HEAVY;
+        *running.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        has_ended.notify_one();
+    }
 }
 
 /// Ends this process with SIGALRM long after all tests should have finished, so that CI never hangs. At that

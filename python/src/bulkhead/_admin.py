@@ -16,11 +16,14 @@ class AdminError(RuntimeError):
     """The supervisor responded with a status other than 200. The text of the error contains the status and the body."""
 
 
-def request(admin: str, path: str) -> tuple[socket.socket, bytes]:
-    """Sends a GET request. Returns the connection and the part of the body that arrived together with the head."""
+def request(admin: str, path: str, seconds_max: float = RESPONSE_SECONDS_MAX) -> tuple[socket.socket, bytes]:
+    """Sends a GET request. Returns the connection and the part of the body that arrived together with the head.
+
+    ``seconds_max`` is the timeout of each socket operation.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(RESPONSE_SECONDS_MAX)
+        connection.settimeout(seconds_max)
         connection.connect(admin)
         # HTTP/1.0 prevents chunked encoding: the body ends when the connection is closed.
         connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\nAccept: application/json\r\n\r\n".encode())
@@ -46,12 +49,12 @@ def _pieces(connection: socket.socket) -> Iterator[bytes]:
     return iter(lambda: connection.recv(65536), b"")
 
 
-def get(admin: str, path: str) -> Any:
+def get(admin: str, path: str, seconds_max: float = RESPONSE_SECONDS_MAX) -> Any:
     """Returns the parsed JSON response for a path.
 
     Raises ``AdminError``, or ``OSError`` if no supervisor is listening.
     """
-    connection, body = request(admin, path)
+    connection, body = request(admin, path, seconds_max)
     with connection:
         return json.loads(body + b"".join(_pieces(connection)))
 

@@ -8,7 +8,7 @@ import errno
 import mmap
 import os
 
-from . import _files, _wire
+from . import _files, _stack_text, _wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _journal(descriptor: int) -> memoryview:
     Each word is written by a single store. The worker writes word 1, the number of the last job that it began, and word
     2, the time of the last heartbeat. The supervisor writes word 3, the number of the last recalled job.
     """
-    if os.fstat(descriptor).st_size != JOURNAL_BYTES:
+    if os.fstat(descriptor).st_size < JOURNAL_BYTES:
         raise Refused("the journal has an unexpected size")
     return memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
@@ -148,16 +148,19 @@ def inherited() -> _socket.socket | None:
 
 def handshake(
     link: Link, reader: _wire.Reader, version: str, *, can_prefetch: bool, takes_files: bool = False
-) -> tuple[_wire.WorkerWelcome, memoryview | None]:
+) -> tuple[_wire.WorkerWelcome, memoryview | None, int | None]:
     """Performs the handshake. Returns the welcome, and the words of the journal if there is one.
 
-    Frames that follow the welcome stay in the reader. Raises ``Refused``.
+    The third value is the descriptor of the journal's file if the file has room for the text of stacks. Frames that
+    follow the welcome stay in the reader. Raises ``Refused``.
     """
     capabilities = _wire.WORKER_LIMITS
     if can_prefetch and _register_memory_barriers():
         capabilities |= _wire.WORKER_PREFETCH | _wire.WORKER_JOURNAL_HEARTBEATS
     if takes_files:
         capabilities |= _wire.WORKER_FILES
+    if _stack_text.is_available():
+        capabilities |= _wire.WORKER_STACK_TEXT
     link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
     lent: list[int] = []
     receive = _files.receiver(link.socket, lent)
@@ -172,14 +175,16 @@ def handshake(
             elif kind == _wire.WORKER_WELCOME:
                 welcome = _wire.WorkerWelcome(metadata)
                 if not is_lent:
-                    return welcome, None
+                    return welcome, None, None
                 # From now on, the supervisor relies on the journal.
                 if not lent:
                     raise Refused("the journal's descriptor did not arrive: raise `rlimits.nofile`")
                 journal = _journal(lent[-1])
+                has_room = os.fstat(lent[-1]).st_size >= JOURNAL_BYTES + _stack_text.FILE_BYTES
+                stack_file = lent.pop() if has_room and capabilities & _wire.WORKER_STACK_TEXT else None
                 for descriptor in lent:
                     os.close(descriptor)
-                return welcome, journal
+                return welcome, journal, stack_file
         chunk = receive(_wire.READ_BYTES, 0)
         if not chunk:
             raise Refused("the supervisor closed the link before sending a welcome")

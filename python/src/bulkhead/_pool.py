@@ -11,6 +11,7 @@ import concurrent.futures
 import itertools
 import os
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -54,6 +55,15 @@ FOLDER_CHECK_SECONDS = 1.0
 #: Small calls are deferred, so that several are sent in one write. Limits: number of deferred calls; size of a call in
 #: bytes; minimum number of other calls at the supervisor beyond one per worker, so that no worker becomes idle.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
+#: Maximum number of calls that wait for a stack at the same time. Further calls fail without a stack.
+STACKS_MAX = 16
+_PACKAGE = r'  File "(?:[^"]*/)?bulkhead/'
+#: Frames of the worker below the function of a call, in the format of ``faulthandler``.
+_OWN_FRAME = re.compile(
+    _PACKAGE + r'_pool_worker\.py", line \d+ in (?:_run|process_chunk|<listcomp>)$|  <no Python frame>$'
+)
+#: A frame of the thread that watches the link.
+_WATCHER_FRAME = re.compile(_PACKAGE + r'_serve\.py", line \d+ in _watch$', re.MULTILINE)
 
 
 class WorkerCrashed(Crashed, BrokenProcessPool):
@@ -64,7 +74,10 @@ class WorkerCrashed(Crashed, BrokenProcessPool):
 
 
 class CallTimeout(DeadlineExceeded, concurrent.futures.TimeoutError):
-    """The ``timeout`` or ``deadline`` of the call passed. If the call was running, its process tree was killed."""
+    """The ``timeout`` or ``deadline`` of the call passed. If the call was running, its process tree was killed.
+
+    A note (``__notes__``) has the Python stack of the call at that time, for at most one call a second.
+    """
 
 
 class PoolDisconnected(Disconnected, BrokenProcessPool):
@@ -238,7 +251,7 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
-        #: Threads that wait for the stack of a dead worker before they settle the future.
+        #: Threads that wait for the stack of a worker before they settle the future.
         self._stacks: set[threading.Thread] = set()
         self._next_folder_check = 0.0
         #: True if Ctrl-C interrupted a shutdown. The exit of the interpreter then does not wait for the calls again.
@@ -608,7 +621,9 @@ class Pool:
         Returns false if there is no stack to wait for.
         """
         supervisor = self._supervisor
-        if supervisor is None or not isinstance(error, WorkerCrashed) or error.outcome.report is None:
+        if supervisor is None or not isinstance(error, (WorkerCrashed, CallTimeout)) or error.outcome.report is None:
+            return False
+        if len(self._stacks) >= STACKS_MAX:
             return False
         awaited = [future]
         await_stack = partial(self._await_stack, supervisor, awaited, error)
@@ -626,10 +641,14 @@ class Pool:
             return False
         return True
 
-    def _await_stack(self, supervisor: PrivateSupervisor, awaited: list[PoolFuture[Any]], error: WorkerCrashed) -> None:
+    def _await_stack(
+        self, supervisor: PrivateSupervisor, awaited: list[PoolFuture[Any]], error: WorkerCrashed | CallTimeout
+    ) -> None:
         try:
             stack = supervisor.stack_of(error.outcome.report or "")
-            if stack:
+            if isinstance(error, CallTimeout):
+                _add_stack(error, _without_own_frames(stack))
+            elif stack:
                 error.__cause__ = _remote(stack)
         finally:
             awaited[0]._settle(None, error)
@@ -961,6 +980,29 @@ def _remote(text: str) -> BaseException:
     """Returns an exception that shows a traceback of another process, to be used as a cause."""
     made: BaseException = _RemoteTraceback(f'\n"""\n{text}"""')  # type: ignore[arg-type]
     return made
+
+
+def _without_own_frames(stacks: str) -> str:
+    """Returns the stacks of a worker, as ``faulthandler`` wrote them, without the frames of this package."""
+    threads = []
+    for thread in stacks.strip().split("\n\n"):
+        lines = thread.split("\n")
+        own = next((index for index, line in enumerate(lines) if _OWN_FRAME.match(line)), len(lines))
+        if own > 1 and not _WATCHER_FRAME.search(thread):
+            threads.append("\n".join(lines[:own]))
+    return "\n\n".join(threads)
+
+
+def _add_stack(error: CallTimeout, stack: str) -> None:
+    """Adds a stack to an exception, as a note."""
+    if not stack:
+        return
+    text = f"stack of the worker when the call timed out:\n{stack}"
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        # Python 3.10 does not print notes.
+        error.__cause__ = _remote(f"{text}\n")
 
 
 def _explain_denial(error: Any) -> None:

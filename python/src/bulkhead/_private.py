@@ -35,7 +35,7 @@ START_SECONDS_MAX = 30.0
 #: Maximum time that workers without jobs have to exit by themselves, in seconds.
 STOP_SECONDS_MAX = 10.0
 
-#: Maximum time that a crashed call waits for its crash report, in seconds.
+#: Maximum time that a call waits for its crash report, in seconds.
 REPORT_SECONDS_MAX = 0.5
 #: Maximum total size of the variables that workers get before their interpreters start. Workers get the remaining
 #: variables with their preparation data, because arguments and environment together are limited to 96 KiB.
@@ -316,18 +316,21 @@ class PrivateSupervisor:
 
         Waits for the report, which is written shortly after the outcome.
         """
-        from ._admin import AdminError
+        from ._admin import AdminError, get
 
         give_up_at = time.monotonic() + REPORT_SECONDS_MAX
-        while time.monotonic() < give_up_at:
+        while (left := give_up_at - time.monotonic()) > 0:
             try:
-                tail = str(self.get(f"/v1/crashes/{report}").get("stderr_tail") or "")
+                found = get(self.admin, f"/v1/crashes/{report}", left)
             except AdminError:
                 time.sleep(0.005)
             except (OSError, ValueError):
                 break
             else:
-                _, begins, stack = tail.rpartition("Fatal Python error")
+                stack = str(found.get("runtime_stack") or "")
+                if stack or found.get("cause") == "deadline":
+                    return stack
+                _, begins, stack = str(found.get("stderr_tail") or "").rpartition("Fatal Python error")
                 return begins + stack if begins else ""
         return ""
 

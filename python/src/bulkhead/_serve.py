@@ -20,7 +20,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from . import _files, _link, _wire
+from . import _files, _link, _stack_text, _wire
 from ._context import Context, HandlerError
 from ._stdio import describe, print_traceback
 
@@ -67,9 +67,11 @@ class Server:
         self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         can_prefetch = not is_for_one_job
-        self.welcome, self._journal = _link.handshake(
+        self.welcome, self._journal, self._stack_file = _link.handshake(
             self._link, self._reader, version, can_prefetch=can_prefetch, takes_files=takes_files
         )
+        if self._stack_file is not None:
+            _stack_text.register(self._stack_file)
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
         self._handler: Handler | None = None
@@ -187,6 +189,8 @@ class Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._link.socket.close()
+        if self._stack_file is not None:
+            _stack_text.leave_child(self._stack_file)
         self._handlers.close()
         if not self._is_for_one_job:
             self._watcher.close()

@@ -167,7 +167,9 @@ class JobError(Exception):
         self.payload = payload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.outcome, bytes(self.payload)), {"args": self.args}
+        notes = getattr(self, "__notes__", None)
+        state = {"args": self.args} if notes is None else {"args": self.args, "__notes__": notes}
+        return type(self), (self.outcome, bytes(self.payload)), state
 
     @property
     def executed(self) -> str:

@@ -290,7 +290,9 @@ class BulkheadExecutor(_Calls):
         return status
 
     def crashes(self) -> list[dict[str, Any]]:
-        """Returns the crash reports of dead workers, oldest first, with the cause and the last output.
+        """Returns the crash reports of dead workers and of calls that timed out, oldest first.
+
+        A report has the cause, the last output, and the stack if there is one.
 
         Raises ``RuntimeError`` if no supervisor is running.
         """

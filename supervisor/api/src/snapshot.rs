@@ -184,6 +184,8 @@ pub struct Worker {
     pub state: Text,
     /// True if the worker is a spare, which runs no jobs until it takes over a slot.
     pub spare: bool,
+    /// True if the worker was started before the last restart, or before a reload that replaces the workers.
+    pub outdated: bool,
     pub uptime_ms: u64,
     pub in_flight: u64,
     pub served: u64,

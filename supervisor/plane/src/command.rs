@@ -244,7 +244,8 @@ pub const JOBS_LISTED_MAX: usize = 1000;
 /// An operator's action on a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SteerAction {
-    /// Replace all workers. Each old worker stays in service until its replacement is ready.
+    /// Replace all workers. Each old worker stays in service until its replacement is ready. Workers that are
+    /// still starting are killed and started again.
     Restart,
     /// Reject new jobs.
     Drain,

@@ -288,7 +288,8 @@ pub enum Event<T> {
     },
     /// The supervisor itself was paused, so workers that were silent until now may be healthy.
     SupervisorPaused,
-    /// Replaces all workers, one after the other.
+    /// Replaces all workers one after the other. Each old worker continues until its replacement is ready.
+    /// Workers that are still starting are killed and started again.
     Restart,
     /// Rejects queued jobs and stops accepting new ones. Jobs in flight continue.
     Drain,
@@ -302,8 +303,8 @@ pub enum Event<T> {
     /// Replaces all limits at once, without dropping a job. Deadlines and queue timeouts of existing jobs do
     /// not change.
     Reconfigure(Box<Limits>),
-    /// Replaces all workers one after the other, because new workers will run a different program or
-    /// configuration. Each old worker continues until its replacement is ready.
+    /// Replaces all workers like [`Event::Restart`], because new workers will run a different program or
+    /// configuration. If a replacement fails to start, another attempt follows.
     ReplaceWorkers,
     /// Sets the limits of one tenant.
     ChangeTenantLimits {

@@ -169,15 +169,17 @@ impl Assignment {
     }
 }
 
-/// Program and configuration that a worker runs.
+/// Age of the program, configuration and secrets that a worker has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
-    /// The current program and configuration.
+    /// The worker was started after the last restart and the last change of the configuration.
     #[default]
     UpToDate,
-    /// An outdated program or configuration. If a replacement failed to start, the next attempt is made at
-    /// `retry_at`.
-    Outdated { retry_at: Option<Time> },
+    /// The worker was started before a restart. If a replacement fails to start, no further attempt is made.
+    BeforeRestart,
+    /// The worker has a previous program or configuration. If a replacement failed to start, the next attempt
+    /// is made at `retry_at`.
+    BeforeReload { retry_at: Option<Time> },
 }
 
 /// State of the silence check for a worker that missed its heartbeats.
@@ -449,11 +451,16 @@ impl Worker {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
 
-    /// Returns the time of the next attempt to replace an outdated worker, or `None` if no attempt has
-    /// failed.
+    /// Returns true if the worker was started before a restart, or has a previous program or configuration.
+    pub(crate) fn is_outdated(&self) -> bool {
+        self.revision != Revision::UpToDate
+    }
+
+    /// Returns the time of the next attempt to replace an outdated worker, or `None` if no further attempt
+    /// is scheduled.
     pub(crate) fn retry_replacement_at(&self) -> Option<Time> {
         match self.revision {
-            Revision::Outdated { retry_at } if self.assignment.is_current() => retry_at,
+            Revision::BeforeReload { retry_at } if self.assignment.is_current() => retry_at,
             _ => None,
         }
     }

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use bulkhead_policy::{
     Capabilities, Death, Event, KillReason, LimitChange, Limits, OperatorEvent, RecycleReason, RestartCause,
-    RestartPolicy,
+    RestartPolicy, WorkerId,
 };
 use bulkhead_shared::JobId;
 use fixture::{Fixture, MS, SECOND, limits};
@@ -152,6 +152,133 @@ fn jobs_of_a_replaced_worker_count_against_its_slot() {
     let (one, two) = (fixture.job(), fixture.job());
     assert_eq!((fixture.holder(one), fixture.holder(two)), (other, other));
     assert_eq!((fixture.bulkhead.in_flight(), fixture.bulkhead.limit()), (4, 2));
+}
+
+// Workers that are starting when a restart begins.
+
+/// Returns the workers from before the last restart.
+fn outdated(fixture: &Fixture) -> Vec<WorkerId> {
+    let views = fixture.bulkhead.workers(fixture.now);
+    views.iter().filter(|view| view.is_outdated).map(|view| view.id).collect()
+}
+
+/// A starting worker may have read an old secret. Workers that were started after the restart are not replaced
+/// again.
+#[test]
+fn restart_replaces_starting_workers_once() {
+    for is_draining in [false, true] {
+        let mut fixture = Fixture::starting(limits(3, 1, 0));
+        let [serving, initializing, spawning] = fixture.spawned[..] else {
+            panic!("three workers must start")
+        };
+        fixture.bring_up(serving);
+        fixture.apply(Event::Spawned { worker: initializing, pid: 1 });
+        fixture.apply(Event::Hello {
+            worker: initializing,
+            capabilities: Capabilities::default(),
+            journal: None,
+        });
+        if is_draining {
+            fixture.apply(Event::Drain);
+        }
+        fixture.apply(Event::Restart);
+        let not_needed = |worker| (worker, KillReason::NotNeeded);
+        assert_eq!(fixture.killed, [not_needed(initializing), not_needed(spawning)]);
+        assert_eq!(outdated(&fixture), [serving, initializing, spawning]);
+        let successor = fixture.newest_worker();
+        for worker in [initializing, spawning] {
+            fixture.exit_worker(worker, Death::Signal(9));
+            fixture.bring_up(fixture.newest_worker());
+        }
+        assert_eq!((outdated(&fixture), &fixture.drained), (vec![serving], &vec![]));
+        fixture.bring_up(successor);
+        fixture.exit_worker(serving, Death::Exit(0));
+        fixture.wait(SECOND);
+        assert_eq!((fixture.spawned.len(), fixture.killed.len(), &fixture.drained), (6, 2, &vec![serving]));
+        assert_eq!((outdated(&fixture), fixture.bulkhead.limit()), (vec![], 3));
+    }
+}
+
+/// A successor that was started before a restart, for any reason, does not take over the slot.
+#[test]
+fn restart_kills_starting_successors() {
+    let restart: fn(&mut Fixture) = |fixture| {
+        fixture.apply(Event::Restart);
+    };
+    let recycle: fn(&mut Fixture) = |fixture| fixture.wait(SECOND);
+    let work: fn(&mut Fixture) = |fixture| fixture.reply_to_next();
+    for (start_successor, jobs, age) in
+        [(restart, None, None), (recycle, None, Some(SECOND)), (work, Some(3), None)]
+    {
+        let mut limits = limits(1, 1, 0);
+        (limits.recycle.jobs, limits.recycle.age) = (jobs, age);
+        let mut fixture = Fixture::ready(limits);
+        let old = fixture.newest_worker();
+        start_successor(&mut fixture);
+        let (successor, started) = (fixture.newest_worker(), fixture.spawned.len());
+        assert_ne!(successor, old);
+        fixture.apply(Event::Restart);
+        assert_eq!(fixture.killed, [(successor, KillReason::NotNeeded)]);
+        fixture.reply_to_next();
+        fixture.exit_worker(successor, Death::Signal(9));
+        assert_eq!(fixture.spawned.len(), started + 1, "the next successor must be started at once");
+        let new = fixture.newest_worker();
+        fixture.bring_up(new);
+        assert_eq!(fixture.drained, [old]);
+        let job = fixture.job();
+        assert_eq!(fixture.holder(job), new);
+    }
+}
+
+#[test]
+fn restart_kills_the_successor_of_a_worker_at_its_job_limit() {
+    let mut fixture = Fixture::ready(counted(1, limits(1, 1, 1)));
+    let last = fixture.job();
+    let successor = fixture.newest_worker();
+    fixture.apply(Event::Restart);
+    assert_eq!(fixture.killed, [(successor, KillReason::NotNeeded)]);
+    fixture.exit_worker(successor, Death::Signal(9));
+    let new = fixture.newest_worker();
+    fixture.bring_up(new);
+    let next = fixture.job();
+    fixture.reply(last);
+    assert_eq!(fixture.holder(next), new);
+}
+
+/// The kills by restarts are not failures of the slot, and are followed by a start under every policy.
+#[test]
+fn restarts_of_a_starting_worker_do_not_stop_its_slot() {
+    for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
+        let mut limits = limits(1, 1, 0);
+        (limits.restart.policy, limits.restart.max) = (policy, 1);
+        let mut fixture = Fixture::starting(limits);
+        let job = fixture.job();
+        for restarts in 1..=10 {
+            fixture.apply(Event::Restart);
+            fixture.exit_worker(fixture.newest_worker(), Death::Signal(9));
+            assert_eq!(fixture.spawned.len(), 1 + restarts, "{policy:?}");
+        }
+        fixture.bring_up(fixture.newest_worker());
+        fixture.reply(job);
+        fixture.expect(job, "ok", None);
+    }
+}
+
+/// The slot's new worker is not replaced because of the restart, but because of the resize.
+#[test]
+fn resize_during_a_restart_replaces_new_workers() {
+    let mut fixture = Fixture::ready(limits(2, 1, 0));
+    let [first, second] = fixture.spawned[..] else { panic!("two workers must start") };
+    fixture.apply(Event::Restart);
+    let successor = fixture.newest_worker();
+    fixture.exit_worker(second, Death::Signal(11));
+    let new = fixture.newest_worker();
+    fixture.bring_up_as(new, Capabilities::default());
+    fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(2), ..LimitChange::default() }));
+    fixture.bring_up(successor);
+    fixture.exit_worker(first, Death::Exit(0));
+    fixture.bring_up(fixture.newest_worker());
+    assert_eq!((&fixture.drained, fixture.bulkhead.limit()), (&vec![first, new], 4));
 }
 
 // Maximum number of jobs per worker.
@@ -314,13 +441,15 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     let mut fixture = Fixture::ready(limits.clone());
     let old = fixture.newest_worker();
     fixture.reply_to_next();
+    let standby = fixture.newest_worker();
     // The worker reached `recycle.age` while a replaced worker was still exiting, so no successor could be
     // started yet.
     fixture.apply(Event::Restart);
+    fixture.exit_worker(standby, Death::Signal(9));
     let current = fixture.newest_worker();
     fixture.bring_up(current);
     fixture.wait(2 * SECOND - MS);
-    assert_eq!((&fixture.drained, fixture.spawned.len()), (&vec![old], 2));
+    assert_eq!((&fixture.drained, fixture.spawned.len()), (&vec![old], 3));
     fixture.wait(MS);
     fixture.exit_worker(old, Death::Exit(0));
     limits.recycle.age = None;

@@ -50,7 +50,7 @@ fn random_histories_follow_the_rules() {
 }
 
 /// Situations that every long simulation must reach.
-const REQUIRED: [&str; 123] = [
+const REQUIRED: [&str; 124] = [
     "death withholds no permit",
     "death withholds the permit of a tenant",
     "death withholds permits of several tenants",
@@ -90,6 +90,7 @@ const REQUIRED: [&str; 123] = [
     "dead and not reaped",
     "lost with the keeper while reaped",
     "kill not needed",
+    "starting worker killed by a restart",
     "backoff continues after scaling to zero",
     "cpu time recorded",
     "alive according to the timestamp",

@@ -4,7 +4,7 @@
 
 mod fixture;
 
-use bulkhead_policy::{Death, Event, Limits, OperatorEvent, RestartCause};
+use bulkhead_policy::{Death, Event, KillReason, Limits, OperatorEvent, RestartCause};
 use fixture::{Fixture, MS, SECOND, limits};
 
 fn with_spares(limits: Limits, spares: u32) -> Limits {
@@ -94,6 +94,22 @@ fn spares_do_not_hide_a_crash_loop() {
         }
     }
     assert!(fixture.events.iter().any(|note| matches!(note, OperatorEvent::BulkheadFailed { .. })));
+}
+
+/// A starting spare may have read an old secret, so that it must not take over a slot.
+#[test]
+fn restart_kills_starting_spares() {
+    let mut fixture = Fixture::starting(with_spares(limits(1, 1, 0), 1));
+    let [old, spare] = fixture.spawned[..] else { panic!("a worker and a spare must start") };
+    fixture.bring_up(old);
+    fixture.apply(Event::Restart);
+    assert_eq!(fixture.killed, [(spare, KillReason::NotNeeded)]);
+    fixture.exit_worker(spare, Death::Signal(9));
+    let new = fixture.newest_worker();
+    fixture.bring_up(new);
+    assert_eq!((takeovers(&fixture), &fixture.drained), (1, &vec![old]));
+    let job = fixture.job();
+    assert_eq!(fixture.holder(job), new);
 }
 
 #[test]

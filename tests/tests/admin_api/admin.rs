@@ -477,7 +477,7 @@ fn snapshot_counts_every_outcome() {
         assert!(is_alive(worker["pid"].as_u64().unwrap() as u32), "{worker}");
         assert!(worker["state"].is_string(), "{worker}");
         assert!(worker["last_exit"].is_string() || worker["last_exit"].is_null(), "{worker}");
-        assert_eq!(worker["in_flight"], 2, "{worker}");
+        assert_eq!((&worker["in_flight"], &worker["outdated"]), (&2.into(), &false.into()), "{worker}");
     }
     let exits: String = workers.iter().filter_map(|w| w["last_exit"].as_str()).collect();
     assert_eq!(exits, "killed by SIGABRT", "{snapshot}");

@@ -42,6 +42,26 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     (name.strip_prefix("bulkhead-").unwrap().to_owned(), found)
 }
 
+/// Cargo would not run such tests.
+#[test]
+fn programs_that_are_not_tested_have_no_tests() {
+    let is_untested = |member: &PathBuf| {
+        fs::read_to_string(member.join("Cargo.toml")).unwrap().contains("\ntest = false\n")
+    };
+    let untested: Vec<_> = members().into_iter().filter(is_untested).collect();
+    assert!(!untested.is_empty());
+    for member in untested {
+        let mut places = vec![member.join("src/main.rs"), member.join("src/bin")];
+        while let Some(place) = places.pop() {
+            if place.is_dir() {
+                places.extend(fs::read_dir(&place).unwrap().map(|entry| entry.unwrap().path()));
+            } else if let Ok(text) = fs::read_to_string(&place) {
+                assert!(!text.contains("#[test]"), "{} has a test: remove `test = false`", place.display());
+            }
+        }
+    }
+}
+
 #[test]
 fn crate_dependencies_match_documentation() {
     let page = fs::read_to_string(workspace().join("docs/architecture.md")).unwrap();

@@ -46,7 +46,15 @@ fn by_hand(mode: &str) -> Supervisor {
 
 /// Returns test data that depends on the position and on the seed.
 fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|at| (at.wrapping_mul(31) ^ (at >> 12).wrapping_mul(7) ^ seed) as u8).collect()
+    const PAGE: usize = 4096;
+    let mut all = Vec::with_capacity(bytes.next_multiple_of(PAGE));
+    for page in 0..bytes.div_ceil(PAGE) {
+        // Few bytes are computed and many are copied, because tests are not optimised.
+        let part: Vec<u8> = (0..256).map(|at| ((at * 31) ^ (page * 7) ^ seed) as u8).collect();
+        all.extend(part.repeat(PAGE / part.len()));
+    }
+    all.truncate(bytes);
+    all
 }
 
 /// Returns "file" if a worker gets a payload of 1 MiB in a memory file, or "bytes" if over the socket.

@@ -18,22 +18,27 @@ const DEADLINE: Duration = Duration::from_secs(600);
 /// Time between two faults, from begin to begin.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
 
+/// Outcomes of jobs when hosts are lost and stopped.
+const OUTCOMES: &[&str] = &["ok", "crashed/host_lost", "crashed/stopped"];
+
 const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 2\nmax_queue = 10\n\
                          deadline = \"30s\"\nlookahead = \"0s\"\n";
 
 /// A planned run.
-struct Plan {
-    version: &'static str,
-    seconds: u64,
-    seed: u64,
+pub(super) struct Plan {
+    pub(super) version: &'static str,
+    pub(super) seconds: u64,
+    pub(super) seed: u64,
     /// Jobs per second.
-    rate: u64,
+    pub(super) rate: u64,
     /// Run time of each job, in ms.
-    run_ms: u64,
+    pub(super) run_ms: u64,
     /// Each job whose number is a multiple is submitted twice.
-    copied: u64,
+    pub(super) copied: u64,
     /// Fault of all agents, if any.
-    planted: Option<&'static str>,
+    pub(super) planted: Option<&'static str>,
+    /// Outcomes that are no violation.
+    pub(super) outcomes: &'static [&'static str],
 }
 
 /// The end of one job.
@@ -44,12 +49,12 @@ struct JobEnd {
 
 /// Result of a run.
 #[derive(Debug)]
-#[expect(dead_code, reason = "printed")]
-struct Report {
-    outcomes: BTreeMap<String, usize>,
+pub(super) struct Report {
+    pub(super) outcomes: BTreeMap<String, usize>,
+    #[expect(dead_code, reason = "printed")]
     ran_again: usize,
-    faults: usize,
     /// Time from the last fault to the last outcome.
+    #[expect(dead_code, reason = "printed")]
     settled: Duration,
 }
 
@@ -156,7 +161,7 @@ impl Random {
     }
 }
 
-fn pause(time: Duration) {
+pub(super) fn pause(time: Duration) {
     std::thread::park_timeout(time);
 }
 
@@ -252,21 +257,43 @@ fn start_agent(fleet: &mut TestFleet, host: usize, planted: Option<&str>) {
     }
 }
 
-/// Runs a plan. Returns the first broken promise. `None` if the servers are missing.
+/// Runs a plan with random faults. Returns the first broken promise. `None` if the servers are missing.
 fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let mut fleet = TestFleet::start(plan.version, 3, &settings)?;
     for name in ["host-a", "host-b"] {
-        let host = fleet.prepare_host(name, Supervisor::start(&format!("{BULKHEADS}{SAME_NUMBERS}")));
+        let host = prepare_host(&mut fleet, name);
         start_agent(&mut fleet, host, plan.planted);
         fleet.wait_agent(name);
     }
+    let mut random = Random(plan.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    Some(submit_during(plan, &mut fleet, |fleet| {
+        let mut faults = Vec::new();
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(plan.seconds) {
+            let fault_began = Instant::now();
+            faults.push(fault(fleet, &mut random, plan.planted));
+            pause(FAULT_INTERVAL.saturating_sub(fault_began.elapsed()));
+        }
+        println!("{} faults: {:?}", faults.len(), tally(faults.iter()));
+    }))
+}
+
+/// Adds a host without an agent.
+pub(super) fn prepare_host(fleet: &mut TestFleet, name: &str) -> usize {
+    fleet.prepare_host(name, Supervisor::start(&format!("{BULKHEADS}{SAME_NUMBERS}")))
+}
+
+/// Submits the jobs of a plan while `cause` causes faults, and waits for all outcomes. Returns the first broken promise.
+pub(super) fn submit_during(
+    plan: &Plan,
+    fleet: &mut TestFleet,
+    cause: impl FnOnce(&mut TestFleet),
+) -> Result<Report, String> {
     let files = Files::of(fleet.folder.path());
     let config = fleet.config();
-    let mut random = Random(plan.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-    let (mut faults, mut last_fault) = (Vec::new(), Instant::now());
     let (give_up, given_up) = watch::channel(false);
-    let ends = std::thread::scope(|scope| {
+    let (ends, settled) = std::thread::scope(|scope| {
         let submitter = scope.spawn(|| {
             run(async {
                 let settings = bulkhead_fleet::settings::Settings::read(&config).unwrap();
@@ -274,38 +301,29 @@ fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
                 submit_all(client, plan, &files, given_up).await
             })
         });
-        let began = Instant::now();
-        while began.elapsed() < Duration::from_secs(plan.seconds) {
-            let fault_began = Instant::now();
-            faults.push(fault(&mut fleet, &mut random, plan.planted));
-            last_fault = Instant::now();
-            pause(FAULT_INTERVAL.saturating_sub(fault_began.elapsed()));
-        }
+        cause(fleet);
+        let last_fault = Instant::now();
         wait_for("every job has an outcome", || {
             // With a planted fault, some jobs never have one.
             let is_lost = plan.planted.is_some() && last_fault.elapsed() > 10 * HOST_LOST_AFTER;
             (is_lost || submitter.is_finished()).then_some(())
         });
         give_up.send_replace(true);
-        submitter.join().unwrap()
+        (submitter.join().unwrap(), last_fault.elapsed())
     });
-    let settled = last_fault.elapsed();
-    println!("faults: {:?}", tally(faults.iter()));
-    let Some(ends) = ends else {
-        return Some(Err("accepted jobs are not decided".into()));
-    };
-    Some(judge(ends, &files, faults.len(), settled).inspect(|report| {
-        println!("{} (seed {}): {report:?}", plan.version, plan.seed);
-        if plan.planted.is_none() {
-            fleet.wait_drained("b");
-        }
-    }))
+    let ends = ends.ok_or("accepted jobs are not decided")?;
+    let report = judge(plan, ends, &files, settled)?;
+    println!("{} (seed {}): {report:?}", plan.version, plan.seed);
+    if plan.planted.is_none() {
+        fleet.wait_drained("b");
+    }
+    Ok(report)
 }
 
 fn judge(
+    plan: &Plan,
     ends: Vec<Result<JobEnd, String>>,
     files: &Files,
-    faults: usize,
     settled: Duration,
 ) -> Result<Report, String> {
     let (begun, ended) = (Files::count(&files.begun), Files::count(&files.ended));
@@ -320,8 +338,7 @@ fn judge(
         if outcome == "ok" && !ended.contains_key(number) {
             return Err(format!("job {number} is ok and did not run to its end"));
         }
-        let may_be = ["ok", "crashed/host_lost", "crashed/stopped"];
-        if !may_be.contains(&outcome.as_str()) {
+        if !plan.outcomes.contains(&outcome.as_str()) {
             return Err(format!("job {number} ended as {outcome}"));
         }
         if is_idempotent(*number) && outcome != "ok" {
@@ -330,7 +347,7 @@ fn judge(
     }
     let ran_again = begun.values().filter(|count| **count > 1).count();
     let outcomes = tally(ends.into_iter().map(|end| end.outcome));
-    Ok(Report { outcomes, ran_again, faults, settled })
+    Ok(Report { outcomes, ran_again, settled })
 }
 
 fn variable(name: &str, default: u64) -> u64 {
@@ -339,15 +356,21 @@ fn variable(name: &str, default: u64) -> u64 {
 
 #[test]
 fn every_job_has_one_outcome_while_hosts_and_servers_die() {
-    let _heavy = heavy();
     let seconds = variable("BULKHEAD_FLEET_CHAOS_SECONDS", 20);
     let wanted = std::env::var("BULKHEAD_FLEET_CHAOS_VERSION").ok();
     let versions =
         VERSIONS.into_iter().filter(|version| wanted.as_deref().is_none_or(|wanted| wanted == *version));
     for (version, seed) in versions.zip(variable("BULKHEAD_FLEET_CHAOS_SEED", 1)..) {
-        let Some(result) =
-            chaos(&Plan { version, seconds, seed, rate: 40, run_ms: 120, copied: 5, planted: None })
-        else {
+        let Some(result) = chaos(&Plan {
+            version,
+            seconds,
+            seed,
+            rate: 40,
+            run_ms: 120,
+            copied: 5,
+            planted: None,
+            outcomes: OUTCOMES,
+        }) else {
             return;
         };
         result.unwrap_or_else(|violation| panic!("{version}, seed {seed}: {violation}"));
@@ -370,6 +393,7 @@ fn planted_faults_are_found() {
                 run_ms: 500,
                 copied: 1,
                 planted: Some(planted),
+                outcomes: OUTCOMES,
             };
             match chaos(&plan) {
                 Some(Ok(_)) => None,

@@ -1,6 +1,6 @@
 //! Lost, frozen and stopped agents, supervisors and servers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -200,16 +200,22 @@ fn drained_agent_finishes_its_jobs_and_returns_the_others() {
     });
 }
 
-#[test]
-fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
-    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
-    let library = fleet.folder.path().join("clock.so");
+/// Compiles the library that sets the clock of a process five seconds ahead.
+pub(crate) fn clock_library(folder: &Path) -> PathBuf {
+    let library = folder.join("clock.so");
     let compile = Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
         .arg(&library)
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fleet/clock.c"))
         .status();
     assert!(compile.expect("a C compiler").success());
+    library
+}
+
+#[test]
+fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let library = clock_library(fleet.folder.path());
     let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
     fleet.hosts[host].start_agent_under(&library);
     fleet.wait_agent("host-a");

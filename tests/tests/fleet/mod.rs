@@ -6,4 +6,5 @@ mod commands;
 mod failures;
 mod jobs;
 mod limits;
+mod outages;
 mod security;

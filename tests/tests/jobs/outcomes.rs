@@ -302,9 +302,9 @@ fn crashing_bulkhead_does_not_affect_other_bulkheads() {
             let client = client.clone();
             workers.spawn(async move {
                 let mut seen = Vec::new();
-                for round in 0..157_u32 {
+                for round in 0..32_u32 {
                     let number = round * 64 + lane;
-                    if number >= 10_000 {
+                    if number >= 2_000 {
                         break;
                     }
                     let (name, operation) = match number % 4 {
@@ -321,12 +321,12 @@ fn crashing_bulkhead_does_not_affect_other_bulkheads() {
         }
         tally(workers.join_all().await.into_iter().flatten())
     });
-    assert_eq!(counts.values().sum::<usize>(), 10_000);
+    assert_eq!(counts.values().sum::<usize>(), 2_000);
     for name in ["a", "b", "c"] {
-        assert_eq!(counts.get(&format!("{name} ok")), Some(&2500), "{counts:?}");
+        assert_eq!(counts.get(&format!("{name} ok")), Some(&500), "{counts:?}");
     }
-    assert_eq!(counts.get("crash crashed/signal"), Some(&2500), "{counts:?}");
-    assert!(supervisor.number("crash", "restarts") >= 1000);
+    assert_eq!(counts.get("crash crashed/signal"), Some(&500), "{counts:?}");
+    assert!(supervisor.number("crash", "restarts") >= 200);
 }
 
 /// The worker finishes before the deadline check, because the supervisor is stopped when the deadline passes. The job

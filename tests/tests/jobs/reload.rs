@@ -688,7 +688,7 @@ async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<A
 fn hundred_reloads_under_load_lose_no_job() {
     let _turn = heavy();
     const ROUNDS: usize = 100;
-    const JOBS_MIN: usize = 50_000;
+    const JOBS_MIN: usize = 20_000;
     let file = |round: usize| {
         let (limits, env) = (1 + round % 4, round / 5 % 2);
         let program = ["command = [\"MISBEHAVE\"]", "exec = [\"/bin/cat\"]"][round / 10 % 2];

@@ -1,6 +1,7 @@
 //! Start and end of supervisors, including embedded supervisors.
 
 mod embedded;
+mod surroundings;
 mod survival;
 mod threads;
 mod upgrade;

@@ -410,10 +410,13 @@ fn two_thousand_tenants_leak_no_resources() {
 #[test]
 fn rejected_tenants_use_bounded_memory() {
     let _turn = heavy();
-    let supervisor = Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2"));
+    let supervisor =
+        Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2\ndeadline_max = \"1h\""));
     run(async {
         let client = connect(&supervisor).await;
-        let busy = hang(&client, "busy");
+        // The job must outlast all others, also on a busy machine.
+        let hour = Duration::from_secs(3600);
+        let busy = spawn(client.job("b", "").operation("hang").tenant("busy").deadline(hour));
         wait_part(&supervisor, "busy", "in_flight", 1);
         let flood = async |from: usize, to: usize| {
             for tenant in from..to {

@@ -5,7 +5,7 @@ use std::fs::{self, Permissions};
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
@@ -142,6 +142,49 @@ fn restart_rereads_the_secret() {
         wait_for("a worker has the new secret", || {
             (secret_of(&supervisor, name).as_deref() == Some("second")).then_some(())
         });
+    }
+}
+
+/// Returns a bulkhead whose processes write the secret to the file `NAME.seen`, and then wait for the file
+/// `NAME.start`.
+fn starting_slowly(name: &str, more: &str) -> String {
+    let program = format!("{:?}", programs().join("hostile"));
+    let script = "echo $SECRET >> $0.seen; until test -e $0.start; do sleep 0.05; done; exec $1";
+    let more = format!(
+        "cwd = \".\"\nenv = {{ PATH = \"/usr/bin:/bin\" }}\nsandbox = {{ profile = \"none\" }}\n{more}"
+    );
+    let command = format!("[\"sh\", \"-c\", \"{script}\", \"{name}\", {program}]");
+    hostile(name, &more).replace(&format!("[{program}]"), &command)
+}
+
+/// A worker, spare or template that is still starting has read the old secret, so that a restart also replaces it.
+#[test]
+fn restart_replaces_processes_that_are_still_starting() {
+    let (folder, path) = folder_with("first");
+    let bulkheads = starting_slowly("worker", "processes = 2\nstart = { handshake = \"60s\", spares = 1 }")
+        + &starting_slowly("forked", "start.mode = \"fork\"");
+    let supervisor = Supervisor::launch(folder, "", &bulkheads);
+    let wait_for_starts = |name: &str, secret: &str, count: usize| {
+        wait_for(&format!("{count} processes of {name} have read the secret {secret}"), || {
+            let seen = fs::read_to_string(supervisor.file(&format!("{name}.seen"))).ok()?;
+            (seen.lines().filter(|line| *line == secret).count() == count).then_some(())
+        });
+    };
+    let bulkheads = [("worker", 3), ("forked", 1)];
+    for (name, count) in bulkheads {
+        wait_for_starts(name, "first", count);
+    }
+    write(&path, "second");
+    for (name, count) in bulkheads {
+        let mut command = supervisor.command();
+        let mut restart =
+            command.args(["restart", name, "--wait=60s"]).stdout(Stdio::null()).spawn().unwrap();
+        wait_for_starts(name, "second", count);
+        assert!(restart.try_wait().unwrap().is_none(), "{name}: no worker is ready yet");
+        supervisor.touch(&format!("{name}.start"));
+        assert!(restart.wait().unwrap().success(), "{name}");
+        assert!(supervisor.state(name).workers.iter().all(|worker| !worker.outdated), "{name}");
+        assert_eq!(secret_of(&supervisor, name).as_deref(), Some("second"), "{name}");
     }
 }
 

@@ -132,6 +132,7 @@ impl<'a> SnapshotSource<'a> {
                 pid: view.pid,
                 state: view.state.into(),
                 spare: view.is_spare,
+                outdated: view.is_outdated,
                 uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
                 in_flight: view.in_flight.into(),
                 served: view.served,

@@ -295,7 +295,8 @@ impl<T> Bulkhead<T> {
         let (entry, standby) = (self.workers.slot(slot), self.standby(slot));
         let is_due = match reason {
             // The slot may have got a new worker after it was listed for the rolling restart.
-            RecycleReason::Reload => worker.revision != Revision::UpToDate,
+            RecycleReason::Restart | RecycleReason::Reload => worker.is_outdated(),
+            RecycleReason::Resize => worker.sent_max_in_flight < self.limits.max_in_flight,
             _ => now >= worker.next_replacement_at,
         };
         if entry.successor != standby || entry.replaced > 0 || !worker.is_ready() || !is_due {
@@ -313,12 +314,33 @@ impl<T> Bulkhead<T> {
         }
     }
 
+    /// Replaces all workers, because they may have old secrets, an old environment or an old program.
     pub(super) fn rolling_restart(&mut self, now: Time) {
-        let slots = self.workers.slot_numbers().filter(|&slot| self.needs_restart(slot));
-        self.rolling = slots.map(|slot| (slot, RecycleReason::Restart)).collect();
         for place in self.workers.places() {
-            self.edit_timing(place, |worker| worker.next_replacement_at = now);
+            self.edit_timing(place, |worker| {
+                if worker.revision == Revision::UpToDate {
+                    worker.revision = Revision::BeforeRestart;
+                }
+            });
         }
+        self.replace_outdated(now, RecycleReason::Restart);
+    }
+
+    /// Replaces all workers, which must be marked as outdated. Ready workers are replaced one after the other,
+    /// and each continues until its replacement is ready. Starting workers, standbys and spares run no jobs,
+    /// and are killed at once.
+    fn replace_outdated(&mut self, now: Time, reason: RecycleReason) {
+        for place in self.workers.places() {
+            let is_starting = self.edit_timing(place, |worker| {
+                worker.next_replacement_at = now;
+                worker.is_starting() && !worker.assignment.is_replaced()
+            });
+            if is_starting == Some(true) {
+                self.kill(place, KillReason::NotNeeded);
+            }
+        }
+        let slots = self.workers.slot_numbers().filter(|&slot| self.needs_restart(slot));
+        self.rolling = slots.map(|slot| (slot, reason)).collect();
         self.dismiss_standbys(|_| true);
         self.dismiss_spares(|_| true);
         self.continue_rolling_restart(now);
@@ -351,33 +373,19 @@ impl<T> Bulkhead<T> {
 
     // New program or configuration.
 
-    /// Replaces all workers, because new workers will run a different program or configuration. Running
-    /// workers are replaced one after the other, and each continues until its replacement is ready. Workers
-    /// that are still starting are killed. Earlier failures are forgotten, because they do not apply to the
-    /// new program.
+    /// Replaces all workers, because new workers will run a different program or configuration. Earlier
+    /// failures are forgotten, because they do not apply to the new program.
     pub(super) fn replace(&mut self, now: Time) {
         for place in self.workers.places() {
-            let is_starting = self.edit_timing(place, |worker| {
-                worker.revision = Revision::Outdated { retry_at: None };
-                worker.next_replacement_at = now;
-                worker.is_starting() && !worker.assignment.is_replaced()
-            });
-            if is_starting == Some(true) {
-                self.kill(place, KillReason::NotNeeded);
-            }
+            self.edit_timing(place, |worker| worker.revision = Revision::BeforeReload { retry_at: None });
         }
-        self.dismiss_standbys(|_| true);
-        self.dismiss_spares(|_| true);
         self.spacing = RestartSpacing::default();
         for slot in self.workers.slot_numbers() {
             let record = self.workers.record(slot);
             record.failures.clear();
             record.saved_state = None;
         }
-        let slots = self.workers.slot_numbers().filter(|&slot| self.needs_restart(slot));
-        self.rolling = slots.map(|slot| (slot, RecycleReason::Reload)).collect();
-        self.continue_rolling_restart(now);
-        self.start_successors_at_job_limit(now);
+        self.replace_outdated(now, RecycleReason::Reload);
     }
 
     /// Tries again to replace an outdated worker.
@@ -388,7 +396,7 @@ impl<T> Bulkhead<T> {
         }
         let slot = worker.assignment.slot();
         self.edit_timing(place, |worker| {
-            worker.revision = Revision::Outdated { retry_at: None };
+            worker.revision = Revision::BeforeReload { retry_at: None };
             worker.next_replacement_at = now;
         });
         if !self.rolling.iter().any(|(rolling, _)| *rolling == slot) {
@@ -613,7 +621,7 @@ impl<T> Bulkhead<T> {
         self.rolling.clear();
         for place in self.workers.places() {
             self.edit_timing(place, |worker| {
-                if let Revision::Outdated { retry_at } = &mut worker.revision {
+                if let Revision::BeforeReload { retry_at } = &mut worker.revision {
                     *retry_at = Some(now + pause);
                 }
             });
@@ -638,6 +646,8 @@ impl<T> Bulkhead<T> {
         if let Some(successor) = self.workers.slot(slot).successor {
             self.set_slot(slot, SlotState::Occupied(successor));
             self.reassign(successor, |worker| worker.assignment = Assignment::of_slot(slot, false));
+            // The next slot can have a successor now.
+            self.continue_rolling_restart(now);
             return;
         }
         if !self.may_restart(effect) {

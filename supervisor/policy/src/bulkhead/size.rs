@@ -155,7 +155,8 @@ impl<T> Bulkhead<T> {
                 continue;
             }
             self.edit_timing(place, |worker| worker.next_replacement_at = now);
-            if !self.rolling.iter().any(|(rolling, _)| *rolling == slot) {
+            // A rolling restart does not replace this worker if the worker was started after the restart.
+            if !self.rolling.contains(&(slot, RecycleReason::Resize)) {
                 self.rolling.push_back((slot, RecycleReason::Resize));
             }
         }

@@ -135,6 +135,8 @@ pub struct WorkerView {
     pub is_stalled: bool,
     /// True if the worker is a spare, ready or starting.
     pub is_spare: bool,
+    /// True if the worker was started before the last restart, or has a previous program or configuration.
+    pub is_outdated: bool,
 }
 
 /// Summary of one worker.
@@ -494,6 +496,7 @@ impl<T> Bulkhead<T> {
                     is_exclusive: worker.exclusivity != Exclusivity::Shared,
                     is_stalled: worker.is_stalled,
                     is_spare: worker.assignment.is_spare(),
+                    is_outdated: worker.is_outdated(),
                 }
             })
             .collect();

@@ -63,6 +63,8 @@ pub(crate) struct Model {
     last_spaced_start: Option<Time>,
     /// Slots that a rolling restart can still reach.
     rolling: BTreeSet<u32>,
+    /// True from a restart or a new program until the replacement of a worker fails.
+    is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
     /// Number of times that a worker has left its slot.
@@ -145,9 +147,11 @@ struct Worker {
     heartbeat: Duration,
     /// Time by which the worker must send its hello.
     hello_by: Time,
-    /// True if the worker runs an outdated program. After a failed replacement, `retry_replacement_at` is the
-    /// time of the next attempt.
+    /// True if the worker was started before the last restart or before a new program.
     is_outdated: bool,
+    /// True if the worker runs a previous program. After a failed replacement, `retry_replacement_at` is the
+    /// time of the next attempt.
+    has_old_program: bool,
     retry_replacement_at: Option<Time>,
     /// Maximum number of concurrent jobs last sent to the worker.
     sent_max_in_flight: u32,
@@ -210,9 +214,7 @@ struct Step {
     preferred: Option<(JobId, WorkerId)>,
     /// Outcomes that policy must send in this step.
     required: BTreeMap<JobId, Verdict>,
-    /// True if all workers must be replaced because of a new program. Starting workers must be killed.
-    is_replaced: bool,
-    /// True if all workers must be replaced.
+    /// True if all workers must be replaced. Starting workers must be killed.
     is_restarted: bool,
     /// True if `recycle.jobs` has changed.
     is_recounted: bool,
@@ -302,6 +304,7 @@ impl Model {
             early_deaths: 0,
             last_spaced_start: None,
             rolling: BTreeSet::new(),
+            is_restarting: false,
             counters: Counters::default(),
             newest_generation: 0,
             release_count: 0,
@@ -387,6 +390,7 @@ impl Model {
         );
         self.check_suspects();
         self.check_spares();
+        self.check_outdated();
         let has_room = self.least_loaded().is_some();
         assert!(self.next_candidates().is_empty() || !has_room, "a job waits although a worker could run it");
         assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits although no worker will start");
@@ -450,6 +454,7 @@ impl Model {
             let in_flight = worker.jobs.len() as u32;
             let expected = (worker.id, worker.slot, in_flight, worker.served, self.is_current(worker));
             assert_eq!((view.id, view.slot, view.in_flight, view.served, view.is_current), expected);
+            assert_eq!(view.is_outdated, worker.is_outdated, "{:?}", view.id);
         }
     }
 

@@ -418,9 +418,9 @@ impl DataPlane {
             self.flush_link(index);
             return Err(message);
         }
+        let says = |bit| hello.capabilities & bit != 0;
         // The journal is sent before the welcome, so that the worker has it from the beginning.
-        let wants = capability::RESIZE | capability::PREFETCH;
-        if hello.capabilities & wants == wants {
+        if says(capability::RESIZE) && (says(capability::PREFETCH) || says(capability::STACK_TEXT)) {
             self.lend_journal(index, hello.capabilities);
         }
         let link = &mut self.links[index];
@@ -451,12 +451,13 @@ impl DataPlane {
             self.leases.worker_ready(link.spawn);
         }
         self.links.schedule_flush(index);
-        let says = |bit| hello.capabilities & bit != 0;
         let capabilities = Capabilities {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
             can_resize: says(capability::RESIZE),
         };
-        let journal = self.links[index].journal.as_ref().map(Journal::claims);
+        // Without this capability, the worker can only write text into the file.
+        let journal =
+            self.links[index].journal.as_ref().filter(|_| says(capability::PREFETCH)).map(Journal::claims);
         let event = Event::Hello { worker, capabilities, journal };
         self.apply(compartment, event, Incoming::None);
         Ok(())

@@ -39,6 +39,7 @@ impl Worker {
             heartbeat: limits.health.heartbeat,
             hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
             is_outdated: false,
+            has_old_program: false,
             retry_replacement_at: None,
             sent_max_in_flight: u32::MAX,
             is_exclusive: false,
@@ -170,6 +171,10 @@ impl Model {
             self.is_kill_allowed(worker, reason),
             "{id:?} was killed although the rules do not allow it: {reason:?}"
         );
+        let is_ready = worker.ready_at.is_some();
+        if worker.is_outdated && !is_ready && self.step.is_restarted && self.step.cause != Cause::Replace {
+            self.coverage.see("starting worker killed by a restart");
+        }
         self.live_mut(id).expect("the worker must be alive").killed = Some(reason.clone());
         self.step.sent_invalid_reply = self.step.sent_invalid_reply.filter(|&liar| liar != id);
     }
@@ -190,7 +195,7 @@ impl Model {
             KillReason::ExitTimeout => self.is_overdue(worker),
             KillReason::NotNeeded => {
                 let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
-                let is_unwanted = self.step.is_replaced || !self.is_wanted(worker);
+                let is_unwanted = worker.is_outdated || !self.is_wanted(worker);
                 has_not_begun && (self.is_stopping() || is_unwanted)
                     || self.is_surplus_standby(worker)
                     || self.is_stale_spare(worker)
@@ -260,7 +265,7 @@ impl Model {
             let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
             assert!(
                 !has_not_begun || !worker.is_outdated || !self.is_wanted(worker),
-                "{:?} is starting with an outdated program but was not killed",
+                "{:?} was started before a restart and is still starting, but was not killed",
                 worker.id
             );
             assert!(

@@ -165,6 +165,18 @@ impl Model {
         }
     }
 
+    /// Ends the observations of workers that are no longer silent, according to their timestamps.
+    fn end_observations(&mut self) {
+        let is_over = |worker: &&Worker| {
+            let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= self.now);
+            is_due && !worker.was_checked && !self.is_silent(worker)
+        };
+        let over: Vec<u32> = self.workers.values().filter(is_over).map(|worker| worker.id.place).collect();
+        for place in over {
+            self.workers.entry(place).and_modify(|worker| worker.observed_since = None);
+        }
+    }
+
     // Clients.
 
     fn submit(&mut self, submission: &Submission<Tag>) {
@@ -369,6 +381,7 @@ impl Model {
     fn tick(&mut self) {
         let now = self.now;
         self.replace_again();
+        self.end_observations();
         if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
             self.scale_to_zero();
         }
@@ -643,16 +656,18 @@ impl Model {
     fn restart(&mut self) {
         self.step.is_restarted = true;
         self.rolling = (0..self.slots.len() as u32).collect();
+        self.is_restarting = true;
         let now = self.now;
-        self.workers.values_mut().for_each(|worker| worker.next_replacement_at = now);
+        for worker in self.workers.values_mut() {
+            (worker.is_outdated, worker.next_replacement_at) = (true, now);
+        }
     }
 
     /// New workers run another program from now on.
     fn replace(&mut self) {
-        self.step.is_replaced = true;
         self.restart();
         for worker in self.workers.values_mut() {
-            (worker.is_outdated, worker.retry_replacement_at) = (true, None);
+            (worker.has_old_program, worker.retry_replacement_at) = (true, None);
         }
         self.reset();
     }

@@ -98,7 +98,9 @@ impl Model {
             assert!(worker.next_replacement_at <= self.now, "the next successor was started too soon");
             return;
         }
-        assert!(self.rolling.remove(&slot), "slot {slot} was recycled without a reason");
+        // A worker that has replaced another one may itself be unable to raise its maximum.
+        let is_behind = worker.sent_max_in_flight < self.limits.max_in_flight;
+        assert!(self.rolling.remove(&slot) || is_behind, "slot {slot} was recycled without a reason");
         let on_their_way = self.workers.values().filter(|w| self.is_successor(w) && !self.is_standby(w));
         assert_eq!(on_their_way.count(), 0, "a rolling restart must replace one worker at a time");
     }
@@ -109,6 +111,26 @@ impl Model {
         let worker = &self.workers[&current];
         let is_at_work = worker.phase == Phase::Ready && worker.is_alive();
         is_counted && is_at_work && self.jobs_left(worker) > 0
+    }
+
+    /// Checks that no worker from before a restart serves jobs when the restart is complete. The restart
+    /// continues while a worker is being replaced or a spare is starting, and ends if a replacement fails.
+    pub(super) fn check_outdated(&self) {
+        if !self.is_restarting || self.is_stopping() {
+            return;
+        }
+        let is_replacing = |worker: &Worker| {
+            let is_leaving = worker.left.is_none() && !self.is_wanted(worker);
+            is_leaving || self.is_successor(worker) && !self.is_standby(worker)
+        };
+        if self.is_waiting_for_spare() || self.workers.values().any(is_replacing) {
+            return;
+        }
+        let is_at_work =
+            |worker: &&Worker| worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
+        let outdated = self.workers.values().filter(is_at_work).find(|worker| worker.is_outdated);
+        let id = outdated.map(|worker| worker.id);
+        assert_eq!(id, None, "the worker is from before the restart, and is not being replaced");
     }
 
     fn is_successor(&self, worker: &Worker) -> bool {

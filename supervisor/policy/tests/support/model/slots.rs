@@ -201,7 +201,7 @@ impl Model {
         let Dead { is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
-        // The worker was killed while starting, because new workers run another program.
+        // The worker was killed while starting, because it was started before a restart or a new program.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
@@ -217,7 +217,8 @@ impl Model {
             let after = self.now + pause;
             self.workers.entry(current).and_modify(|worker| worker.next_replacement_at = after);
             self.rolling.clear();
-            for worker in self.workers.values_mut().filter(|worker| worker.is_outdated) {
+            self.is_restarting = false;
+            for worker in self.workers.values_mut().filter(|worker| worker.has_old_program) {
                 worker.retry_replacement_at = Some(after);
             }
         } else if current == id.place {

@@ -103,12 +103,20 @@ impl Model {
         }
     }
 
+    /// Returns true if no spare is ready, but one is starting or has yet to start.
+    pub(super) fn is_waiting_for_spare(&self) -> bool {
+        self.has_live_spare() && !self.workers.values().any(|worker| self.can_take_over(worker))
+    }
+
+    fn has_live_spare(&self) -> bool {
+        let is_coming = |state| matches!(state, SlotState::Occupied { .. } | SlotState::Awaiting);
+        self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state))
+    }
+
     /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more
     /// workers than slots and spares.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
-        let is_coming = |state| matches!(state, SlotState::Occupied { .. } | SlotState::Awaiting);
-        let comes = self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state));
-        assert!(!comes, "slot {slot} got a successor although there are spares");
+        assert!(!self.has_live_spare(), "slot {slot} got a successor although there are spares");
     }
 
     /// Checks that no spare is ready while a slot has no working worker.
