@@ -62,13 +62,13 @@ pub(super) struct Samples<S> {
     running: HashMap<u64, Running<S>>,
     /// Time of the last sample in each bulkhead.
     last: HashMap<BulkheadIndex, Time>,
-    /// The latest late job, with its report.
-    late_job: Option<(JobId, CrashId)>,
+    /// Report about the late job whose outcome is being sent.
+    report: Option<CrashId>,
 }
 
 impl<S> Samples<S> {
     pub(super) fn new() -> Self {
-        Self { running: HashMap::new(), last: HashMap::new(), late_job: None }
+        Self { running: HashMap::new(), last: HashMap::new(), report: None }
     }
 
     /// Returns true if the worker can be sampled now. If so, no other worker of the bulkhead can be sampled for one
@@ -113,15 +113,14 @@ impl<S> Samples<S> {
         self.running.values().map(|running| running.due).min()
     }
 
-    /// Records the report about a late job, so that the outcome of the job can name the report.
-    pub(super) fn set_report(&mut self, job: JobId, report: CrashId) {
-        self.late_job = Some((job, report));
+    /// Sets the report about the late job whose outcome is being sent. `None` if the job has no report.
+    pub(super) fn set_report(&mut self, report: Option<CrashId>) {
+        self.report = report;
     }
 
-    /// Returns the report about a job, if this was the latest late job.
-    pub(super) fn report_of(&self, job: Option<JobId>) -> Option<CrashId> {
-        let (late, report) = self.late_job?;
-        (job == Some(late)).then_some(report)
+    /// Returns the report about the late job whose outcome is being sent.
+    pub(super) fn report(&self) -> Option<CrashId> {
+        self.report
     }
 
     /// Removes the state of a bulkhead whose index will be reused.
@@ -174,14 +173,5 @@ mod tests {
         assert_eq!(samples.next_late(after(20)), Some(1));
         samples.finish(1);
         assert_eq!((samples.next_due(), samples.next_late(after(20))), (Some(after(25)), None));
-    }
-
-    #[test]
-    fn only_outcome_of_late_job_names_the_report() {
-        let mut samples = Samples::<()>::new();
-        let id = CrashId::new(std::time::SystemTime::UNIX_EPOCH, 1);
-        samples.set_report(JobId(7), id);
-        assert_eq!(samples.report_of(Some(JobId(7))), Some(id));
-        assert!(samples.report_of(Some(JobId(8))).is_none() && samples.report_of(None).is_none());
     }
 }

@@ -119,7 +119,7 @@ impl DataPlane {
     /// Returns the report about the death that ended this job, or about a job that was still running at its deadline.
     pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         match answer.verdict {
-            Verdict::DeadlineRunning => self.samples.report_of(answer.job),
+            Verdict::DeadlineRunning => self.samples.report(),
             _ => self.crashes.report_of(answer),
         }
     }

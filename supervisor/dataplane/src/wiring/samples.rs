@@ -4,7 +4,7 @@
 use std::io;
 use std::time::SystemTime;
 
-use bulkhead_api::NativeCrash;
+use bulkhead_api::{CrashId, NativeCrash};
 use bulkhead_keeper::Keeper;
 use bulkhead_plane::crash::{CrashRecord, RecordKind};
 use bulkhead_policy::{JobOutcome, KillReason, WorkerId};
@@ -24,23 +24,29 @@ use crate::{DataPlane, JobData};
 impl DataPlane {
     /// Starts to sample the worker that is still running a job at its deadline. The job's outcome names the report.
     pub(crate) fn sample_late_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
+        let report = self.begin_late_report(index, answer);
+        self.samples.set_report(report);
+    }
+
+    /// Returns the id of the report, or `None` if the job has no report.
+    fn begin_late_report(
+        &mut self,
+        index: CompartmentIndex,
+        answer: &JobOutcome<Box<JobData>>,
+    ) -> Option<CrashId> {
         let (now, bulkhead) = (self.now, self.compartments[index].bulkhead);
         let policy = &mut self.compartments[index].policy;
-        let Some((job, worker)) = answer.job.and_then(|job| Some((job, policy.worker_of(job)?))) else {
-            return;
-        };
-        let found = policy.post_mortem(now, worker, 0).zip(policy.held_job(now, job));
-        let Some(link) = self.links.of_worker(&self.compartments, (index, worker)) else { return };
-        let Some((post, held)) = found else { return };
+        let job = answer.job?;
+        let worker = policy.worker_of(job)?;
+        let (post, held) = (policy.post_mortem(now, worker, 0)?, policy.held_job(now, job)?);
+        let link = self.links.of_worker(&self.compartments, (index, worker))?;
         if !self.samples.admit(now, bulkhead, self.links[link].spawn) {
-            return;
+            return None;
         }
-        let Some(slot) = self.crashes.begin_hang_report(SystemTime::now()) else { return };
+        let slot = self.crashes.begin_hang_report(SystemTime::now())?;
         let id = slot.id();
         let late = LateJob { slot, post, job: late_job(&held, &answer.record) };
-        if self.begin_sample(link, Some(job), Some(Box::new(late))) {
-            self.samples.set_report(job, id);
-        }
+        self.begin_sample(link, Some(job), Some(Box::new(late))).then_some(id)
     }
 
     /// Starts to sample a worker that is about to be killed, if the reason is that it does not respond.

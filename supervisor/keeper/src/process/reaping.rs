@@ -145,6 +145,8 @@ impl EventLoop {
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,
+            // The kernel lets a thread that was stopped for a sample continue.
+            Waited::Stopped { .. } if self.samples.may_have_stopped(now) => {}
             Waited::Stopped { pid } => wait::kill_child(pid),
             Waited::Ended { pid, exit, usage } => match self.remove(pid) {
                 Some(child) => self.clean_up_after(pid, child, (exit, usage), now),

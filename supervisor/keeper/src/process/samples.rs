@@ -34,6 +34,8 @@ pub(super) struct Samples {
     waker: Arc<Waker>,
     waiting: VecDeque<Order>,
     current: Option<Current>,
+    /// End of the last sample.
+    ended_at: Option<Instant>,
 }
 
 struct Order {
@@ -53,7 +55,13 @@ struct Current {
 impl Samples {
     pub(super) fn new(poll: &Poll) -> io::Result<Self> {
         let waker = Arc::new(Waker::new(poll.registry(), Token(SAMPLED))?);
-        Ok(Self { waker, waiting: VecDeque::new(), current: None })
+        Ok(Self { waker, waiting: VecDeque::new(), current: None, ended_at: None })
+    }
+
+    /// Returns true if a thread may have been stopped for a sample, and not by its own request. A thread that stops late
+    /// can still be stopped when the sampler ends.
+    pub(super) fn may_have_stopped(&self, now: Instant) -> bool {
+        self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
 
     /// Returns true if threads may be stopped, so that a wait for children could report such a thread.
@@ -82,6 +90,7 @@ impl EventLoop {
         if let Some(current) = self.samples.current.take_if(has_ended) {
             // A panic is reported as a failed sample.
             let result = current.thread.join().unwrap_or(Err(Errno::EIO));
+            self.samples.ended_at = Some(Instant::now());
             self.report_sample(current.worker, result);
         }
         while self.samples.current.is_none()
