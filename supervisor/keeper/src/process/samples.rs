@@ -26,6 +26,9 @@ const WAITING_MAX: usize = 16;
 /// the thread until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
+/// Time after a sample in which a stopped thread is assumed to have been stopped for the sample.
+const LATE_STOP_TIME: Duration = Duration::from_millis(500);
+
 /// Stack size of the sampling thread, in bytes.
 const THREAD_STACK_BYTES: usize = 256 * 1024;
 
