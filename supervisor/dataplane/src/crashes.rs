@@ -131,11 +131,21 @@ pub(super) struct CrashContext {
 /// Stacks of a worker or program that did not end in time, or the reason why there are none.
 pub(super) struct Hang {
     /// Records of the threads, taken by the keeper.
-    pub(super) record: Option<CrashRecord>,
+    record: Option<CrashRecord>,
     /// Reason why there are no records.
-    pub(super) native: Option<NativeCrash>,
+    native: Option<NativeCrash>,
     /// Stacks that the worker has written as text.
-    pub(super) runtime_stack: Option<String>,
+    runtime_stack: Option<String>,
+}
+
+impl Hang {
+    pub(super) fn new(
+        record: Option<CrashRecord>,
+        native: Option<NativeCrash>,
+        runtime_stack: Option<String>,
+    ) -> Self {
+        Self { record, native, runtime_stack }
+    }
 }
 
 impl CrashContext {

@@ -97,13 +97,14 @@ use pauses::PauseDetector;
 use rejections::RejectionReports;
 use replays::Replays;
 use reporter::Reporter;
-use samples::{HeldAction, SampleSubject, Samples};
+use samples::{HeldAction, Samples};
 use sessions::{Session, Sessions};
 use shares::Owner;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::{Spans, Trace};
 use templates::Templates;
 use unread_loans::UnreadLoans;
+use wiring::samples::SampleSubject;
 
 /// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;

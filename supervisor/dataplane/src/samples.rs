@@ -5,17 +5,13 @@
 //! neither cancels the job nor kills the worker. `wiring/samples.rs` sends the orders and the reports.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_api::{CrashId, CrashJob};
-use bulkhead_plane::program::Program;
-use bulkhead_policy::{PostMortem, Time, WorkerId};
+use bulkhead_api::CrashId;
+use bulkhead_policy::Time;
 use bulkhead_shared::JobId;
 
-use super::crashes::ReportSlot;
-use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::slab::BulkheadIndex;
 
 /// Maximum delay of a cancellation or a kill.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
@@ -28,25 +24,6 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub(super) enum HeldAction {
     Cancel(JobId),
     Kill,
-}
-
-/// Context of a sample, for the report.
-pub(super) struct SampleSubject {
-    pub(super) compartment: CompartmentIndex,
-    pub(super) worker: WorkerId,
-    /// File that receives the stacks.
-    pub(super) file: OwnedFd,
-    pub(super) program: Arc<Program>,
-    /// Set if a job of the worker is late. Otherwise, the worker does not respond, and the stacks are added to the
-    /// report about its death.
-    pub(super) late: Option<Box<LateJob>>,
-}
-
-/// Report about a late job, still without the stacks.
-pub(super) struct LateJob {
-    pub(super) slot: ReportSlot,
-    pub(super) post: PostMortem,
-    pub(super) job: CrashJob,
 }
 
 /// A sample in progress. `subject` is the caller's context.

@@ -11,7 +11,7 @@ mod memory;
 mod reload;
 mod replays;
 mod reports;
-mod samples;
+pub(crate) mod samples;
 mod sessions;
 mod templates;
 mod tenants;

@@ -2,24 +2,46 @@
 //! to reports.
 
 use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::SystemTime;
 
-use bulkhead_api::{CrashId, NativeCrash};
+use bulkhead_api::{CrashId, CrashJob, NativeCrash};
 use bulkhead_keeper::Keeper;
 use bulkhead_plane::crash::{CrashRecord, RecordKind};
-use bulkhead_policy::{JobOutcome, KillReason, WorkerId};
+use bulkhead_plane::program::Program;
+use bulkhead_policy::{JobOutcome, KillReason, PostMortem, WorkerId};
 use bulkhead_shared::JobId;
 use bulkhead_shared::crash_record::RECORDS_BYTES_MAX;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::worker_protocol::Empty;
 
-use crate::crashes::{CrashContext, Hang, late_job};
+use crate::crashes::{CrashContext, Hang, ReportSlot, late_job};
 use crate::journal::Journal;
 use crate::links::Link;
 use crate::memory_files::sealed_file;
-use crate::samples::{HeldAction, LateJob, SampleSubject};
+use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
+
+/// Context of a sample, for the report.
+pub(crate) struct SampleSubject {
+    compartment: CompartmentIndex,
+    worker: WorkerId,
+    /// File that receives the stacks.
+    file: OwnedFd,
+    program: Arc<Program>,
+    /// Set if a job of the worker is late. Otherwise, the worker does not respond, and the stacks are added to the
+    /// report about its death.
+    late: Option<Box<LateJob>>,
+}
+
+/// Report about a late job, still without the stacks.
+struct LateJob {
+    slot: ReportSlot,
+    post: PostMortem,
+    job: CrashJob,
+}
 
 impl DataPlane {
     /// Starts to sample the worker that is still running a job at its deadline. The job's outcome names the report.
@@ -95,7 +117,7 @@ impl DataPlane {
         let record = native.is_none().then_some(CrashRecord { file, kind: RecordKind::Sample, program });
         let link = index.and_then(|index| self.links.get_mut(index));
         let text = link.as_ref().and_then(|link| link.journal.as_ref()).and_then(Journal::stack_text);
-        let hang = Hang { record, native, runtime_stack: text };
+        let hang = Hang::new(record, native, text);
         match (late, link) {
             (Some(late), _) => self.report_late_job(compartment, worker, *late, hang),
             (None, Some(link)) => link.set_hang(hang),
