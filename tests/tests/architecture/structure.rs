@@ -334,7 +334,7 @@ fn check_finds_circular_imports() {
 const METHOD_LINES_MAX: usize = 3663;
 const VISIBLE_FIELDS_MAX: usize = 98;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
-const CALL_CIRCLE_MAX: usize = 6;
+const CALL_CIRCLE_MAX: usize = 7;
 
 /// Returns the top-level module of a module, because its children count as the same file. Each child of `wiring`
 /// counts as a separate file.
