@@ -131,8 +131,8 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that was waiting for a spare can reach a slot whose worker is gone.
-            SlotState::Vacant(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
+            // A rolling restart that was waiting can reach a slot whose worker is gone.
+            SlotState::Vacant(_) if self.rolling.remove(&slot) => None,
             SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
             _ if self.rolling.remove(&slot) => None,
