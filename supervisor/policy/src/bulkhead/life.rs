@@ -363,6 +363,8 @@ impl<T> Bulkhead<T> {
             self.rolling.pop_front();
             match self.workers.slot(slot).state {
                 SlotState::Occupied(_) => self.recycle(now, slot, reason),
+                // The next worker of the slot gets the new maximum in any case.
+                _ if reason == RecycleReason::Resize => {}
                 SlotState::Backoff { .. } | SlotState::Stopped { .. } => {
                     self.spawn(now, slot, None);
                 }
