@@ -211,8 +211,14 @@ fn read_process(pid: u32) -> Option<Process> {
     parse_stat(&read_proc_file(&format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Reads at most the first 16 KiB of a file in `/proc`, with half as many system calls as [`std::fs::read_to_string`].
-/// Replaces bytes that are not UTF-8, which program names can contain.
+/// Reads at most the first 16 KiB of a file in `/proc`, with half as many system calls as
+/// [`std::fs::read_to_string`]. Replaces bytes that are not UTF-8, which program names can contain.
+///
+/// ```
+/// let stat = bulkhead_linux::process_tree::read_proc_file("/proc/self/stat")?;
+/// assert!(stat.starts_with(&format!("{} (", std::process::id())));
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub fn read_proc_file(path: &str) -> io::Result<String> {
     let mut bytes = Vec::with_capacity(INITIAL_BYTES);
     File::open(path)?.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
