@@ -1,5 +1,4 @@
-//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`. This path is used in
-//! `workers.toml`.
+//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`, the path in `workers.toml`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,5 +1,4 @@
-//! Hostile programs: a client and a worker, and busy loops for comparison. Each program runs until it is
-//! killed.
+//! Hostile clients and workers, and busy loops for comparison. Each program runs until it is killed.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -36,7 +35,7 @@ pub(crate) fn spin() -> ! {
 pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
-            // The supervisor closes the connection, because it accepts no descriptors.
+            // The supervisor accepts no descriptors and closes the connection.
             let Ok(socket) = connect(socket) else { continue };
             for _ in 0..8 {
                 let (held, _peer) = slow_to_close()?;
@@ -83,7 +82,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = connect(path)?;
             socket.set_nonblocking(true)?;
-            // The second field is the number of bytes of the current burst that have been written.
+            // The number counts the written bytes of the current burst.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {
@@ -110,7 +109,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     let _ = link.read(&mut welcome)?;
     link.write_all(&frame(self::kind::READY, 0, &Empty)?)?;
     if kind == "idle" {
-        // An idle worker runs no jobs and does no harm.
+        // An idle worker behaves well and runs no jobs.
         while link.read(&mut welcome)? > 0 {}
         return Ok(());
     }
@@ -127,7 +126,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
         }
         "descriptors" => loop {
             let (held, _peer) = slow_to_close()?;
-            // Each heartbeat carries a descriptor.
+            // A descriptor accompanies each heartbeat.
             if send_descriptor(link.as_fd(), &frame(self::kind::HEARTBEAT, 0, &Empty)?, held.as_fd()).is_err()
             {
                 std::thread::sleep(Duration::from_millis(1));
@@ -137,8 +136,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and its peer, which reads nothing. Closing the connection's last
-/// descriptor takes seconds.
+/// Returns a connection with unsent data, and its peer, which never reads. Closing the connection's last descriptor
+/// takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

@@ -1,6 +1,5 @@
-//! Measures how much an attack slows down honest jobs, compared with busy loops in place of the attacker. The
-//! jobs are sent at fixed times, and the result is their p99 latency, so that a stall counts for each job
-//! that it delays.
+//! Measures how much an attack slows down honest jobs, in comparison with busy loops. Jobs are sent at fixed times, and
+//! the result is their p99 latency, so that a stall affects every job that it delays.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -19,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "attack";
 
-/// Sizes of these measurements.
+/// Size of these measurements.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. In each pair, one round runs alongside busy loops and the other alongside the
     /// attack.
@@ -37,8 +36,8 @@ const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Script of the programs in a worker. An honest program exits at once. The hostile program attacks the other
-/// programs and the worker until it dies.
+/// Programs that the worker runs. An honest program exits immediately. The hostile program attacks the other programs
+/// and the worker until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
@@ -49,7 +48,7 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     done 2> /dev/null;; \
     *) cat;; esac";
 
-/// Latency that is recorded if an honest job has a wrong outcome.
+/// Latency that is recorded for an honest job with a wrong outcome.
 const WRONG_OUTCOME_LATENCY: Duration = Duration::from_secs(60);
 
 /// User id without privileges (`nobody`).
@@ -62,18 +61,18 @@ enum Attacker {
     Clients(&'static str, usize),
     /// Kind of hostile worker, and number of these workers in one bulkhead.
     Workers(&'static str, usize),
-    /// Bulkhead that appears honest, and number of its concurrent jobs.
+    /// Bulkhead with jobs that look honest, and number of its concurrent jobs.
     Jobs(&'static str, usize),
 }
 
-/// Jobs whose latency is measured.
+/// Work whose latency is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Victim {
     /// Jobs of another bulkhead.
     Jobs,
     /// Jobs that crash their worker. The latency includes the delivery of the outcome.
     Deaths,
-    /// Programs that run in the attacker's worker.
+    /// Programs that run in the same worker as the attacker's.
     Programs,
 }
 
@@ -131,8 +130,8 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, alongside the
-/// same number of busy loops.
+/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, next to as many busy
+/// loops.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;
     let mut attackers = Vec::new();
@@ -144,7 +143,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     .push(Process::start(&mut host.attacker(scene, if is_loop { "spin" } else { kind })?)?);
             }
         }
-        // The supervisor has started the hostile workers.
+        // The supervisor has already started the hostile workers.
         Attacker::Workers(..) => {}
         Attacker::Jobs(bulkhead, count) => {
             for _ in 0..count {
@@ -152,7 +151,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     attackers.push(Process::start(&mut host.attacker(scene, "spin")?)?);
                 } else {
                     let client = host.client.clone();
-                    // All workers of the bench support the operation `crash`.
+                    // Every worker of the bench has the operation `crash`.
                     let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {
@@ -164,7 +163,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
             }
         }
     }
-    // Lets the attack take effect.
+    // Gives the attack time to take effect.
     tokio::time::sleep(plan.duration / 5).await;
     let p99 = match scene.victim {
         Victim::Jobs => scheduled(&host.client, plan.duration, JOB_INTERVAL, "one", "").await?,
@@ -255,14 +254,14 @@ impl Host {
     }
 }
 
-/// Submits jobs of 4,000 tenants, so that the supervisor remembers them.
+/// Submits jobs of 4,000 tenants, so that the supervisor has records of them.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();
     for number in 0..4_000 {
         let client = client.clone();
         jobs.spawn_local(async move {
-            // The job may be rejected for lack of workers, but the supervisor remembers the tenant anyway.
+            // Even a job that is rejected for lack of workers creates a record of its tenant.
             let _ = client.job("tenants", "x").tenant(format!("tenant-{number}")).send().await;
         });
         if jobs.len() >= 256 {

@@ -1,5 +1,5 @@
-//! The bare chain, which shows the cost of the sockets alone. It has no policy, deadlines or checks. Its
-//! framing only matches replies to requests.
+//! The bare chain, which shows the cost of the sockets alone. It has no policy, no deadlines and no checks, and its
+//! framing does no more than match replies to requests.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from one of many echo processes, whose requests are small.
+/// Maximum number of bytes per read from one of many echo processes. Small, because few requests go to each.
 const SPREAD_BYTES: usize = 8 * 1024;
 
 /// Size of the header before each payload, in bytes. The header contains the length of the payload and the
@@ -39,8 +39,8 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Forwards the requests of one client to `echoes` echo processes, and the replies back. The first bytes of a
-/// payload select the echo process. All available bytes are forwarded with one write per destination.
+/// Forwards the requests of one client to `echoes` echo processes, and the replies back. The first bytes of a payload
+/// select the process. Each destination gets all available bytes in one write.
 pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     let most = rustix::process::getrlimit(Resource::Nofile).maximum;
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
@@ -129,11 +129,11 @@ async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Resu
     }
 }
 
-/// Connects to a socket on which another process may not listen yet.
+/// Connects to a socket. Waits until the other process listens on it.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
-            // The socket exists, but the other process does not listen yet.
+            // The socket exists, but nothing listens on it yet.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => tokio::task::yield_now().await,
             other => return other,
         }
@@ -153,8 +153,7 @@ async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// Client of the bare chain. Each request waits for its own reply, and pending requests are sent in one
-/// write.
+/// Client of the bare chain. Each request waits for its own reply. Pending requests share one write.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 
@@ -262,7 +261,7 @@ async fn read(shared: Rc<Shared>) -> io::Result<()> {
     }
 }
 
-/// Delivers all complete replies to their waiters. Returns the size of these replies in bytes.
+/// Delivers all complete replies. Returns their total size in bytes.
 fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
     let mut at = 0;
     while let Some((length, rest)) = held[at..].split_first_chunk::<4>()

@@ -53,8 +53,7 @@ impl Chains {
 }
 
 impl Chains {
-    /// Measures the real chain with payloads that are copied from the caller's memory, and results that are
-    /// copied back.
+    /// Measures the real chain with payloads copied from the caller's memory and results copied back.
     pub(crate) async fn copied(
         &self,
         bulkhead: &str,

@@ -1,5 +1,5 @@
-//! Measures the cost of confinement: the start time and the memory of a worker under each profile, and jobs
-//! under `strict` compared with jobs under `none`.
+//! Measures the cost of confinement: start time and memory of a worker under each profile, and jobs under `strict` in
+//! comparison with `none`.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::rounds::Rounds;
 /// Prefixes of the names of the measurements in this module.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// Sizes of these measurements.
+/// Size of these measurements.
 pub(crate) struct Plan {
     /// Number of workers started under each profile.
     pub(crate) starts: usize,
@@ -23,8 +23,7 @@ pub(crate) struct Plan {
     pub(crate) pairs: usize,
     /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
-    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`WIDE`] jobs are
-    /// sent at a time.
+    /// Jobs per round, sent one at a time. `many` is the number for [`WIDE`] jobs at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -69,7 +68,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a supervisor. Returns it with the available profiles, or `None` if there are none.
+/// Starts a supervisor. Returns the available profiles as well, or `None` if no profile is available.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
     let mut accepted = Vec::new();
@@ -103,14 +102,14 @@ fn config(profiles: &[&str]) -> Result<String> {
     let worker = processes::worker()?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    // Without root privileges, the supervisor rejects `strict`, which the bench reports.
+    // An unprivileged supervisor rejects `strict`, and the bench reports that.
     if is_root && profiles.contains(&"strict") {
         text += "worker_uids = \"200000-200999\"\n";
     }
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant has a separate worker, started by the tenant's first job.
+        // Each tenant has a worker, which its first job starts.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
@@ -118,13 +117,12 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of this profile's bulkhead whose worker runs many jobs at once.
+/// Returns the name of the profile's bulkhead for many concurrent jobs.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// Submits the first job of a tenant, which starts a worker. Returns the time until the result, and the
-/// worker's process id.
+/// Submits a tenant's first job, which starts a worker. Returns the time until the result and the worker's process id.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);
@@ -133,7 +131,7 @@ async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Dur
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
 }
 
-/// Starts the worker's program without a supervisor, and returns the time until its first reply.
+/// Starts the worker's program without a supervisor. Returns the time until its first reply.
 fn bare_first_answer() -> Result<Duration> {
     use std::io::{Read, Write};
     let began = Instant::now();
@@ -162,15 +160,15 @@ async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Fi
     Ok(figures)
 }
 
-/// Measures the memory of a worker after one job. If the worker has a pid namespace, also measures the memory
-/// of its first process.
+/// Measures the memory of a worker after one job and, if the worker has a pid namespace, of the namespace's first
+/// process.
 async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(first_answer(chain, profile, "idle").await?.1);
     }
     let mut figures = Vec::new();
-    // Starts all workers before the first measurement, because a process's proportional memory decreases with
+    // All workers are started before the first measurement, because the proportional memory of a process decreases with
     // the number of processes that share its pages.
     for (profile, worker) in profiles.iter().zip(workers) {
         figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
@@ -185,7 +183,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// Runs the same load alternately under `none` and `strict`. Reverses the order with each pair.
+/// Runs the same load under `none` and `strict` in turn, in reverse order in every other pair.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

@@ -33,7 +33,7 @@ impl ForkServer {
         }
         let server =
             Self { orders: Mutex::new(ours), _process: Process::start(&mut command)?, _folder: folder };
-        // A reply to the first job shows that the server is running.
+        // The reply to the first job shows that the server is running.
         server.one()?;
         Ok(server)
     }
@@ -50,8 +50,7 @@ impl ForkServer {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Runs `total` jobs on `at_once` threads, each of which sends one job at a time. Returns the number of
-    /// jobs per second.
+    /// Runs `total` jobs on `at_once` threads, each with one job at a time. Returns the number of jobs per second.
     pub(crate) fn run(&self, at_once: usize, total: usize) -> Result<f64> {
         let began = Instant::now();
         std::thread::scope(|scope| {

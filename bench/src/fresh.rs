@@ -1,5 +1,5 @@
-//! Measures how soon a new worker is available, both if each job needs a new process and after a worker has
-//! died or hung. The new worker is spawned, forked from a template, or a spare.
+//! Measures how soon a new worker is available: for jobs that each need a new process, and after a worker has died or
+//! hung. The new worker is spawned, forked from a template, or a spare.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ const AT_ONCE: usize = 2;
 /// Interval between deaths of workers.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// A way in which the next worker is provided.
+/// Way to get the next worker.
 struct Variant {
     /// Prefix of the names of the bulkheads.
     name: &'static str,
@@ -28,8 +28,8 @@ struct Variant {
     /// Description in the names of the measurements.
     description: &'static str,
     keys: &'static str,
-    /// Target for the number of new processes per second. The alternative target is the fraction `OF_BARE` of
-    /// the rate of a bare fork server with the same layers. One of the targets must be met.
+    /// Target for the number of new processes per second. Alternatively, the fraction `OF_BARE` of the rate of a bare
+    /// fork server with the same layers is enough.
     wanted: Option<f64>,
 }
 
@@ -138,7 +138,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 times.push(chain.hang(&format!("{}-hangs", variant.name)).await?);
-                // Lets the next spare become ready.
+                // Gives the next spare time to become ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
             report.add(
@@ -162,11 +162,11 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
 /// Kills a worker and returns the time until the next result, in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
-    // Lets the next spare become ready.
+    // Gives the next spare time to become ready.
     tokio::time::sleep(BETWEEN_DEATHS).await;
     let began = Instant::now();
     processes::kill(pid)?;
-    // A job sent to the dying worker crashes, so only the next result counts.
+    // Jobs sent to the dying worker crash and do not count.
     while chain.call(bulkhead, b"x").await.is_err() {}
     Ok(began.elapsed().as_secs_f64() * 1e3)
 }

@@ -1,4 +1,4 @@
-//! Measures jobs over HTTP (`jobs_http`): jobs per second with persistent connections, compared with one
+//! Measures jobs over HTTP (`jobs_http`): jobs per second with persistent connections, in comparison with one
 //! connection per job.
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -30,7 +30,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let token_file = folder.path().join("token");
     let mut options = std::fs::OpenOptions::new();
     options.create_new(true).write(true).mode(0o600).open(&token_file)?.write_all(TOKEN.as_bytes())?;
-    // Only reserves a free port. The supervisor binds it again.
+    // Finds a free port, which the supervisor then binds.
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let worker = processes::worker()?;
     let config = format!(

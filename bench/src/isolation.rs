@@ -1,6 +1,5 @@
-//! Measures how much an attacker slows down honest jobs in the same bulkhead. The results are the p50 and p99
-//! latencies of the honest jobs, alternately with and without the attack. `attacks.rs` measures attacks on
-//! the supervisor itself.
+//! Measures how much an attacker slows down honest jobs in the same bulkhead, as p50 and p99 latencies, alternately
+//! with and without the attack. `attacks.rs` measures attacks on the supervisor itself.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -19,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "isolation";
 
-/// Sizes of these measurements.
+/// Size of these measurements.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. In each pair, one round runs without the attack and the other with the
     /// attack.
@@ -31,19 +30,19 @@ pub(crate) struct Plan {
 /// Number of honest jobs per burst.
 const BURST: usize = 60;
 
-/// Deadline of an honest job. A missed deadline ends the measurement with an error.
+/// Deadline of an honest job. Missing it is an error and ends the measurement.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Deadline of a job that attacks its template.
 const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
-/// Deadline of a job that should be killed as soon as possible.
+/// Deadline of a job that must be killed as soon as possible.
 const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
 /// Time between the start of an attack and the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
-/// An attack, and a comparable load without the attack.
+/// An attack, and a comparable load without it.
 struct Scene {
     name: &'static str,
     /// Configuration keys of the bulkhead, without and with the attack.
@@ -52,8 +51,8 @@ struct Scene {
     worker: Worker,
     /// Operation and deadline of the attacker's jobs, without and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
-    /// Number of jobs that the attacker keeps in flight. If 0, the attacker sends one job before each burst
-    /// of honest jobs.
+    /// Number of jobs that the attacker keeps in flight. With 0, the attacker sends one job before each burst of honest
+    /// jobs.
     attackers: usize,
     /// Operation of the honest jobs.
     operation: &'static str,
@@ -68,7 +67,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// A handler whose operation `hold` holds the interpreter's lock for about half a second in a single C call.
+/// Handlers of which `hold` keeps the interpreter's lock for about half a second in a single C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \
@@ -166,11 +165,11 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the honest jobs, all of which must succeed. `way` is 0 without the attack and 1
-/// with it.
+/// Returns the latencies of the honest jobs, all of which must succeed. `way` is 0 without the attack and 1 with the
+/// attack.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
-    // Warms up the workers, and lets the supervisor measure their run times.
+    // Warms up the workers, and lets the supervisor learn their run times.
     others(scene, &host.client, jobs.min(200)).await?;
     if scene.attackers == 0 {
         return bursts(scene, way, &host.client, jobs).await;
@@ -184,7 +183,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Sends bursts of honest jobs, each immediately after a job of the attacker.
+/// Sends bursts of honest jobs, each right after a job of the attacker.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {
@@ -226,7 +225,7 @@ impl Attack {
                 loop {
                     let job = client.job("shared", "x").operation(operation).tenant(tenant);
                     if job.deadline(deadline).send().await.is_err() {
-                        // Limits the rate, because rejections arrive immediately.
+                        // Rejections arrive immediately, so the rate has to be limited.
                         tokio::time::sleep(Duration::from_millis(1)).await;
                     }
                 }

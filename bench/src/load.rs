@@ -1,4 +1,4 @@
-//! Sends requests one at a time or many at once, and measures their latencies.
+//! Sends requests, one or many at a time, and measures their latencies.
 
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,7 @@ where
     .await
 }
 
-/// Sends `total` requests, `lanes` at a time. Counts only the requests for which `call` returns true.
+/// Sends `total` requests, `lanes` at a time. Only requests for which `call` returns true count.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,

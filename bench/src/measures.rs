@@ -19,7 +19,7 @@ use crate::{
 
 /// Takes all requested measurements.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    // Decisions come first, because other processes would disturb this measurement.
+    // First, because other processes would disturb the measurement of decisions.
     policy::all(plan, report)?;
     let is_only = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
     let other_groups = confinement::GROUPS.into_iter().chain([
@@ -46,7 +46,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     if report.wants_slow(isolation::GROUP) || is_only(isolation::GROUP) {
         LocalSet::new().run_until(isolation::all(&plan.isolation, report)).await?;
     }
-    // Attacks take about an hour, so they are measured only on request.
+    // Takes about an hour.
     if is_only(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;
     }
@@ -113,8 +113,8 @@ async fn latency(
     ])
 }
 
-/// Measures large payloads that the worker returns as results. They are either copied at both ends, or in
-/// mapped files, which are written once and copied once.
+/// Measures large payloads that the worker returns: copied at both ends, and in mapped files, which are written once
+/// and copied once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
@@ -161,7 +161,7 @@ async fn throughput(
 const WITH_PREFETCH: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
 const WITHOUT_PREFETCH: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
-/// Compares `bulkhead`, whose worker runs one job at a time, with a worker that runs 64 jobs at a time.
+/// Compares `bulkhead`, whose worker runs one job at a time, with a worker for 64 concurrent jobs.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
     for _ in plan.rounds() {
@@ -173,8 +173,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.6) } else { figure })
 }
 
-/// Measures the time from the kill of a worker to the next result, compared with an echo process that is
-/// killed and restarted.
+/// Measures the time from the death of a worker to the next result, in comparison with an echo process that is killed
+/// and restarted.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
@@ -182,7 +182,7 @@ async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let pid = chains.real.worker(real::ONE).await?;
         let began = Instant::now();
         processes::kill(pid)?;
-        // A job sent to the dying worker crashes, so only the next result counts.
+        // Jobs sent to the dying worker crash and do not count.
         while chains.real.call(real::ONE, b"x").await.is_err() {}
         pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
     }
@@ -196,7 +196,7 @@ fn bare_recovery() -> Result<Duration> {
     socket.read_exact(&mut byte)?;
     let began = Instant::now();
     processes::kill(victim.pid())?;
-    // Both an end of file and a reset mean that the echo process is gone.
+    // Both end of file and a reset mean that the echo process is gone.
     let _ = socket.read(&mut byte);
     let (_next, mut socket) = Process::echo()?;
     socket.write_all(b"x")?;
@@ -204,14 +204,14 @@ fn bare_recovery() -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// Measures the time from the end of a hanging job's deadline and grace to the result of the next job,
-/// including the start of a worker.
+/// Measures the time from the end of a hanging job's grace period to the result of the next job, including the start of
+/// a worker.
 async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut over = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
-    // The target is 10 ms plus the time to start a worker, which the previous figure measures.
+    // The target is 10 ms more than the start of a worker, which is the previous figure.
     let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
     Ok(figure.with_target(Target::AtMost, 12.0))
 }

@@ -16,11 +16,11 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval at which a program that dies immediately is started. A supervisor restarts the workers of a
-/// bulkhead that crashes on every job at the same interval.
+/// Interval at which a program that dies immediately is started. The supervisor restarts the workers of a bulkhead at
+/// the same interval if every job crashes.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Number of concurrent jobs of the three honest bulkheads. `CRASH_LANES` is that of the crashing bulkhead.
+/// Number of concurrent jobs of the three honest bulkheads together. `CRASH_LANES` is the number for the crashing one.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
@@ -52,7 +52,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Tasks that send worker-crashing jobs until [`Crashes::end`] is called.
+/// Tasks that send jobs that crash their workers, until [`Crashes::end`] is called.
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -65,7 +65,7 @@ impl Crashes {
             let (chain, is_over) = (chain.clone(), is_over.clone());
             async move {
                 while !is_over.get() {
-                    // Every job ends as a crash.
+                    // Ignores the outcome, which is always a crash.
                     let _ = chain.client.job(bulkhead, "").operation("crash").send().await;
                     tokio::time::sleep(pause).await;
                 }
@@ -84,7 +84,7 @@ impl Crashes {
     }
 }
 
-/// Compares the p99 of one bulkhead with and without another bulkhead whose worker dies on every job.
+/// Compares the p99 of a bulkhead with and without another bulkhead, whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
@@ -104,8 +104,7 @@ const CROWD_ROUNDS_MAX: usize = 5;
 /// crashes its worker.
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    // A round takes half a minute, because the fourth bulkhead starts its workers at most a hundred times per
-    // second.
+    // Takes half a minute, because the fourth bulkhead can start at most a hundred workers per second.
     for _ in plan.rounds_of(CROWD_ROUNDS_MAX) {
         let honest = crowd_round(chains, plan.crowd, "").await?;
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
@@ -126,7 +125,7 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
                 chain.call(real::CROWD[index], b"x").await?;
                 return Ok(true);
             }
-            // The job may end as a crash. Other tests check that no outcome is lost.
+            // Ignores the outcome, which can be a crash. Other tests check that no outcome is lost.
             let _ = chain.client.job(real::CROWD[index], "x").operation(operation).send().await;
             Ok(false)
         }

@@ -1,4 +1,4 @@
-//! Compares two variants that were measured alternately, with a confidence interval for the difference.
+//! Compares two variants that were measured in turn, with a confidence interval for the difference.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};
@@ -20,7 +20,7 @@ pub(crate) fn paired(
     }
 }
 
-/// Creates a figure for the difference between two variants that were measured alternately.
+/// Creates a figure for the difference between two variants that were measured in turn.
 pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
     let differences: Vec<f64> = pairs.iter().map(|(without, with)| with - without).collect();
     let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);
@@ -40,7 +40,7 @@ fn difference(differences: &[f64]) -> Option<Difference> {
     let count = differences.len() as f64;
     let mean = differences.iter().sum::<f64>() / count;
     let variance = differences.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / freedom as f64;
-    // Beyond the table, the quantile hardly changes.
+    // Beyond the table, the quantiles hardly differ.
     let half = T_95[(freedom - 1).min(T_95.len() - 1)] * (variance / count).sqrt();
     Some(Difference { mean, low: mean - half, high: mean + half })
 }
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn confidence_interval_uses_students_t() {
-        // The mean is 2, the standard deviation 1, and the standard error 1 / sqrt(3).
+        // Mean 2, standard deviation 1, standard error 1 / sqrt(3).
         let found = difference(&[1.0, 2.0, 3.0]).unwrap();
         assert!((found.mean - 2.0).abs() < 1e-9);
         assert!((found.high - found.mean - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);

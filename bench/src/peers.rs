@@ -28,7 +28,7 @@ use crate::{Result, processes};
 /// Prefix of the names of the measurements in this module.
 const GROUP: &str = "peers";
 
-/// Folder for the built peers, relative to the workspace.
+/// Folder for the peers, relative to the workspace.
 const FOLDER: &str = "target/bench-peers";
 
 /// Software with which the supervisor is compared.
@@ -38,7 +38,7 @@ struct Peer {
     arguments: &'static [&'static str],
 }
 
-/// Package registry from which a peer is fetched.
+/// Package registry that a peer comes from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Cargo,
@@ -56,7 +56,7 @@ const PEERS: [Peer; 7] = [
     Peer { name: "workerpool", from: Source::Npm, arguments: &[] },
 ];
 
-/// A kind of work that all peers do.
+/// Work that all peers do.
 #[derive(Clone, Copy)]
 struct Work {
     name: &'static str,
@@ -154,7 +154,7 @@ impl Source {
 
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    // Standard output is reserved for figures, so the command's output is captured.
+    // Captured, because standard output is reserved for figures.
     let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{program}: {error}"))?;
     if output.status.success() {
         return Ok(());
@@ -164,7 +164,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the command for a peer, and its number of requests or deaths.
+    /// Returns the order for a peer, and the number of requests or deaths in it.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -179,7 +179,7 @@ impl Kind {
         }
     }
 
-    /// Measures the same work with the supervisor.
+    /// Measures the supervisor with the same work.
     async fn ours(self, chain: &Rc<Chain>, count: usize) -> Result<f64> {
         match self {
             Self::Latency { bytes } => Ok(echoes(chain, real::ONE, 1, count, bytes).await?.quantile(0.5)),
@@ -188,7 +188,7 @@ impl Kind {
                 let mut times = Vec::new();
                 for _ in 0..count {
                     let began = Instant::now();
-                    // The job ends as a crash.
+                    // Ignores the outcome, which is a crash.
                     let _ = chain.client.job(real::ONE, "").operation("die").send().await;
                     while chain.call(real::ONE, &[b'x'; 64]).await.is_err() {}
                     times.push(began.elapsed().as_secs_f64() * 1e3);
@@ -233,7 +233,7 @@ impl Driver {
         let [first, rest @ ..] = program else { return Err("no program".into()) };
         let mut command = Command::new(first);
         command.args(rest).args(peer.arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Standard error is discarded, because some peers print long messages about each death.
+        // Some peers print long messages about each death.
         command.stderr(Stdio::null()).process_group(0);
         if peer.from == Source::Npm {
             command.current_dir(folder.join("node"));

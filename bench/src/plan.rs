@@ -18,17 +18,17 @@ pub(crate) struct Plan {
     duration: Option<Duration>,
     /// Number of requests of 64 B and of 4 KiB per round, sent one at a time.
     pub(crate) small: usize,
-    /// Number of requests of 1 MiB per round. For 64 MiB, the number is divided by 32.
+    /// Number of requests of 1 MiB per round. For 64 MiB, a 32nd of this number.
     pub(crate) large: usize,
     /// Number of requests per round when many are in flight.
     pub(crate) many: usize,
     /// Maximum number of deaths, and maximum number of hangs, per measurement.
     pub(crate) deaths: usize,
-    /// Number of jobs per round for four bulkheads together.
+    /// Number of jobs per round, for four bulkheads together.
     pub(crate) crowd: usize,
-    /// Number of jobs per round for three bulkheads, while the fourth one crashes its workers.
+    /// Number of jobs per round for three bulkheads while the fourth crashes its workers.
     pub(crate) storm: usize,
-    /// Number of jobs per round when only decisions are measured.
+    /// Number of jobs per round in measurements of decisions alone.
     pub(crate) decisions: usize,
     /// Number of programs per round.
     pub(crate) programs: usize,
@@ -40,7 +40,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan for `rounds` rounds. With `None`, the number of rounds depends on their duration.
+    /// Returns the plan for `rounds` rounds, or for as many rounds as the time allows.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),
@@ -113,12 +113,12 @@ impl Plan {
         }
     }
 
-    /// Returns the rounds of a measurement that starts now.
+    /// Starts the rounds of a measurement.
     pub(crate) fn rounds(&self) -> Rounds {
         self.rounds_of(self.rounds)
     }
 
-    /// Returns at most `most` rounds of a measurement that starts now.
+    /// Starts a measurement of at most `most` rounds.
     pub(crate) fn rounds_of(&self, most: usize) -> Rounds {
         Rounds::new(most, self.duration)
     }

@@ -64,7 +64,7 @@ pub(crate) fn draw(figures: &[Figure]) -> String {
         );
         if let Some(target) = target(figure) {
             let x = at(target);
-            // The triangle points towards the values that meet the target.
+            // Points towards the values that meet the target.
             let side = if figure.target == Target::AtMost { -8.0 } else { 8.0 };
             let _ = writeln!(
                 svg,

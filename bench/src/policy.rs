@@ -28,15 +28,14 @@ const LIMIT_NS: f64 = 500.0;
 /// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// Simulated time per cycle, too short for any timer to expire.
+/// Simulated time per cycle. Too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs before most of them are cancelled. `STAYING` is the number of jobs at each end of
-/// the queue that are not cancelled.
+/// Number of waiting jobs before most of them are cancelled. `STAYING` jobs remain at each end of the queue.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Record of a job. Like the supervisor's record, it has the size of a pointer.
+/// Record of a job. Has the size of a pointer, like the supervisor's.
 type Record = u64;
 
 /// Takes all requested measurements.
@@ -52,7 +51,7 @@ pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures all settings alternately, round by round, so that other load affects all of them equally.
+/// Measures all settings in turn, round by round, so that other load affects all of them equally.
 fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     if settings.is_empty() {
         return Ok(Vec::new());
@@ -93,7 +92,7 @@ struct Setting {
     name: &'static str,
     limits: Limits,
     bulkheads: usize,
-    /// Number of tenants; 0 for jobs without a tenant.
+    /// Number of tenants, or 0 for jobs without a tenant.
     tenants: usize,
     priorities: &'static [Priority],
     /// Number of running jobs per bulkhead before a cycle.
@@ -102,8 +101,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. Each large number that should not matter has a counterpart with a small number. All
-/// permits except one are in use, unless the setting measures something else.
+/// Returns all settings. Each large number that should have no effect has a small counterpart. All permits but one are
+/// in use, unless the setting is about something else.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",
@@ -119,7 +118,7 @@ fn settings() -> Vec<Setting> {
         max_queue: WAITING as u32 + 1,
         ..one().limits
     };
-    // All permits are in use, so each job must wait.
+    // With no free permit, every job has to wait.
     let queued = || Setting { limits: shared(), tenants: 10_000, running: PERMITS as usize, ..one() };
     vec![
         one(),
@@ -229,7 +228,7 @@ impl Scene {
     fn cycle(&mut self) {
         let index = self.submit();
         let subject = &mut self.subjects[index as usize];
-        // The bulkheads take turns, so the oldest running job belongs to this bulkhead.
+        // The bulkheads take turns, so the oldest running job is one of this bulkhead.
         if let Some(job) = self.effects.running.pop_front() {
             subject.reply(self.now, job, &mut self.effects);
         }
@@ -251,7 +250,7 @@ impl Scene {
     }
 }
 
-/// Performs the actions of the bulkheads that matter for the measurement.
+/// Performs those actions of the bulkheads that matter for the measurement.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,
@@ -329,8 +328,7 @@ impl Subject {
     }
 }
 
-/// Cancels nine tenths of a full queue, from the middle and in random order. Returns the time per job in
-/// nanoseconds.
+/// Cancels nine tenths of a full queue, in random order and leaving both ends. Returns the time per job in nanoseconds.
 fn cancel() -> Result<f64> {
     let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
     let mut effects = Effects::default();
@@ -348,8 +346,8 @@ fn cancel() -> Result<f64> {
     if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }
 }
 
-/// Tenant names in random order. They are adjacent in memory, so that the measurement does not include cache
-/// misses. (A real name arrives with its job and is in the cache.)
+/// Tenant names in random order, adjacent in memory so that the measurement does not include cache misses. (A real name
+/// arrives with its job and is in the cache.)
 struct Names {
     text: String,
     at: usize,
@@ -364,7 +362,7 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// Returns the next name, cyclically, or an empty name if there are no tenants.
+    /// Returns the next name, starting over at the end, or an empty name if there are no tenants.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;
@@ -375,7 +373,7 @@ impl Names {
     }
 }
 
-/// Returns the numbers below `count` in a random order that is the same in each run.
+/// Returns the numbers below `count`, shuffled the same way in each run.
 fn shuffled(count: usize) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1_u64;

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
 
-/// Maximum time for any wait. Usually, every wait ends almost immediately.
+/// Maximum time for any wait. Usually, waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Name of the package that contains the parts of the chains, and name of its program.
@@ -29,12 +29,12 @@ impl Process {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts this program again in another role.
+    /// Starts another instance of this program in another role.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts this program again in another role, and returns the new process and its standard output.
+    /// Starts another instance of this program in another role. Returns the process and its standard output.
     pub(crate) fn role_with_output(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().ok_or("the child has no pipe for standard output")?;
@@ -65,17 +65,17 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for a part of a chain. [`programs`] builds the program in the folder of this program.
+/// Returns a command for the program with the parts of the chains, which [`programs`] builds next to this program.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
 
-/// Returns the elements of a bulkhead's `command` that start the worker.
+/// Returns the worker's command as elements of a TOML array, for the key `command`.
 pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the elements of a `command` that start a part of a chain in this role.
+/// Returns the command of another role as elements of a TOML array, for the key `command`.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;
@@ -102,13 +102,13 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs of the workspace with the build profile of this program. Returns their folder.
+/// Builds the programs of the workspace in the profile of this program. Returns the folder with the programs.
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--bins"]);
     match folder.file_name().and_then(|name| name.to_str()) {
-        // These targets use the same features as `cargo test --workspace`, so that nothing is compiled twice.
+        // Selects the same features as `cargo test --workspace`, so that nothing is compiled twice.
         None | Some("debug") => drop(cargo.args(["--workspace", "--test", "architecture"])),
         Some(profile) => {
             let packages = ["bulkhead-supervisor", "bulkhead-worker", PARTS];
@@ -153,8 +153,8 @@ pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// Returns the first process of the pid namespace of `pid`. Returns `None` if that is `pid` itself, or if the
-/// namespace is the bench's own.
+/// Returns the first process in the pid namespace of `pid`. Returns `None` if that is `pid` itself, or if the bench
+/// runs in the same namespace.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;
@@ -164,7 +164,7 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     if own.len() < 2 || own.last() == Some(&1) {
         return Ok(None);
     }
-    // The first process of a namespace is the parent of its worker.
+    // In a worker's namespace, the parent of the worker is the first process.
     let parent = field(pid, "PPid:")?.trim().parse()?;
     if numbers(parent)?.last() == Some(&1) {
         Ok(Some(parent))

@@ -1,5 +1,5 @@
-//! Measures programs that are started for each job: how many `true` processes per second an `exec` bulkhead
-//! runs, compared with threads that spawn and wait for them.
+//! Measures how many `true` processes per second an `exec` bulkhead runs, in comparison with threads that spawn them
+//! and wait for them.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;

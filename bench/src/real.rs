@@ -1,5 +1,4 @@
-//! The real chain, which consists of a supervisor that is configured for the bench, and a worker built with
-//! the SDK.
+//! The real chain: a supervisor configured for the bench, and a worker built with the SDK.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,17 +11,16 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Bulkheads that run one job at a time, with a queue for all lanes. The first one prefetches jobs, the
-/// second does not.
+/// Bulkheads that run one job at a time, with a queue for all lanes: with and without prefetching.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Names of bulkheads, which describe their purpose.
+/// Bulkheads named after their purpose.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
-/// Bulkhead like [`CRASHES`], but with a template that forks the workers.
+/// Like [`CRASHES`], with workers forked from a template.
 pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
 
 /// Three honest bulkheads, and a fourth one that crashes in some measurements.
@@ -33,7 +31,7 @@ pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
 }
 
-/// Deadline of the jobs in [`HANGS`]. The bulkhead's `grace` is `HANG_GRACE`.
+/// Deadline of jobs in [`HANGS`], followed by the grace period `HANG_GRACE`.
 pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
 pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 
@@ -45,7 +43,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bench's bulkheads, and waits until the workers of most of them are ready.
+    /// Starts a supervisor with the bench's bulkheads. Waits until the workers of most of them are ready.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
@@ -54,7 +52,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with this configuration, whose jobs socket must be named `jobs.sock`.
+    /// Starts a supervisor with this configuration, which must name the jobs socket `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -69,8 +67,8 @@ impl Chain {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
     }
 
-    /// Sends a job whose payload is copied directly into the send buffer, which saves one copy. Returns the
-    /// size of the result in bytes.
+    /// Sends a job whose payload is written into the send buffer without another copy. Returns the size of the result
+    /// in bytes.
     pub(crate) async fn call_copied(&self, bulkhead: &str, payload: Arc<Vec<u8>>) -> Result<usize> {
         let job = self.client.job(bulkhead, "");
         let job = job.payload_in_place(payload.len(), move |place| place.copy_from_slice(&payload));
@@ -90,8 +88,7 @@ impl Chain {
         self.folder.path().join("jobs.sock")
     }
 
-    /// Sends a job that hangs. Returns the time from the end of its deadline and grace to the result of the
-    /// next job, in ms.
+    /// Sends a job that hangs. Returns the time from the end of its grace period to the result of the next job, in ms.
     pub(crate) async fn hang(&self, bulkhead: &str) -> Result<f64> {
         let began = Instant::now();
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
@@ -115,7 +112,8 @@ impl Chain {
     }
 }
 
-/// Lets the supervisor check a configuration. Returns the error if the configuration is rejected.
+/// Lets the supervisor check a configuration. The inner error is the supervisor's report about an invalid
+/// configuration.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;
     let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;

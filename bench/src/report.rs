@@ -1,22 +1,22 @@
-//! Figures, printed as a table during the measurements, or as JSON.
+//! Figures, printed as a table while they are measured, or as JSON at the end.
 
 use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference that [`Target::AtMostOrSlack`] always allows, in µs.
+/// Difference in µs that [`Target::AtMostOrSlack`] allows regardless of the ratio.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
-    /// The ratio must not exceed the limit. If there is no ratio, the figure must not exceed the limit.
+    /// The ratio or, without a ratio, the figure must not exceed the limit.
     AtMost,
     /// The ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
     /// [`SLACK_US`].
     AtMostOrSlack,
-    /// The ratio must reach the limit. If there is no ratio, the figure must reach the limit.
+    /// The ratio or, without a ratio, the figure must reach the limit.
     AtLeast,
     /// The figure must not exceed the limit, regardless of the ratio.
     FigureAtMost,
@@ -56,7 +56,7 @@ pub(crate) struct Figure {
 }
 
 impl Figure {
-    /// Creates a figure that has neither a counterpart nor a target.
+    /// Creates a figure without a counterpart and without a target.
     pub(crate) fn alone(name: impl Into<String>, unit: &'static str, real: f64) -> Self {
         let (target, limit) = (Target::Told, f64::NAN);
         let (name, rounds) = (name.into(), Vec::new());
@@ -113,7 +113,7 @@ impl Figure {
 /// The figures measured so far. In table format, each figure is printed immediately.
 pub(crate) struct Report {
     only: Option<String>,
-    /// True if slow measurements are requested in addition to those named.
+    /// True if slow measurements were requested in addition to the usual ones.
     wants_slow: bool,
     is_json: bool,
     figures: RefCell<Vec<Figure>>,
@@ -130,7 +130,7 @@ impl Report {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }
 
-    /// Like [`Report::wants`], for a figure that takes minutes.
+    /// Returns true if a figure that takes minutes is wanted; see [`Report::wants`].
     pub(crate) fn wants_slow(&self, name: &str) -> bool {
         self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
     }
@@ -155,8 +155,7 @@ impl Report {
         figures.push(figure);
     }
 
-    /// Returns all figures in the order in which they were measured. If the output is JSON, prints them
-    /// first.
+    /// Returns all figures in the order of their measurement. Prints them first if the output is JSON.
     pub(crate) fn finish(self) -> Vec<Figure> {
         let figures = self.figures.into_inner();
         if self.is_json {

@@ -2,11 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of rounds, regardless of their duration, because a median of fewer rounds would be
-/// meaningless.
+/// Minimum number of rounds, however long they take, because a median of fewer would be meaningless.
 const ROUNDS_MIN: usize = 3;
 
-/// The rounds of a measurement, numbered from 0. The iterator ends early if the rounds take too long.
+/// The rounds of a measurement, numbered from 0. Ends early if the rounds take too long.
 pub(crate) struct Rounds {
     done: usize,
     most: usize,

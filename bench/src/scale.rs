@@ -21,19 +21,18 @@ use crate::{Result, bare};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio of a job's cost among many others to its cost alone.
+/// Maximum ratio between the cost of a job among many others and the cost of a job alone.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
 const SHARED: &str = "shared";
-/// Bulkhead whose jobs have to wait.
+/// Bulkhead in which jobs have to wait.
 const WAITS: &str = "waits";
 
-/// Size of the measurements.
+/// Size of these measurements.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
-    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when many jobs are
-    /// sent at a time.
+    /// Jobs per round, sent one at a time. `many` is the number for many jobs at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
@@ -113,7 +112,7 @@ async fn run(
     .await
 }
 
-/// Returns a function that returns the names cyclically.
+/// Returns a function that returns the names in turn.
 fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     let (names, turn): (Vec<Rc<str>>, _) = (names.map(Into::into).collect(), Cell::new(0));
     move || {
@@ -122,21 +121,20 @@ fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     }
 }
 
-/// Returns a function that returns the first `count` bulkheads cyclically.
+/// Returns a function that returns the first `count` bulkheads in turn.
 fn to_bulkheads(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("b{number}")));
     move || (names(), "".into())
 }
 
-/// Returns a function that returns the first `count` tenants cyclically.
+/// Returns a function that returns the first `count` tenants in turn.
 fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("tenant-{number}")));
     move || (SHARED.into(), names())
 }
 
-/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to another worker,
-/// every process moves fewer bytes per read and write. A bare relay with the same number of echo processes
-/// shows the cost of this.
+/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to another worker, every read
+/// and write moves fewer bytes. A bare relay with as many echo processes shows how much that costs.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;
@@ -209,7 +207,7 @@ async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> 
     if !report.wants(&name) {
         return Ok(());
     }
-    // Sends a job of each tenant, so that the supervisor has a record of the tenant.
+    // One job per tenant creates the supervisor's records of the tenants.
     run(alone, (64, count.next_multiple_of(64)), of_tenants(count)).await?;
     let mut pairs = Vec::new();
     for _ in 0..plan.rounds {
@@ -227,7 +225,7 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
         return Ok(());
     }
     let (few, all) = (alone.supervisor.pid(), many.supervisor.pid());
-    // Waits until the workers are idle and have been checked for the first time.
+    // Waits until the workers are idle and have been checked once.
     tokio::time::sleep(plan.idle).await;
     let (before, began) = (processes::cpu(all)?, Instant::now());
     tokio::time::sleep(plan.idle).await;
@@ -293,7 +291,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     for _ in 0..plan.clients {
         clients.push(Client::connect(chain.socket()).await?);
     }
-    // This job keeps the only worker busy.
+    // Keeps the only worker busy.
     let hangs = chain.client.job(WAITS, "").operation("hang").deadline(Duration::from_secs(3000));
     let hangs = tokio::task::spawn_local(hangs.send());
     let (mut coming, mut held, mut cancelled) = (Vec::new(), Vec::new(), Vec::new());
@@ -313,7 +311,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let came = processes::cpu(pid)?;
         coming.push(per_job(came.saturating_sub(before)));
         held.push(processes::own_bytes(pid)?.saturating_sub(bytes) as f64 / count as f64);
-        // Half of the clients cancel their jobs. The other half get the outcomes at shutdown.
+        // Half of the clients cancel their jobs. The other half get outcomes at shutdown.
         goes.shutdown().await;
         wait_queued(&chain, stays.len()).await?;
         cancelled.push(per_job(2 * processes::cpu(pid)?.saturating_sub(came)));
@@ -352,7 +350,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
 async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
     let until = Instant::now() + Duration::from_secs(300);
     loop {
-        // Lets the clients' tasks send their jobs.
+        // Gives the clients' tasks time to send their jobs.
         tokio::time::sleep(Duration::from_millis(20)).await;
         let told = get(&chain.admin(), &format!("/v1/bulkheads/{WAITS}"))?;
         let told: serde_json::Value = serde_json::from_str(&told)?;

@@ -1,6 +1,6 @@
-//! Measures the cost of readers of metrics and events. The same load runs without readers, with readers of
-//! the supervisor, and with readers of another server. The readers scrape metrics ten times per second and
-//! follow fifty event streams.
+//! Measures the cost of readers that scrape metrics ten times per second and follow fifty event streams. The same load
+//! runs without readers, with readers of the supervisor, and with readers of another server, which shows the cost of
+//! the readers themselves.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -20,13 +20,12 @@ use crate::report::Report;
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "watched";
 
-/// Sizes of these measurements.
+/// Size of these measurements.
 pub(crate) struct Plan {
-    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of
-    /// the supervisor.
+    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of the
+    /// supervisor.
     pub(crate) pairs: usize,
-    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`LANES`] jobs
-    /// are sent at a time.
+    /// Jobs per round, sent one at a time. `many` is the number for [`LANES`] jobs at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -46,15 +45,14 @@ const EVENT_BYTES: usize = 700;
 /// Number of jobs in flight when every processor is busy.
 const LANES: usize = 64;
 
-/// Reads metrics and events until it is killed, with as little work as possible. Prints a line once it has
-/// started.
+/// Reads metrics and events with as little work as possible, until it is killed. Prints a line once it has started.
 pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // Requests only new events, because past events add to the cost of connecting, not of reading.
+        // Past events would add to the cost of connecting, not of reading.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
-        // The response head shows that the stream has started.
+        // The response head shows that the stream has begun.
         if stream.read(&mut buffer)? == 0 {
             return Err("a stream of events has ended".into());
         }
@@ -77,9 +75,8 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Serves metrics and events without running jobs, with as little work as possible, until it is killed. Sends
-/// a page for each request for metrics, and an event to each follower every [`CRASH_INTERVAL`]. This is the
-/// other server.
+/// The other server, which runs no jobs. Serves metrics and events with as little work as possible, until it is killed.
+/// Sends a page for each request for metrics, and an event to each follower every [`CRASH_INTERVAL`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -91,7 +88,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         loop {
             std::thread::sleep(CRASH_INTERVAL);
             let mut followers = told.lock().unwrap_or_else(PoisonError::into_inner);
-            // Removes followers that have disconnected.
+            // Drops followers that have disconnected.
             followers.retain_mut(|follower| follower.write_all(event.as_bytes()).is_ok());
         }
     });
@@ -100,7 +97,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         let mut connection = connection?;
         let count = connection.read(&mut buffer)?;
         if buffer[..count].starts_with(b"GET /metrics ") {
-            // The reader may have disconnected.
+            // Fails if the reader has disconnected.
             let _ = connection.write_all(page.as_bytes());
         } else if connection.write_all(HEAD.as_bytes()).is_ok() {
             followers.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
@@ -112,7 +109,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
 fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(admin)?;
     let head = format!("GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n");
-    // The whole request is sent in one write, as scrapers do.
+    // One write for the whole request, as scrapers do.
     stream.write_all(head.as_bytes())?;
     Ok(stream)
 }
@@ -142,7 +139,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
     load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
-    // The three arms have no readers, readers of another server, and readers of the supervisor.
+    // Without readers, with readers of another server, and with readers of the supervisor.
     let arms = [None, Some(elsewhere), Some(chain.admin())];
     let mut costs = Vec::new();
     for turn in 0..plan.pairs {
@@ -214,10 +211,10 @@ async fn load(chain: &Rc<Chain>, bulkhead: &str, lanes: usize, total: usize) -> 
     .await
 }
 
-/// Crashes a worker at regular intervals, so that there are events.
+/// Crashes a worker at regular intervals to produce events.
 async fn crash_on(chain: Rc<Chain>, is_over: Rc<Cell<bool>>) {
     while !is_over.get() {
-        // The job ends as a crash.
+        // Ignores the outcome, which is a crash.
         let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
         tokio::time::sleep(CRASH_INTERVAL).await;
     }

@@ -84,7 +84,7 @@ async fn status_of_one(args: &Args, name: &str, tenant: Option<&str>) -> Result<
     Ok(exit::OK)
 }
 
-/// Requests a JSON document and prints all fields, including unknown ones.
+/// Requests a JSON document and prints it unchanged, including fields that this version does not know.
 pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     output::json(&get::<Value>(args, path).await?)?;
     Ok(exit::OK)
@@ -101,7 +101,7 @@ pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     )
 }
 
-/// Returns the reasons why a bulkhead is unhealthy, one per line.
+/// Returns the problems of an unhealthy bulkhead, one per line.
 fn health_problems(bulkhead: &Snapshot) -> Vec<String> {
     let line = |what: &str, word: String, why: &Option<String>| {
         Some(format!("{}: {what} {word}: {}", shown(&bulkhead.name), escape(why.as_ref()?)))
@@ -124,12 +124,12 @@ pub(crate) fn table(head: &[&str]) -> Table {
     table
 }
 
-/// Formats a value from outside this program as a single, escaped line.
+/// Escapes a value from outside this program and formats it as a single line.
 pub(crate) fn shown(value: &impl Display) -> String {
     escape(&value.to_string()).replace('\n', " ")
 }
 
-/// Formats a value from outside this program, or a dash if it is absent.
+/// Formats a value like [`shown`], or a dash if it is absent.
 pub(crate) fn known(value: &Option<impl Display>) -> String {
     value.as_ref().map_or_else(|| "-".to_owned(), shown)
 }
@@ -145,14 +145,14 @@ pub(crate) fn short_duration(ms: u64) -> String {
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
-/// Formats the number of rejections for each reason, in one line.
+/// Formats the number of rejections per reason in one line. Returns `None` if there were none.
 pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     let by: Vec<_> =
         one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Returns facts about a bulkhead for which the table of bulkheads has no column, one per line.
+/// Returns lines for facts that have no column in the table of bulkheads.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));
@@ -251,7 +251,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the supervisor's user id if confined workers run as the same user.
+/// Returns the supervisor's user id if confined workers run as this user too.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid

@@ -10,7 +10,7 @@ use crate::args::Args;
 use crate::output::{self, Failure, escape, exit};
 use crate::requests::{get, percent_encoded};
 
-/// Configuration keys that can be changed while a bulkhead is running, with the matching options of `bulkhead
+/// Configuration keys that can be changed while a bulkhead is running, with the corresponding options of `bulkhead
 /// resize`.
 const LIVE_KEYS: [(&str, &str); 3] =
     [("processes", "--processes"), ("max_in_flight", "--max-in-flight"), ("max_queue", "--max-queue")];
@@ -45,7 +45,7 @@ async fn fetch_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> 
     for Snapshot { name, .. } in &bulkheads {
         match fetch_one(args, name).await {
             Ok(advice) => all.push(advice),
-            // The bulkhead has been removed in the meantime.
+            // The bulkhead was removed in the meantime.
             Err(failure) if failure.code() == exit::NOT_FOUND => {}
             Err(failure) => return Err(failure),
         }
@@ -120,8 +120,7 @@ fn plain(setting: &Setting) -> String {
     }
 }
 
-/// Returns the command that applies the changes immediately, and the configuration lines that make the
-/// changes permanent.
+/// Returns the command that applies the changes immediately, and the configuration lines that make them permanent.
 fn instructions(advice: &Advice, items: &[Proposal]) -> Vec<String> {
     let name = shown(&advice.bulkhead);
     let option = |item: &Proposal| {
@@ -149,7 +148,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn advice_ends_with_command_and_configuration_lines() {
+    fn advice_suggests_command_and_configuration() {
         let advice = json!({
             "bulkhead": "pdf.text", "watched_ms": 3_600_000, "jobs": 5000, "enough": true,
             "seen": {"busy_ms": 60_000, "limit": 4, "concurrency": {"p50": 1, "p99": 4, "max": 4}},
@@ -168,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_advice_states_its_reason() {
+    fn empty_advice_says_why() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
         let describe = |advice: &Value| describe(&serde_json::from_value(advice.clone()).unwrap());

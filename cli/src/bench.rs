@@ -12,8 +12,8 @@ use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// Runs the command. Returns 69 if the supervisor was not reachable for a job. Otherwise returns 0 if any job was `ok`, and
-/// the exit code of the last job if none was.
+/// Runs the command. Returns 69 if the supervisor was unreachable for any job, 0 if any job was `ok`, and otherwise the
+/// exit code of the last job.
 pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     let payload = match &bench.request.payload_file {
         Some(file) => payload::read(file)?,
@@ -51,7 +51,7 @@ struct BenchState {
     stats: JobStats,
     /// Exit code of the last job that was not `ok`.
     last_failure: Option<u8>,
-    /// True if a job has no outcome because the supervisor was not reachable.
+    /// True if a job could not reach the supervisor.
     is_unreachable: bool,
 }
 
@@ -63,8 +63,8 @@ async fn submit_loop(template: Job, deadline: Instant, state: Arc<Mutex<BenchSta
         if let Err(error) = result {
             state.last_failure = Some(error.exit_code());
             state.is_unreachable |= error.outcome().is_none();
-            // After a permanent rejection, for example because of an unknown bulkhead name, all further jobs
-            // would be rejected as well.
+            // A permanent rejection, for example because of an unknown bulkhead name, applies to all further jobs as
+            // well.
             if matches!(error, JobError::Rejected(_))
                 && !error.is_retryable()
                 && error.retry_after().is_none()

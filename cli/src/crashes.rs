@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Returns the id of the report that the user selects by an id, by the beginning of an id, or by `last`.
+/// Returns the id of the selected report. `selector` is an id, the beginning of an id, or `last`.
 async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
     if selector.parse::<CrashId>().is_ok() {
         return Ok(selector.to_owned());
@@ -276,7 +276,7 @@ fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
-        // The preview ends in the middle of a character, which is left out.
+        // The preview ends in the middle of a character, which is dropped.
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };

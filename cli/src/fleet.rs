@@ -10,7 +10,7 @@ use crate::output::{Failure, exit};
 
 const PROGRAM: &str = "bulkhead-fleet";
 
-/// Runs the program. Returns only if the program cannot be run.
+/// Executes `bulkhead-fleet`. Returns only if that fails.
 pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     let program = program();
     let mut command = Command::new(&program);
@@ -25,7 +25,8 @@ pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     Failure::new(exit::FAILED, message)
 }
 
-/// Returns the path in the folder of this program if the file exists. Otherwise returns the name, for a search in PATH.
+/// Returns the path of the program next to this executable. If it does not exist there, returns the bare name, to be
+/// searched in PATH.
 fn program() -> PathBuf {
     let own = std::env::current_exe().ok();
     own.map(|own| own.with_file_name(PROGRAM)).filter(|path| path.exists()).unwrap_or_else(|| PROGRAM.into())

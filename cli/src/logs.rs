@@ -22,13 +22,13 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
     names.sort();
     names.dedup();
     let mut lines = Vec::new();
-    // Path of the lines after the stored ones, for each bulkhead.
+    // For each bulkhead, the path that returns the lines after the stored ones.
     let mut rest = Vec::new();
     for name in names {
         let path = format!("/v1/bulkheads/{}/logs", percent_encoded(&name));
         let stored = match stored_lines(args, &path, logs).await {
             Ok(stored) => stored,
-            // The bulkhead has been removed in the meantime.
+            // The bulkhead was removed in the meantime.
             Err(failure) if logs.names.is_empty() && failure.code() == exit::NOT_FOUND => continue,
             Err(failure) => return Err(failure),
         };
@@ -37,7 +37,7 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
         lines.extend(stored);
     }
     lines.retain(|(_, line)| is_wanted(logs, line));
-    // The times of all lines have the same format. The order of lines with equal times does not change.
+    // Sorts by text, because all times have the same format. The sort is stable.
     lines.sort_by(|(_, a), (_, b)| a.at.cmp(&b.at));
     let surplus = lines.len().saturating_sub(logs.lines.unwrap_or(usize::MAX));
     lines[surplus..].iter().try_for_each(|(text, line)| print(args, logs, text, line))?;

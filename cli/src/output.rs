@@ -12,12 +12,11 @@ use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, Re
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// The reason why the command ends early.
+/// Failure that ends the command early.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// Error message. `None` if the reader of standard output has closed the pipe, which is not reported as
-    /// an error.
+    /// Error message. `None` if the reader of standard output has closed the pipe, which is no error.
     message: Option<String>,
     /// Reason for the rejection, if the supervisor rejected the job.
     reason: Option<RejectReason>,
@@ -54,7 +53,7 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
-    /// Formats the failure as JSON, with those fields of a job's outcome that apply to the failure.
+    /// Formats the failure as JSON, with the applicable fields of a job's outcome.
     pub(crate) fn json(&self) -> Value {
         let (outcome, retryable) = self.outcome();
         let reason = self.reason.map(RejectReason::name);
@@ -111,8 +110,8 @@ impl From<ConnectError> for Failure {
     }
 }
 
-/// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message.
-/// Any other error is a failure with exit status `OUTPUT_FAILED`, because a lost result is not a success.
+/// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message. All other
+/// errors have the exit status `OUTPUT_FAILED`, because losing a result is not a success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     standard_output::write(bytes).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
@@ -135,7 +134,7 @@ pub(crate) fn json(json: impl Display) -> Result<(), Failure> {
     line(&text::escape_json(&json.to_string()))
 }
 
-/// Escapes a text so that it is a single line, which prevents a worker from imitating output of this command.
+/// Escapes line breaks and control characters, so that a worker cannot imitate output of this command.
 fn one_line(text: &str) -> String {
     escape(text).replace('\n', "\\n")
 }
@@ -228,8 +227,7 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Formats the outcome of a job that this command has cancelled and whose outcome the supervisor did not
-/// report.
+/// Formats the outcome of a job that this command has cancelled and for which the supervisor reported no outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

@@ -22,17 +22,16 @@ use crate::args::Args;
 use crate::output::{Failure, escape, exit};
 use crate::target::Target;
 
-/// Maximum length of a line in a stream, in bytes. A longer line cannot come from a supervisor.
+/// Maximum length of a line in a stream, in bytes. A supervisor sends no longer lines.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
 /// Maximum time for the supervisor to begin its response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum size of a response that is read completely, in bytes. A larger response cannot come from a
-/// supervisor.
+/// Maximum size of a response that is read completely, in bytes. A supervisor sends no larger responses.
 const RESPONSE_BYTES_MAX: usize = 256 << 20;
 
-/// Number of lines that wait for output while several streams are followed.
+/// Number of buffered lines while several streams are followed.
 const LINES_WAITING_MAX: usize = 64;
 
 /// Sends a request and returns the response. The body is not read yet.
@@ -195,7 +194,7 @@ pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<
     document(&read(request(args, Method::GET, path).await?).await?)
 }
 
-/// Requests a response of lines from the supervisor, each with a JSON object.
+/// Requests a response with one JSON object per line.
 pub(crate) async fn get_lines(args: &Args, path: &str) -> Result<Vec<String>, Failure> {
     let body = read(request(args, Method::GET, path).await?).await?;
     let lines: Vec<String> = String::from_utf8_lossy(&body).lines().map(str::to_owned).collect();
@@ -225,7 +224,7 @@ pub(crate) fn percent_encoded(name: &str) -> String {
 
 // Endless responses.
 
-/// Passes each line of the responses to `handle` as it arrives, until all responses have ended or the user
+/// Passes each line of the responses to `handle` as it arrives. Returns when all responses have ended or the user
 /// presses ^C.
 pub(crate) async fn follow(
     responses: Vec<Response<Incoming>>,
@@ -236,7 +235,7 @@ pub(crate) async fn follow(
         tokio::spawn(send_lines(response, sender.clone()));
     }
     drop(sender);
-    // All iterations use a single future, because a signal between two futures would be missed.
+    // A single future for all iterations, because a signal between two futures would be missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let line = tokio::select! {

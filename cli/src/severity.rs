@@ -2,8 +2,8 @@
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Returns the severity of a bulkhead; a larger value is worse. The first number is the worse of the state
-/// and the service, and the second number is the sum of both. Unknown states count as healthy.
+/// Returns the severity of a bulkhead, higher is worse. The first number is the worse of the state and the service
+/// level, the second number is their sum. Unknown states count as healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,
@@ -19,12 +19,12 @@ pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     (state.max(service), state + service)
 }
 
-/// Returns true if an operator should look at the bulkhead: workers are missing, or jobs fail.
+/// Returns true if an operator should investigate the bulkhead, because workers are missing or jobs fail.
 pub(crate) fn is_failed(bulkhead: &Snapshot) -> bool {
     rank(bulkhead) >= (2, 0)
 }
 
-/// Sorts by severity, the worst first, then by name.
+/// Sorts by severity, worst first, then by name.
 pub(crate) fn sort(bulkheads: &mut [Snapshot]) {
     bulkheads.sort_by_cached_key(|bulkhead| (std::cmp::Reverse(rank(bulkhead)), bulkhead.name.clone()));
 }

@@ -11,13 +11,13 @@ use crate::args::{Args, Drain, IsReady, Restart};
 use crate::output::{self, Failure, escape, exit};
 use crate::requests::{document, get, get_any, percent_encoded, read, request};
 
-/// Interval between two looks at a bulkhead for whose state the command waits.
+/// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum time that a look may take, even if the wait ends earlier.
+/// Minimum timeout of a poll, even if the wait ends earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
-/// Latest time of a wait, or `None` without a limit.
+/// Time at which a wait ends, or `None` if it has no limit.
 #[derive(Clone, Copy)]
 struct WaitLimit(Option<Instant>);
 
@@ -30,7 +30,7 @@ impl WaitLimit {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 
-    /// Waits for a response, so that a supervisor that is stopped or hangs does not extend the wait.
+    /// Waits for the response to a poll, with a timeout so that a supervisor that hangs does not extend the wait.
     async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);
@@ -40,7 +40,7 @@ impl WaitLimit {
         })
     }
 
-    /// Waits until the next look is due.
+    /// Sleeps until the next poll, but at most until the wait ends.
     async fn pause(self) {
         let next = Instant::now() + POLL_INTERVAL;
         tokio::time::sleep_until(self.0.map_or(next, |at| at.min(next))).await;
@@ -149,7 +149,7 @@ async fn wait_until_replaced(args: &Args, name: &str, limit: WaitLimit) -> Resul
             bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
         match &bulkhead.state {
             Word::Known(BulkheadState::Ready) if left == 0 => return Ok(()),
-            // A draining bulkhead stays in this state.
+            // A draining bulkhead never leaves this state by itself.
             Word::Known(BulkheadState::Draining) if left == 0 && has_ready_workers => return Ok(()),
             Word::Known(BulkheadState::Failed) => {
                 let cause = bulkhead.detail.as_ref().map(shown).unwrap_or_default();
@@ -179,7 +179,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
         match limit.look(readiness(args, &path)).await {
             Ok((false, _)) if !limit.is_over() => {}
             Ok(readiness) => break readiness,
-            // The supervisor may be starting.
+            // The supervisor may still be starting.
             Err(failure) if failure.code() == exit::UNREACHABLE && !limit.is_over() => {}
             Err(failure) => return Err(failure),
         }
@@ -198,7 +198,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
     Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
 }
 
-/// Returns true if the supervisor or bulkhead is ready, and the supervisor's document.
+/// Returns true if the supervisor or bulkhead is ready, together with the response body.
 async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
     let (status, body) = get_any(args, path).await?;
     if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {

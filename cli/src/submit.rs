@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let start = Instant::now();
     let mut loops = pin!(run.loops(&client, &payload));
     let result = tokio::select! {
-        // The signal is polled first, so that ^C cancels every job that has been sent.
+        // Polled first, so that ^C cancels every job that was sent.
         biased;
         _ = tokio::signal::ctrl_c() => None,
         result = &mut loops => Some(result),
@@ -66,7 +66,7 @@ async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Fail
     Ok((payload, Client::connect(args.jobs_socket()?).await?))
 }
 
-/// State that all concurrent submit loops share.
+/// State shared by all concurrent submit loops.
 struct SubmitRun<'a> {
     args: &'a Args,
     submit: &'a Submit,
@@ -98,7 +98,7 @@ impl<'a> SubmitRun<'a> {
         join_all((0..loops).map(|_| self.submit_loop(client, payload))).await
     }
 
-    /// Submits jobs one after the other until all jobs have been submitted.
+    /// Submits jobs one after the other until none is left.
     async fn submit_loop(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
         while self.next.get() < self.count && !*self.interrupted.borrow() {
             let index = self.next.replace(self.next.get() + 1);
@@ -150,7 +150,7 @@ impl<'a> SubmitRun<'a> {
         }
     }
 
-    /// Prints a line of JSON for each submitted job whose outcome the supervisor did not report.
+    /// Prints a line of JSON for each submitted job without an outcome from the supervisor.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());
@@ -161,7 +161,7 @@ impl<'a> SubmitRun<'a> {
     }
 }
 
-/// Checks before any job runs whether the result can be written to `path`. Does not create the file.
+/// Checks that the result can be written to `path`, before any job runs. Does not create the file.
 fn check_output(path: &Path) -> Result<(), Failure> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let checked = match std::fs::metadata(path) {

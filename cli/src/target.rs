@@ -13,7 +13,7 @@ use crate::output::{Failure, exit};
 /// Maximum size of a token file in bytes, as in the supervisor.
 const TOKEN_BYTES_MAX: usize = 4096;
 
-/// Number of bytes to read of a token file, which can contain space around the token.
+/// Maximum number of bytes to read from a token file, including whitespace around the token.
 const FILE_BYTES_MAX: u64 = 2 * TOKEN_BYTES_MAX as u64;
 
 /// Address of the admin API.
@@ -30,7 +30,7 @@ pub(crate) struct Host {
     /// Name or address without brackets.
     pub(crate) name: String,
     pub(crate) port: u16,
-    /// Name and port as in the URL.
+    /// Host and port as in the URL.
     pub(crate) authority: String,
     pub(crate) token_file: Option<PathBuf>,
 }
@@ -45,7 +45,7 @@ impl fmt::Display for Target {
 }
 
 impl Host {
-    /// Parses a URL such as `http://127.0.0.1:9464`. Returns a sentence if the URL cannot be used.
+    /// Parses a URL such as `http://127.0.0.1:9464`. Returns an error message if the URL cannot be used.
     pub(crate) fn parse(url: &str, token_file: Option<PathBuf>) -> Result<Self, String> {
         let example = "use a URL such as http://127.0.0.1:9464";
         let uri: Uri = url.parse().map_err(|error| format!("{error}; {example}"))?;
@@ -78,7 +78,7 @@ impl Host {
             Failure::new(exit::USAGE, format!("failed to read the token file {}: {problem}", file.display()))
         };
         let mut text = String::new();
-        // A file such as /dev/zero has no end.
+        // Bounded, because a file such as /dev/zero has no end.
         let read = File::open(file).and_then(|file| file.take(FILE_BYTES_MAX).read_to_string(&mut text));
         read.map_err(|error| fail(&error))?;
         let token = text.trim();
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn host_is_a_plain_http_url_with_port() {
+    fn host_requires_plain_http_url_with_port() {
         for (url, name, port) in [
             ("http://127.0.0.1:9464", "127.0.0.1", 9464),
             ("http://bulkhead.example:80/", "bulkhead.example", 80),

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-/// Seconds of a day, since leap seconds do not exist in Unix time.
+/// Length of a day. Unix time has no leap seconds.
 const DAY: Duration = Duration::from_secs(86_400);
 
 /// Parses a time that is not in the future.
@@ -17,8 +17,8 @@ pub(crate) fn until(text: &str) -> Result<SystemTime, String> {
     parse(text, SystemTime::now())
 }
 
-/// Parses a duration before `now`, a time in RFC 3339, or a time of day in UTC. A time of day stands for the
-/// last such time before `now`.
+/// Parses a duration before `now`, a time in RFC 3339, or a time of day in UTC, which stands for its latest occurrence
+/// before `now`.
 fn parse(text: &str, now: SystemTime) -> Result<SystemTime, String> {
     if let Ok(ago) = humantime::parse_duration(text.strip_prefix('-').unwrap_or(text)) {
         let time = now.checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH);
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_durations_dates_or_times_of_day() {
+    fn parses_durations_dates_and_times_of_day() {
         let at = |text: &str| humantime::parse_rfc3339(text).unwrap();
         let now = at("2026-11-21T14:07:35.500Z");
         for (text, time) in [

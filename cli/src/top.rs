@@ -28,8 +28,7 @@ use terminal::{Screen, SignalAction, Signals};
 /// Maximum time for taking a sample.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Interval at which the screen is redrawn without a new sample, to update the time since the supervisor last
-/// responded.
+/// Interval at which the screen is redrawn without a new sample, to update the time since the last response.
 const TICK: Duration = Duration::from_secs(1);
 
 type SampleResult = Result<Sample, Failure>;
@@ -85,7 +84,7 @@ async fn run_live(sampler: Sampler<'_>, mut app: App, interval: Duration) -> Res
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
-    // The channel has a capacity of 1, so that sampling stops while the screen is not drawn.
+    // With a capacity of 1, sampling pauses while the screen is not drawn.
     let (sender, mut samples) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
     let mut sampling = pin!(sample_periodically(sampler, interval, sender, is_paused));

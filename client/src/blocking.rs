@@ -49,7 +49,7 @@ impl Drop for Server {
 /// the thread.
 #[derive(Clone, Debug)]
 pub struct Client {
-    // The first field, so that the client is dropped before the thread that serves its connection.
+    // Declared first, so that the client is dropped before the thread that serves its connection.
     client: crate::Client,
     server: Arc<Server>,
 }

@@ -10,14 +10,14 @@ const WINDOW_SECONDS: usize = 10;
 /// Maximum number of retries per hundred jobs.
 const RETRIES_PERCENT: u64 = 20;
 
-/// Number of retries that are always allowed in a window, because the share of a few jobs is less than one
-/// retry. The supervisor has the same minimum for its own retries.
+/// Number of retries that are always allowed per window. Without this minimum, a client with few jobs could not retry
+/// at all. The supervisor uses the same minimum for its own retries.
 const RETRIES_FLOOR: u64 = 10;
 
 /// Counter of the jobs and retries of one client.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
-    /// Counts by second, indexed by the number of the second modulo [`WINDOW_SECONDS`].
+    /// Counts per second, indexed by the second's number modulo [`WINDOW_SECONDS`].
     seconds: [Second; WINDOW_SECONDS],
 }
 
@@ -29,7 +29,7 @@ struct Second {
 }
 
 impl RetryBudget {
-    /// Counts a job that may be retried. `now` is the time since any fixed moment.
+    /// Counts a job that may be retried. `now` is the time since an arbitrary fixed instant.
     pub(crate) fn job(&mut self, now: Duration) {
         self.second(now).jobs += 1;
     }
@@ -59,13 +59,13 @@ impl RetryBudget {
 mod tests {
     use super::*;
 
-    /// Uses up the budget and returns the number of retries that it allowed.
+    /// Retries until the budget is exhausted. Returns the number of retries.
     fn spend(budget: &mut RetryBudget, now: Duration) -> u64 {
         (0..10_000).take_while(|_| budget.try_retry(now)).count() as u64
     }
 
     #[test]
-    fn few_jobs_get_the_minimum() {
+    fn minimum_retries_are_allowed_with_few_jobs() {
         let mut budget = RetryBudget::default();
         assert_eq!(spend(&mut budget, Duration::ZERO), RETRIES_FLOOR);
         budget.job(Duration::ZERO);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn fifth_of_many_jobs_is_retried() {
+    fn retries_are_limited_to_a_fifth_of_jobs() {
         let mut budget = RetryBudget::default();
         (0..1000).for_each(|_| budget.job(Duration::from_secs(3)));
         assert_eq!(spend(&mut budget, Duration::from_secs(4)), 200);
@@ -82,9 +82,9 @@ mod tests {
         assert_eq!(spend(&mut budget, Duration::from_secs(60)), RETRIES_FLOOR);
     }
 
-    /// Random histories, compared with a complete list of all events.
+    /// Runs random histories and compares the budget with a model that keeps every event.
     #[test]
-    fn retries_never_exceed_the_share_of_a_window() {
+    fn random_histories_stay_within_the_budget() {
         for seed in 1..=50_u64 {
             let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
             let mut below = |bound: u64| {

@@ -32,7 +32,7 @@ use crate::transport::Transport;
 /// Maximum time for the supervisor to accept the connection and send the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Shortest interval between checks for jobs that have waited too long for a reconnection.
+/// Minimum interval between checks for jobs that have waited too long for a reconnection.
 const OVERDUE_CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
 
 /// Pause before the second attempt to reconnect. The pause doubles after each attempt, up to
@@ -52,8 +52,7 @@ const READS_PER_POLL_MAX: usize = 16;
 /// it closed the connection.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The reason why the client could not connect. Each message completes a sentence that begins with "failed
-/// to".
+/// Error returned when a client cannot connect. Each message continues a sentence that begins with "failed to".
 #[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.
@@ -133,7 +132,7 @@ impl Target {
         }
     }
 
-    /// Describes the location in words that can follow "the supervisor" in a message.
+    /// Formats the location for messages, to follow the words "the supervisor".
     fn describe(&self) -> String {
         match self {
             Self::Path(path) => format!("at {}", path.display()),
@@ -141,13 +140,13 @@ impl Target {
         }
     }
 
-    /// Describes a missing connection.
+    /// Returns the message for an unreachable supervisor.
     fn problem(&self, reason: &str) -> String {
         format!("the supervisor {} is not reachable ({reason})", self.describe())
     }
 }
 
-/// Text that messages about an in-process supervisor contain in place of a socket path.
+/// Location of an in-process supervisor in messages, where a socket path would otherwise appear.
 const IN_PROCESS: &str = "in this process";
 
 #[derive(Debug)]
@@ -158,7 +157,7 @@ struct Shared {
     needed: Arc<Notify>,
     /// Budget for retries.
     budget: Mutex<RetryBudget>,
-    /// Time of the client's creation, from which the budget counts.
+    /// Time at which the client was created. The budget counts time from here.
     created: Instant,
 }
 
@@ -166,8 +165,8 @@ struct Shared {
 pub(crate) enum SubmitAttempt {
     Sent(JobHandle),
     Rejected(JobError),
-    /// The job has to wait for space or for a connection. If a connection is given, it is broken and must not
-    /// be used again.
+    /// The job must wait for space or for a connection. Contains the connection if it is broken and must not be used
+    /// again.
     Waits(Option<Arc<Requests>>),
 }
 
@@ -272,7 +271,7 @@ impl Client {
         self
     }
 
-    /// Applies `use_budget` to the budget for retries, which all clones share, and to the present time.
+    /// Calls `use_budget` with the retry budget, which all clones share, and the current time.
     pub(crate) fn with_budget<T>(&self, use_budget: impl FnOnce(&mut RetryBudget, Duration) -> T) -> T {
         let now = self.shared.created.elapsed();
         use_budget(&mut self.shared.budget.lock().unwrap_or_else(PoisonError::into_inner), now)
@@ -343,8 +342,8 @@ impl Client {
         }
     }
 
-    /// Waits for a connection other than `broken`. After the time limit for reconnections, waits only for one
-    /// more attempt to reconnect.
+    /// Waits for a connection other than `broken`. Once the reconnection limit has passed, waits for only one more
+    /// attempt.
     async fn wait_for_connection(
         &self,
         broken: Option<&Arc<Requests>>,
@@ -543,7 +542,7 @@ struct Driver {
     requests: Option<Arc<Requests>>,
     /// Lost connections, oldest first, with jobs that wait to be sent over the next connection.
     lost: Vec<Arc<Requests>>,
-    /// Connections on which the supervisor finishes its jobs, but takes no further ones.
+    /// Connections that the supervisor is closing with GOAWAY. It finishes their jobs but takes no more.
     leaving: Vec<Arc<Requests>>,
     /// Notified when a leaving connection has closed.
     left: Arc<Notify>,
@@ -557,7 +556,8 @@ impl Driver {
         loop {
             if let Some(requests) = self.requests.clone() {
                 let began = Instant::now();
-                // Lost jobs are sent before the jobs of callers that wait for the connection.
+                // Joins the queue before the connection is announced, so that lost jobs are sent before those of
+                // waiting callers.
                 let mut first_place = (!self.lost.is_empty()).then(|| requests.queue());
                 self.current.send_replace(Connection::Up(requests.clone()));
                 let mut serving = Box::pin(serve(requests.clone()));
@@ -600,7 +600,7 @@ impl Driver {
         }
     }
 
-    /// Waits until no further job can be sent and no job is pending.
+    /// Waits until all handles that can submit jobs are dropped and no job is pending.
     async fn wait_until_unused(&self) {
         self.current.closed().await;
         // Jobs move from a lost connection to the present one.
@@ -609,8 +609,8 @@ impl Driver {
         }
     }
 
-    /// Returns true if jobs can be sent again after a loss. A supervisor in the same process ends only with the
-    /// application, or permanently.
+    /// Returns true if lost jobs can be sent again over a new connection. An in-process supervisor that has ended is
+    /// never replaced.
     fn can_reconnect(&self) -> bool {
         matches!(self.target, Target::Path(_))
     }
@@ -627,7 +627,8 @@ impl Driver {
         self.lost.retain(|lost| lost.has_detached_jobs());
     }
 
-    /// Leaves the connection to its remaining jobs, and needs another one for further jobs.
+    /// Handles GOAWAY. The connection stays open until its last job has ended, and later jobs wait for a new
+    /// connection.
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
         let Some(requests) = self.requests.take() else { return };
@@ -645,7 +646,7 @@ impl Driver {
         });
     }
 
-    /// Removes leaving connections that have closed. Jobs that can be sent again wait for another connection.
+    /// Forgets leaving connections that have closed. Their jobs that can be sent again wait for another connection.
     fn forget_left(&mut self) {
         for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
             if requests.has_detached_jobs() && !self.lost.iter().any(|lost| Arc::ptr_eq(lost, &requests)) {
@@ -664,7 +665,7 @@ impl Driver {
         }
     }
 
-    /// Ends jobs that have waited for a connection until their time was up.
+    /// Fails jobs that have waited too long for a connection.
     async fn end_overdue_jobs(&self) -> Infallible {
         loop {
             let Some(first) = self.lost.iter().filter_map(|lost| lost.first_wait_ends()).min() else {

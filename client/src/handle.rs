@@ -30,8 +30,9 @@ impl JobHandle {
         self.progress.as_mut()?.recv().await
     }
 
-    /// Asks the supervisor to cancel the job. The outcome still arrives: `cancelled`, or another outcome if
-    /// the job ended first. While there is no connection, the job ends at once. To cancel without waiting for the outcome, drop the handle.
+    /// Asks the supervisor to cancel the job. An outcome still arrives: `cancelled`, or another outcome if the job
+    /// ended first. While there is no connection, the job ends immediately. To cancel without waiting for the outcome,
+    /// drop the handle.
     pub fn cancel(&self) {
         self.outcome.cancel(false);
     }
@@ -43,7 +44,7 @@ impl JobHandle {
         self.outcome.cancel(true);
     }
 
-    /// Takes a job that may be retried, after its outcome.
+    /// Takes the job back after its outcome was received, so that it can be retried.
     pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
         self.outcome.take_request()
     }

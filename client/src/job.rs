@@ -45,7 +45,7 @@ impl Client {
     }
 }
 
-/// Reads a whole file without relying on the reported size.
+/// Reads a file to its end. The reported size is not used, because files in `/proc` report a size of 0.
 fn read_whole(file: &File) -> io::Result<Vec<u8>> {
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
     loop {
@@ -59,9 +59,10 @@ fn read_whole(file: &File) -> io::Result<Vec<u8>> {
 }
 
 impl Job {
-    /// Uses the contents of a file as the payload, replacing the payload given to [`Client::job`]. This call
-    /// fixes the size of the payload. The file is read when the job is sent, on the thread that sends the
-    /// job, and read once more if the job is sent again over another connection. If the client has a memory file, the payload is read directly into shared memory.
+    /// Uses the contents of a file as the payload, replacing the payload given to [`Client::job`]. This call fixes the
+    /// size of the payload. The file is read when the job is sent, on the thread that sends the job, and read again if
+    /// the job is sent again over another connection. If the client has a memory file, the payload is read directly
+    /// into shared memory.
     ///
     /// Only regular files are accepted. Pipes, sockets and devices have no known size and cause an error of
     /// kind `InvalidInput`. Files that report a size of 0, such as those in `/proc`, are read immediately.
@@ -280,7 +281,7 @@ impl Job {
                 && error.is_retryable()
                 && self.request.deadline.is_none_or(fits)
                 && self.client.with_budget(RetryBudget::try_retry);
-            // The error of a retry that did not run does not say that an earlier attempt may have run.
+            // If an earlier attempt may have run, the error of a later attempt that did not run would hide this.
             let error = match reported.take() {
                 Some(earlier) if ran(&earlier) && !ran(&error) => earlier,
                 _ => error,

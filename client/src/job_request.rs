@@ -52,15 +52,15 @@ impl fmt::Debug for Source {
     }
 }
 
-/// Maximum number of times that a job is sent again after it may have reached a supervisor. The limit ends a
-/// loop in which a job crashes each supervisor that it is sent to.
+/// Maximum number of times that a job is sent again after it may have reached a supervisor. Stops a job that crashes
+/// every supervisor from being sent forever.
 pub(crate) const RESENDS_MAX: u32 = 3;
 
 /// Maximum time that a job without a deadline waits for a reconnection.
 pub(crate) const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The payload of a job. The client keeps it until the outcome, and shares a large payload with the send queue,
-/// so that keeping it takes no copy.
+/// The payload of a job, kept until the outcome because the job may be sent again. A large payload is shared with the
+/// send queue instead of being copied.
 #[derive(Clone, Debug)]
 pub(crate) enum KeptPayload {
     Owned(Vec<u8>),
@@ -91,7 +91,7 @@ impl std::ops::Deref for KeptPayload {
 }
 
 impl KeptPayload {
-    /// Returns the payload for the send queue, which shares a large payload.
+    /// Returns the payload for the send queue. A large payload is shared, not copied.
     pub(crate) fn share(&mut self) -> Payload<'_> {
         if let Self::Owned(bytes) = self
             && bytes.len() > INLINE_PAYLOAD_BYTES_MAX
@@ -104,8 +104,8 @@ impl KeptPayload {
         }
     }
 
-    /// Takes a payload that is too large to be sent inline. Returns its buffer, unless the send queue still uses
-    /// it.
+    /// Takes the buffer of a payload that is too large to be sent inline. Returns `None` for a small payload, or if the
+    /// send queue still uses the buffer.
     pub(crate) fn take_large(&mut self) -> Option<Vec<u8>> {
         if self.len() <= INLINE_PAYLOAD_BYTES_MAX {
             return None;
@@ -139,9 +139,9 @@ pub(crate) struct JobRequest {
     pub(crate) reconnect_timeout: Option<Duration>,
     /// Number of connections that were lost after the job had been sent over them.
     pub(crate) losses: u32,
-    /// Time until which a job waits for a reconnection, if its connection was lost.
+    /// Time at which a job whose connection was lost stops waiting for a reconnection.
     pub(crate) waits_until: Option<Instant>,
-    /// True if the job is retried after an outcome that permits it.
+    /// True if the job may be retried after an outcome that permits a retry.
     pub(crate) retries: bool,
     /// True if a large result stays in the memory file instead of being copied.
     pub(crate) maps_result: bool,
@@ -159,7 +159,7 @@ impl JobRequest {
         }
     }
 
-    /// Starts the time limit of the job.
+    /// Starts the job's time limit.
     pub(crate) fn begin(&mut self) {
         // A limit beyond the range of the clock is no limit for the client.
         self.deadline = self
@@ -168,7 +168,7 @@ impl JobRequest {
             .and_then(|limit| Instant::now().checked_add(limit).map(|at| Deadline { limit, at }));
     }
 
-    /// Prepares the job for a retry. The remaining time was checked before.
+    /// Prepares the job for a retry. The caller must have checked that time is left.
     pub(crate) fn begin_again(&mut self) {
         (self.losses, self.waits_until) = (0, None);
         if let Some(deadline) = self.deadline {
@@ -205,13 +205,13 @@ impl JobRequest {
         self.reconnect_timeout.or(self.deadline.is_none().then_some(RECONNECT_TIMEOUT))
     }
 
-    /// Returns true if the job may be sent again after its connection was lost.
+    /// Returns true if the job can be sent again after its connection was lost.
     pub(crate) fn can_be_sent_again(&self) -> bool {
         let may_run_again = self.losses == 0 || self.options.is_idempotent && self.losses <= RESENDS_MAX;
         may_run_again && self.reconnect_timeout.is_none_or(|limit| !limit.is_zero())
     }
 
-    /// Returns whether the handler began, for a job without an outcome that is not being sent.
+    /// Returns whether the handler may have begun. The job must have no outcome and must not be in the send queue.
     pub(crate) fn executed(&self) -> Executed {
         if self.losses == 0 { Executed::No } else { Executed::Unknown }
     }
@@ -284,12 +284,12 @@ impl JobRequest {
         Some(JobError::Cancelled(Box::new(self.unsent_outcome(Verdict::Cancelled { executed }))))
     }
 
-    /// Returns the error for a job that waited for a reconnection until its time was up.
+    /// Returns the error for a job that waited too long for a reconnection.
     pub(crate) fn not_reconnected(&self, problem: &str) -> JobError {
         JobError::unreachable(self.executed(), problem)
     }
 
-    /// Returns the outcome of a job for which the supervisor reported none.
+    /// Returns the outcome of a job that ended without an outcome from the supervisor.
     fn unsent_outcome(&self, verdict: Verdict) -> Outcome {
         Outcome {
             job: None,

@@ -10,8 +10,8 @@ use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping, is_whole
 /// Maximum number of pending requests for leases.
 const LEASE_REQUESTS_MAX: usize = 4;
 
-/// Maximum idle time of a lease that the client uses without checking for unread recalls. The supervisor
-/// revokes a lease five seconds after the recall.
+/// Maximum idle time after which a lease can be reused without checking for an unread recall. Must be shorter than the
+/// five seconds after which the supervisor revokes a recalled lease.
 const FRESH_TIME: Duration = Duration::from_secs(4);
 
 /// Time after a refused request before the client requests another lease.
@@ -45,7 +45,7 @@ impl Lease {
     }
 }
 
-/// Owner to which leases are returned.
+/// Connection to which a lease is returned after use.
 pub(crate) trait LeaseOwner: Send + Sync {
     /// Takes back a lease that is no longer needed.
     fn release_lease(&self, lease: Lease);
@@ -138,7 +138,7 @@ impl Leases {
         None
     }
 
-    /// Handles the refusal of a request for a lease.
+    /// Handles the refusal of a lease. The next request has to wait for [`LEASE_RETRY_PAUSE`].
     pub(crate) fn refused(&mut self, request: u64) {
         self.requested.remove(&request);
         self.refused_at = Some(Instant::now());
@@ -155,7 +155,7 @@ impl Leases {
         None
     }
 
-    /// Removes a lease in use from the records, because it is being returned to the supervisor.
+    /// Forgets a lease in use, because it is being returned to the supervisor.
     pub(crate) fn forget(&mut self, number: u64) {
         self.in_use.remove(&number);
     }

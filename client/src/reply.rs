@@ -77,7 +77,7 @@ impl Reply {
     }
 }
 
-/// The [`Outcome`] of a failed job, and the payload of the failure: see [`JobError::payload`].
+/// [`Outcome`] and error payload of a failed job; see [`JobError::payload`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     outcome: Outcome,
@@ -92,7 +92,7 @@ impl std::ops::Deref for Failure {
     }
 }
 
-/// The reason why a job has no result. All variants except `Disconnected` carry the complete [`Outcome`].
+/// Error of a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
 #[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
     /// The handler reported an error.
@@ -140,8 +140,8 @@ impl JobError {
         Self::Disconnected { executed, message: format!("{problem}; {advice}") }
     }
 
-    /// Corrects the error of a job that had been sent over an earlier connection, which was lost. The job may
-    /// have run there, even if the supervisor of the later connection reports that the job did not run.
+    /// Adjusts the error of a job that was sent again after a lost connection. The job may have run over the earlier
+    /// connection even if the supervisor reports that it did not run.
     pub(crate) fn after_loss(self) -> Self {
         if self.executed() != Executed::No {
             return self;
@@ -182,8 +182,8 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Converts an outcome to a result. `payload` is the result, or the payload of a failure. For programs that
-    /// receive outcomes by other means than a [`Client`](crate::Client).
+    /// Converts an outcome to a result. `payload` is the result, or the payload of a failure. Intended for programs
+    /// that receive outcomes without a [`Client`](crate::Client).
     pub fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
             Verdict::Ok => Ok(Reply { payload, success: outcome.into(), mapped: None }),

@@ -28,8 +28,8 @@ use crate::waiters::{Decision, Ended, JobResult, Move, Polled, Taken, Waiter, Wa
 
 pub(crate) use frames::Frames;
 
-/// Size of the send queue, in bytes, from which further jobs have to wait. A job that is submitted below this
-/// size is queued completely, so the queue can exceed the size by one payload.
+/// Size of the send queue in bytes at which further jobs have to wait. A job submitted below this size is queued
+/// completely, so the queue can exceed this size by one payload.
 const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 
 /// Upper bound on the size of a SUBMIT frame without the payload, in bytes. Names that would make the frame
@@ -43,7 +43,7 @@ const BATCHES: usize = 6;
 const BATCH_MIN: usize = 8;
 const BATCH_MAX: usize = 64;
 
-/// The reason why a job was not sent.
+/// Reason why a job was not sent.
 pub(crate) enum SubmitError {
     /// The request is invalid.
     Rejected(JobError),
@@ -482,7 +482,8 @@ impl Requests {
             space.as_mut().enable();
             match self.move_next(place) {
                 Moved::One => {
-                    // Lets other tasks of the runtime run, because moving a job can mean reading its payload from a file.
+                    // Yields to other tasks of the runtime, because moving a job can mean reading its payload from a
+                    // file.
                     tokio::task::coop::consume_budget().await;
                 }
                 Moved::Full => {
@@ -590,9 +591,8 @@ pub(crate) struct QueuePosition<'r> {
 }
 
 impl QueuePosition<'_> {
-    /// Tries to send a job. The first call fails if other submitters were already queued when this one
-    /// joined. The caller calls this again when `Requests::space` wakes it; later calls ignore the length of
-    /// the queue.
+    /// Tries to send a job. The first call fails if other submitters were already queued when this one joined. Later
+    /// calls, after `Requests::space` has woken the caller, ignore the length of the queue.
     pub(crate) fn submit(
         &mut self,
         job: &mut JobRequest,
@@ -781,7 +781,7 @@ mod tests {
         Header { length, kind, flags: 0, metadata_length: length as u16, number }
     }
 
-    /// A task that drops a job when it is woken.
+    /// A waker that drops a job.
     struct DropsJob(Mutex<Option<PendingOutcome>>);
 
     impl Wake for DropsJob {

@@ -45,8 +45,8 @@ enum SlotState<M> {
     Waiting(Waiter),
     /// The outcome has arrived and is being processed.
     Processing,
-    /// The job is being sent over another connection. `cancel` is the argument of a cancellation during this
-    /// time.
+    /// The job is being sent over another connection. `cancel` is the `unless_begun` argument of a cancellation that
+    /// was requested in the meantime.
     Moving {
         cancel: Option<bool>,
     },
@@ -66,7 +66,7 @@ struct Slot<M> {
     request: JobRequest,
 }
 
-/// Position of a detached job's frame, which is in no outbox.
+/// Value of `frame_end` for a detached job, which has no frame in an outbox.
 const DETACHED: u64 = u64::MAX;
 
 impl Waiter {
@@ -257,13 +257,13 @@ impl<M> Waiters<M> {
         })
     }
 
-    /// Records a cancellation of a job that is not waiting in this connection. Returns the pending outcome on
-    /// the other connection, if the job was moved.
+    /// Records the cancellation of a job that is being moved, or was moved, to another connection. Returns the pending
+    /// outcome on that connection if the move is complete.
     pub(crate) fn cancel_elsewhere(&mut self, number: u64, unless_begun: bool) -> Option<&M> {
         match &mut self.slot(number)?.state {
             SlotState::Moved(pending) => Some(pending),
             SlotState::Moving { cancel } => {
-                // A complete cancellation takes precedence.
+                // An unconditional cancellation takes precedence.
                 *cancel = Some(unless_begun && *cancel != Some(false));
                 None
             }
@@ -336,7 +336,7 @@ impl<M> Waiters<M> {
         Some((std::mem::take(&mut slot.request), progress))
     }
 
-    /// Ends the move of a job.
+    /// Completes a move that [`Waiters::begin_move`] has started.
     pub(crate) fn end_move(&mut self, number: u64, moved: Move<M>) -> MoveEnd<M> {
         let slot = match self.slot(number) {
             Some(slot) if matches!(slot.state, SlotState::Moving { .. }) => slot,
@@ -366,7 +366,7 @@ impl<M> Waiters<M> {
     }
 }
 
-/// End of an attempt to send a job over another connection.
+/// Result of an attempt to send a job over another connection.
 pub(crate) enum Move<M> {
     Sent(M),
     Ended(JobError),
@@ -379,7 +379,8 @@ pub(crate) struct MoveEnd<M> {
     /// Result of the move, if the handle was dropped during the move.
     _dropped: Option<Move<M>>,
     pub(crate) waker: Option<Waker>,
-    /// Argument of a cancellation during the move, which is still to be applied to a job that was sent.
+    /// `unless_begun` argument of a cancellation during the move. The caller must apply it to the job on the new
+    /// connection.
     pub(crate) cancel: Option<bool>,
 }
 
@@ -418,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn only_last_waiting_task_receives_the_outcome() {
+    fn outcome_wakes_only_the_last_polling_task() {
         let mut waiters = Waiters::<()>::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
@@ -464,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn detached_jobs_keep_results_received_earlier() {
+    fn results_received_before_detaching_are_kept() {
         let mut waiters = Waiters::<()>::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| insert(&mut waiters, Some(task.clone()))).collect();

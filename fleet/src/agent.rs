@@ -1,5 +1,5 @@
-//! The agent of one host. Pulls jobs of the fleet for the bulkheads of the local supervisor, and records
-//! their outcomes. The module [`decide`](crate::decide) makes all decisions about jobs.
+//! The agent of one host. Pulls jobs for the bulkheads of the local supervisor, and records their outcomes. All
+//! decisions about jobs are made in [`decide`](crate::decide).
 
 mod clock;
 mod gate;
@@ -35,7 +35,7 @@ use metrics::Metrics;
 use permits::Permits;
 use supervisor::Supervisor;
 
-/// Interval between checks for the streams at startup.
+/// Interval at which a starting agent checks whether the streams exist.
 const START_RETRY: Duration = Duration::from_secs(1);
 
 /// A bulkhead that the agent serves.
@@ -50,7 +50,7 @@ struct Served {
 /// State that all tasks of an agent share.
 struct Shared {
     host: String,
-    /// Identifies this process among successive agents of the same host.
+    /// Identifies this process, as distinct from earlier and later agents of the same host.
     instance: String,
     client: async_nats::Client,
     supervisor: Supervisor,
@@ -78,8 +78,8 @@ pub enum AgentError {
     TaskEnded(String),
 }
 
-/// Runs an agent until `stop` completes. The agent then stops pulling jobs, and waits at most `drain_timeout`
-/// for the jobs in progress. `faults` is used only by tests.
+/// Runs an agent until `stop` completes. Then stops pulling jobs, and waits at most `drain_timeout` for jobs in
+/// progress. Only tests set `faults`.
 pub async fn run(
     settings: Settings,
     faults: Faults,
@@ -120,7 +120,7 @@ pub async fn run(
     Ok(())
 }
 
-/// Waits until the servers respond. Fails if the fleet has no streams.
+/// Waits until the servers respond. Fails if the fleet's streams do not exist.
 async fn wait_until_prepared(client: &async_nats::Client) -> Result<(), AgentError> {
     const STREAM_NOT_FOUND: u64 = 10059;
     loop {

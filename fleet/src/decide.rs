@@ -1,8 +1,8 @@
 //! The decisions of an agent about one message, without I/O, clock or randomness.
 //!
-//! [`delivery`] and [`outcome`] contain the two decision tables. [`Handling`] applies them to one message:
-//! the agent passes each event with the current time, and performs the returned step. The simulator in the
-//! tests runs the same code.
+//! [`delivery`] and [`outcome`] contain the two decision tables. [`Handling`] applies them to one message. The agent
+//! passes each event with the current time, and performs the returned step. The simulator in the tests runs the same
+//! code.
 
 pub mod delivery;
 mod handling;
@@ -28,7 +28,7 @@ pub struct Message {
     pub published: Timestamp,
 }
 
-/// The options of a job that influence decisions.
+/// Options of a job that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms {
     /// Name of the bulkhead.
@@ -39,12 +39,12 @@ pub struct Terms {
     pub is_idempotent: bool,
 }
 
-/// The settings of a fleet that influence decisions.
+/// Settings of a fleet that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     /// Time without an acknowledgement after which the server redelivers a message.
     pub ack_wait: Duration,
-    /// Time without a sign of life after which a host is considered lost.
+    /// Time without a heartbeat after which a host is considered lost.
     pub host_lost_after: Duration,
     /// Maximum number of attempts of an idempotent job.
     pub attempts_max: u32,
@@ -55,17 +55,17 @@ pub struct Rules {
     pub faults: Faults,
 }
 
-/// Faults injected by tests, to show that the simulation would find such bugs. Cannot be configured.
+/// Faults injected by tests, to show that the simulation finds such bugs. Cannot be configured.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Acknowledges the message before the outcome is recorded.
     pub acknowledges_before_record: bool,
-    /// Claims a job without specifying the expected record.
+    /// Claims a job without an expected sequence number.
     pub claims_without_expectation: bool,
     /// Takes over another agent's claim at the first redelivery.
     pub takes_over_at_first_redelivery: bool,
-    /// Treats a conflict with a pending write as if the other writer had succeeded.
+    /// Treats a pending write as a write that another agent has won.
     pub mistakes_pending_write_for_refusal: bool,
 }
 

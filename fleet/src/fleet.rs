@@ -21,12 +21,12 @@ use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
-/// Maximum time for which an unacknowledged submission is retried. Leader elections take up to ten seconds.
+/// Maximum time for which a submission without an acknowledgement is retried. Leader elections take up to ten seconds.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum delay between reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Delays between ledger reads after the notice, in milliseconds. The replica that serves a read may not have
-/// the record yet.
+/// Delays between ledger reads after the notice, in milliseconds. The replica that serves the read may not have the
+/// record yet.
 const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
 
 /// A connection to a fleet. Clones share the connection.
@@ -38,21 +38,20 @@ pub struct Fleet {
     host_lost_after: Duration,
 }
 
-/// The reason why a job has no result.
+/// Error of a job without a result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FleetError {
     /// The job's outcome is not `ok`, or the fleet rejected the submission.
     Job(JobError),
-    /// No outcome was recorded in time. The job may still run, and its outcome can be queried later by the
-    /// same id.
+    /// No outcome was recorded in time. The job can still run; its outcome can be queried later by the same id.
     Overdue {
         /// Id of the job.
         id: String,
         /// Time spent waiting.
         waited: Duration,
     },
-    /// The servers did not acknowledge the submission, or did not respond. The job may run. It is safe to
-    /// submit the job again with the same id.
+    /// The servers did not respond or did not acknowledge the submission. The job may run. Submitting it again with the
+    /// same id is safe.
     Unreachable {
         /// Id of the job.
         id: String,
@@ -165,8 +164,8 @@ pub struct FleetJob {
 }
 
 impl FleetJob {
-    /// Sets the id, which has 1 to 128 bytes. Of all jobs of a tenant with the same id, only one runs, and
-    /// all have its outcome.
+    /// Sets the id, which has 1 to 128 bytes. Only one of a tenant's jobs with the same id runs, and all of them get
+    /// its outcome.
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.options.id = id.into();
         self
@@ -300,9 +299,9 @@ impl FleetJob {
         }
     }
 
-    /// Returns true if no stream accepts this subject because the bulkhead does not exist. In a cluster, the
-    /// stream can also lack a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. A
-    /// readable ledger shows that JetStream works; tenants have no permission to query the stream itself.
+    /// Returns true if the bulkhead does not exist, so that no stream accepts the subject. In a cluster, a stream can
+    /// also lack a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. Reads the ledger to
+    /// check that JetStream works, because tenants have no permission to query the stream.
     async fn is_missing(&self, has_time: bool) -> bool {
         let client = &self.fleet.client;
         if has_time && client.server_info().cluster.is_some() {
@@ -342,7 +341,7 @@ impl Submitted {
         &self.id
     }
 
-    /// Waits for the outcome, at most until `host_lost_after` has passed since the deadline.
+    /// Waits for the outcome, at most until `host_lost_after` after the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

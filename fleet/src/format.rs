@@ -42,7 +42,7 @@ pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
     (headers, body)
 }
 
-/// Decodes a record. Returns a description of the error if the message is not a valid record.
+/// Decodes a record. Returns an error message if this is not a valid record.
 pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String> {
     let text = |name: &str| headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("no {name}"));
     let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is not a number"));
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn other_messages_are_no_records() {
+    fn decode_rejects_messages_that_are_not_records() {
         let mut headers = HeaderMap::new();
         assert!(decode(&headers, Bytes::new()).is_err());
         for (name, value) in [(PHASE, "cancelled"), (NONCE, "n"), (AGENT, "a"), (ATTEMPTS, "1")] {

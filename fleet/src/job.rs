@@ -1,5 +1,5 @@
-//! Encodes the options of a job as message headers. The tenant is part of the subject, not a header, because
-//! the server checks permissions only for subjects.
+//! Encodes the options of a job as message headers. The tenant is part of the subject instead, because the server
+//! checks permissions only for subjects.
 
 use std::time::Duration;
 
@@ -13,8 +13,7 @@ pub const ID_BYTES_MAX: usize = 128;
 /// Default deadline of a job.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
-/// Part of the maximum message size that is reserved for headers, in bytes. The rest is available for the
-/// payload or result.
+/// Part of the maximum message size that is reserved for headers, in bytes. The payload or result can use the rest.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
 const ID: &str = "Bulkhead-Id";
@@ -115,8 +114,8 @@ impl JobOptions {
         headers
     }
 
-    /// Decodes the options of a message. The second value is the error of an invalid message. If the id is
-    /// missing or invalid, the message gets a new id, so that every message can have a record.
+    /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid id
+    /// gets a new id, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,
@@ -127,7 +126,7 @@ impl JobOptions {
         let read = headers.map_or(Ok(()), |headers| options.read(headers));
         let error = read.and_then(|()| options.check()).err();
         if error.is_some() {
-            // Keeps only the names, so that the job ends as invalid and no other option has an effect.
+            // Keeps only the names. The job ends as invalid, and no other option must have an effect.
             let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
             let has_id = valid.check().is_ok();
             let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };
@@ -199,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_header_is_reported_under_the_own_id() {
+    fn message_with_invalid_header_keeps_its_id() {
         for (name, value) in [
             ("Bulkhead-Deadline-Ms", "soon"),
             ("Bulkhead-Deadline-Ms", "0"),

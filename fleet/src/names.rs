@@ -5,7 +5,7 @@ use sha2::{Digest, Sha256};
 
 /// Stream of jobs that have no outcome yet.
 pub const JOBS: &str = "BH_JOBS";
-/// Stream of records: one for each job.
+/// Stream of records, one per job.
 pub const LEDGER: &str = "BH_LEDGER";
 /// Stream of jobs that did not end `ok`.
 pub const DEAD: &str = "BH_DEAD";
@@ -33,7 +33,7 @@ pub fn escape(name: &str) -> String {
     out
 }
 
-/// Reverses [`escape`]. Returns `None` for text that `escape` cannot have written.
+/// Reverses [`escape`]. Returns `None` for text that is not the output of `escape`.
 pub fn unescape(token: &str) -> Option<String> {
     if token == "=" {
         return Some(String::new());
@@ -68,7 +68,7 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
-/// Returns the subject filters of one of `lanes` consumers of a bulkhead.
+/// Returns the subject filters of one of a bulkhead's consumers, which are `lanes` in number.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];
@@ -130,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn foreign_tokens_are_no_names() {
+    fn unescape_rejects_foreign_tokens() {
         for token in ["", "=4", "=41", "=zz", "a.b", "=FF", "=2e"] {
             assert_eq!(unescape(token), None, "{token}");
         }
     }
 
     #[test]
-    fn lanes_of_consumers_cover_each_lane_once() {
+    fn consumers_cover_each_lane_exactly_once() {
         for lanes in [2, 4, 8, 16] {
             let mut filters: Vec<_> =
                 (0..lanes).flat_map(|index| consumer_filters("b", lanes, index)).collect();
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn lane_of_a_tenant_never_changes() {
-        // Changing the assignment would break running fleets, because consumers filter by lane.
+        // Consumers filter by lane, so a changed assignment would break running fleets.
         assert_eq!([lane(""), lane("acme"), lane("quiet")], [3, 2, 0]);
     }
 }

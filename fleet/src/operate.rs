@@ -145,7 +145,7 @@ impl Operator {
         let stream = format!("KV_{AGENTS}");
         let mut agents = Vec::new();
         for subject in self.subjects(&stream, &format!("$KV.{AGENTS}.>")).await? {
-            // The agent's entry may have expired since it was listed.
+            // The entry may have expired since it was listed.
             if let Ok(Some(message)) = read_last(&self.client, &stream, &subject).await
                 && let Ok(agent) = serde_json::from_slice(&message.body)
             {
@@ -212,8 +212,8 @@ impl Operator {
         Ok(letters)
     }
 
-    /// Submits the job of a dead letter again, and removes the letter. The id of the new job is derived from
-    /// the dead letter, so that a repeated request does not run the job twice. Returns the new id.
+    /// Submits the job of a dead letter again, and removes the letter. Returns the new id, which is derived from the
+    /// letter so that repeating the request does not run the job twice.
     pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
         let mut options = letter.options.clone();
         options.id = requeued_id(&options.id, letter.sequence);

@@ -1,5 +1,4 @@
-//! The record of a job in the ledger. A `decided` record contains the final outcome. This module does no I/O
-//! and knows no message format.
+//! The record of a job in the ledger, independent of its encoding. A `decided` record contains the final outcome.
 
 use bulkhead_shared::Outcome;
 use bytes::Bytes;
@@ -7,11 +6,11 @@ use bytes::Bytes;
 /// State of a job in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// Value that is unique for each write, so that a writer recognises its own record.
+    /// Unique value of each write, by which a writer recognises its own record.
     pub nonce: String,
     /// Name of the agent that wrote the record.
     pub agent: String,
-    /// Number of counted attempts, including the current attempt of a claim.
+    /// Number of counted attempts, including the attempt of the current claim.
     pub attempts: u32,
     /// The phase of the job.
     pub phase: Phase,
@@ -20,7 +19,7 @@ pub struct Record {
 /// Phase of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Phase {
-    /// An agent has claimed the job, and may have submitted the job to its supervisor.
+    /// An agent has claimed the job, and may have submitted it to its supervisor.
     Claimed {
         /// Stream sequence number of the claimed message.
         stream_sequence: u64,

@@ -406,7 +406,7 @@ mod tests {
     const SERVERS: &str = "[nats]\nservers = [\"nats://127.0.0.1:4222\"]\n";
 
     #[test]
-    fn example_of_the_documentation_is_valid() {
+    fn documented_fleet_example_is_valid() {
         let page = include_str!("../../docs/fleet.md");
         let example = page.split("```toml fleet.toml\n").nth(1).unwrap().split("```").next().unwrap();
         let settings = read(example).unwrap();
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn typing_errors_name_the_line() {
+    fn parse_errors_name_the_line() {
         for (line, part) in [
             ("[agent]\ndrain_timeout = \"soon\"", "use a time such as"),
             ("[streams]\nmax_bytes = \"10GB\"", "use a size such as"),
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_and_nkey_exclude_each_other() {
+    fn credentials_and_nkey_are_mutually_exclusive() {
         let error = read(&format!("{SERVERS}credentials = \"a\"\nnkey = \"b\"\nca = \"c\"\n")).unwrap_err();
         assert!(error.contains("both credentials and nkey") && error.contains("tls://"), "{error}");
     }

@@ -1,6 +1,5 @@
-//! Simulates random histories of a fleet with a virtual clock: agents, submitters, and a model of the server.
-//! Like a real server, the model delays, reorders, repeats and loses messages. The agents use the decision
-//! code of the product.
+//! Simulates random histories of a fleet with a virtual clock. Agents run the real decision code against a model of the
+//! server, which delays, reorders, repeats and loses messages as a real server does.
 //!
 //! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_HISTORIES` sets the number of histories.
 
@@ -18,7 +17,7 @@ const HISTORIES: u64 = 400;
 const FAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
-fn random_histories_keep_every_promise() {
+fn random_histories_violate_no_invariant() {
     let mut coverage = Coverage::default();
     if let Some(seed) = variable("BULKHEAD_SIM_SEED") {
         let result = World::new(seed, Faults::default()).run(&mut coverage);
@@ -36,7 +35,7 @@ fn random_histories_keep_every_promise() {
     }
 }
 
-/// Searches for a history in which an injected fault violates an invariant. Returns the violation.
+/// Searches for a history in which the injected fault violates an invariant. Returns the violation.
 fn find(faults: Faults) -> String {
     let began = Instant::now();
     let mut seed = 0;
@@ -62,13 +61,13 @@ fn finds_claim_without_expected_sequence() {
 }
 
 #[test]
-fn finds_takeover_at_first_later_delivery() {
+fn finds_takeover_at_first_redelivery() {
     let violation = find(Faults { takes_over_at_first_redelivery: true, ..Faults::default() });
     assert!(violation.contains("living"), "{violation}");
 }
 
 #[test]
-fn finds_pending_write_read_as_refusal() {
+fn finds_pending_write_mistaken_for_refusal() {
     find(Faults { mistakes_pending_write_for_refusal: true, ..Faults::default() });
 }
 

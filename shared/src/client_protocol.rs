@@ -25,7 +25,7 @@ pub mod capability {
     /// Accepts the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) in a submit.
     pub const RUN_LIMIT: u64 = 1;
 
-    /// Grants [leases](crate::memory_files) to clients that request them.
+    /// Grants [leases](crate::memory_files) to clients on request.
     pub const MEMORY_FILES: u64 = 2;
 
     /// Accepts the extension [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) in a cancellation.
@@ -34,8 +34,8 @@ pub mod capability {
 
 /// Optional features of a client. [`Hello::capabilities`] contains the sum of the supported ones.
 pub mod client_capability {
-    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY): submits the jobs that the supervisor has not taken, and all
-    /// further ones, over another connection, and closes this one after the last outcome.
+    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY). The client sends all jobs that the supervisor has not taken
+    /// over another connection, and closes this one after the last outcome.
     pub const GOAWAY: u64 = 1;
 }
 
@@ -269,7 +269,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Sets the queue time, the run time, the time limit, and the time to wait before a retry.
+    /// Sets queue time, run time, time limit and retry delay.
     #[must_use]
     pub fn with_times(
         self,
@@ -294,8 +294,8 @@ impl<'a> OutcomeMessage<'a> {
         self.to_outcome_with_bulkhead(self.bulkhead.to_owned())
     }
 
-    /// Converts the message to an outcome like [`OutcomeMessage::to_outcome`], but takes the name of the
-    /// bulkhead from `bulkhead`. This avoids an allocation if the caller already has the name as a `String`.
+    /// Converts the message to an outcome like [`OutcomeMessage::to_outcome`], with `bulkhead` as the name of the
+    /// bulkhead. Saves an allocation if the caller already has the name as a `String`.
     pub fn to_outcome_with_bulkhead(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();

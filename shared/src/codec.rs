@@ -62,7 +62,7 @@ pub mod tag {
     pub const CRASH_REPORT: u16 = 8;
 }
 
-/// The reason why metadata could not be encoded or decoded.
+/// Error of encoding or decoding metadata.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// The bytes do not match the structure of the frame's kind.
@@ -89,8 +89,7 @@ impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
 /// The extensions of a received message. Each consists of a tag and a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extensions<'a> {
-    /// The first extension. Stored inline, because most messages with extensions have exactly one, and then
-    /// need no allocation.
+    /// First extension. Stored inline to avoid an allocation, because few messages have more than one.
     first: Option<(u16, &'a [u8])>,
     others: Vec<(u16, &'a [u8])>,
 }
@@ -139,8 +138,8 @@ fn encode_parts<M: Encode>(
     extensions: &[(u16, &[u8])],
     out: &mut Vec<u8>,
 ) -> Result<(), bincode::error::EncodeError> {
-    // Most messages are small. Encoding them into a fixed-size buffer and copying the result takes half as
-    // long as encoding directly into the vector.
+    // Most messages are small. Encoding into a fixed-size buffer and copying takes half as long as encoding into the
+    // vector.
     let mut small = [0; SMALL_BYTES];
     match bincode::encode_into_slice(message, &mut small, CONFIG) {
         Ok(length) => out.extend_from_slice(&small[..length]),
@@ -167,8 +166,7 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     let mut rest = &bytes[used..];
     let count = u64::from_le_bytes(*take(&mut rest)?);
     let mut extensions = Extensions::default();
-    // Each extension consumes at least `EXTENSION_BYTES`, so even an invalid count cannot make the loop run
-    // past the end of the input.
+    // Terminates even if the count is invalid, because each extension consumes at least `EXTENSION_BYTES` of the input.
     for _ in 0..count {
         let tag = u16::from_le_bytes(*take(&mut rest)?);
         let length = u64::from_le_bytes(*take(&mut rest)?);
@@ -225,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn decoder_rejects_surplus_bytes_and_false_lengths() {
+    fn decoder_rejects_trailing_bytes_and_wrong_lengths() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[], &mut out).unwrap();
         out.push(0);
@@ -242,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_encoding_leaves_buffer_unchanged() {
+    fn failed_encode_leaves_buffer_unchanged() {
         let text = "x".repeat(METADATA_BYTES_MAX);
         let mut out = vec![1];
         let status = crate::worker_protocol::Status { text: &text };

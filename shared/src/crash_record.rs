@@ -41,32 +41,32 @@ pub const STACK_BYTES_MAX: usize = RECORD_BYTES - STACK_OFFSET;
 /// Maximum number of registers.
 pub const REGISTERS_MAX: usize = 33;
 
-/// Signals for which a worker writes a crash record. Each is a number of Linux on x86-64 and 64-bit ARM: SIGILL, SIGTRAP,
-/// SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
+/// Signals for which a worker writes a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as numbered
+/// on x86-64 and 64-bit ARM.
 pub const RECORDED_SIGNALS: [i32; 6] = [4, 5, 6, 7, 8, 11];
 
-/// Value of the field `e_machine` of ELF files of this architecture.
+/// ELF machine type (`e_machine`) of x86-64.
 #[cfg(target_arch = "x86_64")]
 pub const MACHINE: u32 = 62;
-/// Value of the field `e_machine` of ELF files of this architecture.
+/// ELF machine type (`e_machine`) of 64-bit ARM.
 #[cfg(target_arch = "aarch64")]
 pub const MACHINE: u32 = 183;
 
-/// First bytes of a complete record. Contains the version of the format.
+/// First bytes of a complete record, including the version of the format.
 const MAGIC: [u8; 8] = *b"crashed1";
 
 /// The header of a crash record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Architecture of the process, as in the field `e_machine` of an ELF file.
+    /// ELF machine type (`e_machine`) of the process.
     pub machine: u32,
     /// Number of the signal.
     pub signal: i32,
     /// Cause of the signal (`si_code`).
     pub code: i32,
-    /// Id of the thread, as seen by the worker.
+    /// Thread id in the worker's pid namespace.
     pub thread: u32,
-    /// Address that the signal is about (`si_addr`).
+    /// Faulting address or other signal-specific address (`si_addr`).
     pub address: u64,
     /// Size of the text of the memory mappings, in bytes.
     pub maps_bytes: u32,
@@ -77,19 +77,19 @@ pub struct Header {
     /// Registers in the order of the architecture: for x86-64, `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`,
     /// `rax`, `rcx`, `rsp`, `rip`; for 64-bit ARM, `x0` to `x30`, `sp`, `pc`.
     pub registers: [u64; REGISTERS_MAX],
-    /// Process id of a process that runs, as seen by the keeper. Otherwise 0.
+    /// Process id as seen by the keeper, for a process that is still running. Otherwise 0.
     pub process: u32,
-    /// State of a thread that runs, as in `/proc/PID/stat`. Otherwise 0.
+    /// State of a running thread, as in `/proc/PID/stat`. Otherwise 0.
     pub state: u8,
-    /// Name of a thread that runs. Shorter texts end with a NUL.
+    /// Name of a running thread, padded with NULs.
     pub thread_name: [u8; NAME_BYTES_MAX],
-    /// Name of a process that runs.
+    /// Name of a running process, padded with NULs.
     pub process_name: [u8; NAME_BYTES_MAX],
-    /// Function of the kernel in which a thread sleeps, as in `/proc/PID/wchan`.
+    /// Kernel function in which the thread sleeps, as in `/proc/PID/wchan`.
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
 }
 
-/// Size of the name of a thread in bytes.
+/// Size of a thread name in bytes.
 pub const NAME_BYTES_MAX: usize = 16;
 
 /// Maximum size of a [`Header::wait_channel`] in bytes.
@@ -104,7 +104,7 @@ const PROCESS_NAME_AT: usize = THREAD_NAME_AT + NAME_BYTES_MAX;
 const WAIT_CHANNEL_AT: usize = PROCESS_NAME_AT + NAME_BYTES_MAX;
 
 impl Header {
-    /// A header without information.
+    /// A header in which all fields are zero.
     pub const EMPTY: Self = Self {
         machine: 0,
         signal: 0,
@@ -151,7 +151,7 @@ impl Header {
         put(&self.wait_channel);
     }
 
-    /// Reads a header. Returns `None` if the bytes are not a header, or if a size is above its maximum.
+    /// Decodes a header. Returns `None` if the bytes are not a header, or if a size exceeds its maximum.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let word = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
         let half = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
@@ -178,18 +178,18 @@ impl Header {
     }
 }
 
-/// Returns the text with a fixed size at an offset.
+/// Returns the fixed-size text at an offset.
 fn text<const BYTES: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; BYTES] {
     bytes[at..].first_chunk().copied().unwrap_or([0; BYTES])
 }
 
 const _: () = assert!(WAIT_CHANNEL_AT + WAIT_CHANNEL_BYTES_MAX <= HEADER_BYTES);
 
-/// Maximum size in bytes of the records of one process or of several processes.
+/// Maximum total size of [`Records`], in bytes.
 pub const RECORDS_BYTES_MAX: usize = 4 << 20;
 
-/// The records of several threads, one after the other. Each consists of a header, the memory mappings and the stack.
-/// A thread of the same process as the thread before has no mappings of its own.
+/// Consecutive records of several threads. Each consists of a header, the memory mappings and the stack. The mappings
+/// are empty if the thread belongs to the same process as the one before.
 #[derive(Debug)]
 pub struct Records<'r> {
     rest: &'r [u8],
@@ -207,7 +207,7 @@ pub struct Record<'r> {
 }
 
 impl<'r> Records<'r> {
-    /// Returns an iterator over the records. The iterator ends before the first record that is not valid.
+    /// Returns an iterator over the records, which ends at the first invalid one.
     pub fn new(bytes: &'r [u8]) -> Self {
         Self { rest: bytes }
     }

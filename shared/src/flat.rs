@@ -145,9 +145,8 @@ mod tests {
         }
     }
 
-    /// Checks that `F`, which uses `flat`, encodes to the bytes from which it was decoded. Also checks that
-    /// `F` and `D`, which uses the derived traits, decode every prefix of the bytes and a corrupted copy to
-    /// equal results.
+    /// Checks that `F`, which uses `flat`, encodes to the bytes that it was decoded from. Also checks that `F` and `D`,
+    /// which uses the derived traits, agree on every prefix of the bytes and on a corrupted copy.
     fn compare<'m, F, D>(bytes: &'m [u8], changed: &'m [u8])
     where
         F: codec::Message<'m> + std::fmt::Debug,

@@ -56,7 +56,7 @@ struct Pipe {
     is_closed: bool,
 }
 
-/// The reader or the writer of a pipe, with its waker.
+/// One side of a pipe, reader or writer, with its waker.
 #[derive(Default)]
 struct Side {
     waker: Option<Waker>,
@@ -70,9 +70,8 @@ impl Pipe {
 }
 
 impl Side {
-    /// Registers a waker and returns the previous one. The caller must drop the previous waker after
-    /// releasing the lock, because that waker can hold the last reference to a task that owns other
-    /// endpoints.
+    /// Registers a waker and returns the previous one. The caller must drop the previous waker after releasing the
+    /// lock, because it can own the last reference to a task that owns other endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -136,13 +135,12 @@ impl Endpoint {
         if count == pipe.bytes.len() {
             pipe.bytes.clear();
             pipe.bytes.shrink_to(SPARE_BYTES_MAX);
-            // The next write must wake the reader even if the reader does not read again, because all bytes
-            // were read.
+            // All bytes were read, so the next write must wake the reader even if it does not read again.
             pipe.reader.is_waiting = true;
         } else {
             pipe.bytes.drain(..count);
         }
-        // Wakes the writer only when at least half of the buffer is free, not after every read.
+        // Wakes the writer only once half of the buffer is free, not after every read.
         let writer =
             if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 { pipe.writer.waker_if_waiting() } else { None };
         drop(pipe);
@@ -169,9 +167,9 @@ impl Endpoint {
         Ok(count)
     }
 
-    /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little
-    /// room, or if the reader has too many unread writes with files. After this `AGAIN`, the endpoint is not
-    /// woken when the buffer has room again.
+    /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little room, or if
+    /// the reader has too many unread writes with files. In this case, the endpoint is not woken when there is room
+    /// again.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -247,8 +245,7 @@ impl Endpoint {
                 pipe.files.clear();
             }
             if !std::mem::replace(&mut pipe.is_closed, true) {
-                // Calls every registered waker, because `watch` registers a writer without marking it as
-                // waiting.
+                // Calls all wakers, because `watch` registers a writer without marking it as waiting.
                 wakers.extend(pipe.reader.waker.take());
                 wakers.extend(pipe.writer.waker.take());
             }
@@ -316,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoint_is_woken_only_when_it_can_continue() {
+    fn endpoint_is_woken_only_if_it_can_make_progress() {
         let (here, there) = pair();
         let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
         there.watch(&theirs.clone().into());

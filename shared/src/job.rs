@@ -7,9 +7,8 @@ use std::time::Duration;
 use crate::Vocabulary as _;
 use crate::vocabulary::codes;
 
-/// Id of a job, unique within one bulkhead of one supervisor. Outcomes, events, logs, crash reports and the
-/// worker's link use this id. Wherever the id appears as text, it has the format of
-/// [`Display`](fmt::Display).
+/// Id of a job, unique within one bulkhead of one supervisor. Outcomes, events, logs, crash reports and the worker's
+/// link use this id. The text form is that of [`Display`](fmt::Display).
 ///
 /// The low 24 bits are an index into the job table that the supervisor keeps for the bulkhead. The other bits
 /// are a sequence number, so that a late reply never matches another job.

@@ -1,6 +1,6 @@
-//! The journal of a worker: a small memory file, created by the supervisor, in which the worker stores
-//! replies that it has not sent yet. The supervisor reads these replies only after the worker has exited.
-//! This way no result is lost, although the worker sends replies in batches.
+//! The journal of a worker: a small memory file, created by the supervisor, in which the worker stores replies that it
+//! has not sent yet. The supervisor reads these replies only after the worker has exited. A worker can therefore send
+//! replies in batches without losing results when it dies.
 //!
 //! The journal also contains the arrival number of the last job that the worker has begun. The supervisor can
 //! recall jobs that arrived later and send them to another worker, even while the first worker is running.

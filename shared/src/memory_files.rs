@@ -89,11 +89,10 @@ pub fn receive_with_files(
     Ok(received.bytes)
 }
 
-/// Minimum size of a buffer for which huge pages are requested, in bytes. With small pages, a large buffer
-/// would cause many page faults.
+/// Minimum size in bytes of a buffer that gets huge pages. Small pages would cause many page faults.
 const HUGE_BYTES: usize = 4 * 1024 * 1024;
 
-/// Requests huge pages for a buffer that has not been written yet.
+/// Requests huge pages for a buffer that has not been written to.
 fn use_huge_pages(buffer: &Vec<u8>) {
     const PAGE: usize = 4096;
     let start = (buffer.as_ptr() as usize).next_multiple_of(PAGE);
@@ -209,9 +208,8 @@ impl Mapping {
     }
 }
 
-/// Returns true if the result of a lease has not been revoked. Must be called after reading the result. The
-/// supervisor changes the mode of the file before it truncates the file, so a result read before this check
-/// is complete.
+/// Returns true if the result of a lease has not been revoked. Call this after reading the result: the supervisor
+/// changes the file's mode before it truncates the file, so everything read before a successful check is valid.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
 }

@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// Maximum number of bytes that the host reads from the file with the rules.
+/// Maximum size of the file with the rules, in bytes.
 pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
 
 /// Landlock rights that are granted for a path and everything below it.

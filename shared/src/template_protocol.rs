@@ -19,14 +19,14 @@ pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 /// An order from the keeper to a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateOrder {
-    /// Forks a worker. [`folder_name`] returns the name of the worker's temporary folder.
+    /// Fork a worker. [`folder_name`] returns the name of the worker's temporary folder.
     Fork {
         /// Spawn number of the worker.
         worker: u64,
         /// Random part of the folder's name, which makes the name unpredictable.
         secret: u128,
     },
-    /// Removes the temporary folder of a worker whose processes have all ended.
+    /// Remove the temporary folder of a worker whose processes have all ended.
     Remove {
         /// Spawn number of the worker.
         worker: u64,
@@ -100,7 +100,7 @@ pub enum TemplateMessage<'a> {
         /// The failed step; empty if the fork itself failed.
         step: &'a str,
     },
-    /// A forked worker has started. The kernel attests the sender's process id.
+    /// A forked worker has started. The kernel attests to the sender's process id.
     Started {
         /// Spawn number of the worker.
         worker: u64,

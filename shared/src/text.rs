@@ -1,8 +1,7 @@
 //! Escapes texts of workers and clients before they are printed, logged or written as JSON.
 
-/// Returns true if a terminal can interpret the character as a command, reorder text because of it, or leave
-/// it invisible. This applies to control characters (including line feed and tab), format characters, and
-/// line and paragraph separators.
+/// Returns true for characters that a terminal could interpret as a command, that reorder text, or that are invisible:
+/// control characters (including line feed and tab), format characters, and line and paragraph separators.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'

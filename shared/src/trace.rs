@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn traceparent_of_later_version_keeps_known_fields() {
+    fn later_traceparent_versions_keep_known_fields() {
         let later = GOOD.replace("00-", "01-");
         for text in [later.clone(), format!("{later}-"), format!("{later}-what-comes-then")] {
             assert_eq!(Traceparent::parse(&text).unwrap().as_str(), later, "{text}");
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn last_flag_bit_marks_trace_as_sampled() {
+    fn sampled_flag_is_the_lowest_bit() {
         for (flags, is_sampled) in [("00", false), ("01", true), ("02", false), ("03", true), ("fe", false)] {
             let text = format!("{}{flags}", &GOOD[..53]);
             assert_eq!(Traceparent::parse(&text).unwrap().is_sampled(), is_sampled, "{flags}");

@@ -25,10 +25,10 @@ pub mod capability {
     /// jobs. A worker without this capability keeps the maximum from its welcome.
     pub const RESIZE: u64 = 2;
 
-    /// Accepts more jobs than it can run at once, and begins jobs in the order of arrival. Begins a job only
-    /// after the previous reply was sent or written to the [journal](crate::journal), and only if the journal
-    /// does not mark the job as recalled. (The value 4 must not be reused. It had this meaning in an earlier
-    /// version of the protocol, in which the supervisor had to ask the worker to return jobs.)
+    /// Accepts more jobs than it can run at once, and begins them in order of arrival. Begins a job only after the
+    /// previous reply was sent or written to the [journal](crate::journal), and only if the journal does not mark the
+    /// job as recalled. (The value 4 must not be reused. It meant prefetching in an earlier version of the protocol, in
+    /// which the supervisor had to ask for jobs back.)
     pub const PREFETCH: u64 = 32;
 
     /// Supports [memory files](crate::memory_files), and therefore always reads its link with `recvmsg(2)`.
@@ -38,13 +38,13 @@ pub mod capability {
     /// heartbeat.
     pub const JOURNAL_HEARTBEATS: u64 = 8;
 
-    /// Writes a [crash record](crate::crash_record) behind its journal if it dies of a signal. The supervisor
-    /// therefore creates a larger memory file.
+    /// Writes a [crash record](crate::crash_record) after its journal if it dies of a signal. The supervisor therefore
+    /// creates a larger memory file.
     pub const CRASH_RECORDS: u64 = 64;
 
     /// Writes the stacks of its threads as text when the worker receives [`STACK_SIGNAL`](super::STACK_SIGNAL). The
     /// worker writes the text with `write(2)` to the memory file of its [journal](crate::journal). The supervisor sets
-    /// the offset before each signal, and creates a file with room for a crash record.
+    /// the file offset before each signal, and makes the file large enough for a crash record.
     pub const STACK_TEXT: u64 = 128;
 }
 

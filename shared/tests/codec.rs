@@ -1,6 +1,5 @@
-//! Compares the output of the serializer with that of a hand-written encoder, which follows the rules in
-//! `docs/protocol.md`. This shows that programs in other languages can be written from that page alone, and
-//! that the serializer could be replaced.
+//! Compares the serializer with a hand-written encoder that follows the rules in `docs/protocol.md`. Shows that the
+//! page suffices to implement the protocol in other languages.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;

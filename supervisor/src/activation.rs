@@ -1,5 +1,5 @@
-//! Sockets that the service manager passes to the supervisor (socket activation, `sd_listen_fds(3)`). Each has a
-//! name (`FileDescriptorName=` of systemd), which selects the key whose socket it replaces.
+//! Sockets passed by the service manager (socket activation, `sd_listen_fds(3)`). The name of each
+//! (`FileDescriptorName=` of systemd) says which configured socket it replaces.
 
 use std::io;
 use std::net::TcpListener;
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 
 use bulkhead_linux::listener::{InheritedListener, inherit};
 
-/// Sockets from the service manager. Absent sockets are bound by the supervisor.
+/// Sockets from the service manager. The supervisor binds those that are `None`.
 #[derive(Debug, Default)]
 pub(crate) struct ActivatedSockets {
     pub(crate) jobs: Option<UnixListener>,
@@ -17,8 +17,7 @@ pub(crate) struct ActivatedSockets {
 }
 
 impl ActivatedSockets {
-    /// Takes over the sockets. Must be called once, before other code can have opened descriptors with their
-    /// numbers.
+    /// Takes over the sockets. Must be called once, before other code can open descriptors with their numbers.
     ///
     /// Fails if a name is unknown or occurs twice, or if a socket is of the wrong kind.
     pub(crate) fn take() -> io::Result<Self> {

@@ -1,8 +1,7 @@
-//! Implements `--check --start`. Starts a worker of each bulkhead as the supervisor would, including the
-//! template if the bulkhead has one, and reports the cause of each failure.
+//! Implements `--check --start`: starts a worker of each bulkhead as the supervisor would, with its template if there
+//! is one, and reports why workers fail to start.
 //!
-//! The check binds no sockets and takes no locks, so that it can run while a supervisor with the same
-//! configuration is running.
+//! The check binds no sockets and takes no locks, so it can run next to a supervisor with the same configuration.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -27,20 +26,20 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::supervisor::{RunError, system};
 
-/// Maximum time to wait until the keeper has executed an order.
+/// Maximum time for the keeper to execute an order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time to wait until a worker that has closed the link exits.
+/// Maximum time for a worker to exit after it has closed the link.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum size of a frame that a worker sends before it is ready, in bytes.
 const FRAME_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum number of bytes of a worker's output that the description of a failure quotes.
+/// Maximum number of bytes of a worker's output to quote in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns the source of user ids for workers that the current user can use. For root, this is always the
-/// host, because starting the workers shows whether root can change user ids.
+/// Returns where user ids for workers can come from. For root, this is always the host, because the check itself shows
+/// whether root can change user ids.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -102,13 +101,12 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// State of the check: the keeper, and the processes that it was ordered to start.
+/// State of the check: the keeper, and the processes that it has been ordered to start.
 struct StartCheck {
     keeper: Keeper,
-    /// Number of workers and templates ordered so far, which is also the number of the latest one.
+    /// Number of workers and templates ordered so far. The latest process has this number.
     ordered: u64,
-    /// Exits that the keeper has reported, by number of the process, until [`StartCheck::take_exit`] returns
-    /// them.
+    /// Exits that the keeper has reported, by process number, and that [`StartCheck::take_exit`] has not returned yet.
     exits: BTreeMap<u64, keeper::Exit>,
 }
 
@@ -127,8 +125,8 @@ struct StartResult {
 }
 
 impl StartResult {
-    /// Waits for the end of the process's output. If the worker or template did not become ready, returns an
-    /// error that quotes the output.
+    /// Waits for the end of the process's output. Returns an error that quotes the output if the process did not become
+    /// ready.
     fn into_result(self, what: &str) -> Result<(), String> {
         let output: String =
             self.process.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
@@ -145,8 +143,7 @@ impl StartResult {
 }
 
 impl StartCheck {
-    /// Starts a worker and, if the bulkhead has one, the template. Stops both when the worker is ready or has
-    /// failed.
+    /// Starts a worker, from a template if the bulkhead has one. Stops both once the worker is ready or has failed.
     fn start(
         &mut self,
         program: &Program,
@@ -190,8 +187,7 @@ impl StartCheck {
                 keeper.fork((worker, number), link, stdout, stderr)
             })
         });
-        // The template is stopped before the rest of the worker's output is read, because the template may
-        // also hold the pipes open.
+        // The template is stopped first, because it may hold the worker's output open.
         let exit = self.stop(number, Duration::ZERO)?;
         StartResult { process: template, ready, exit }.into_result(&what)?;
         let (observed, result) = forked.ok_or_else(keeper_timeout)??;
@@ -216,15 +212,15 @@ impl StartCheck {
             .spawned(number)
             .map_err(|why| format!("failed to start {}: {why}", program.path_for_messages()))?;
         let ready = handshake(link, program, bulkhead);
-        // A worker that has closed the link is about to exit, so the check waits for the exit status. Any
-        // other worker is killed immediately.
+        // A worker that has closed the link is about to exit, and its status helps. Any other worker is killed
+        // immediately.
         let timeout =
             if matches!(ready, Err(StartFailure::Closed(_))) { EXIT_TIMEOUT } else { Duration::ZERO };
         let exit = self.stop(number, timeout)?;
         Ok((observed, StartResult { process: ordered, ready, exit }))
     }
 
-    /// Orders a worker or template with the next number, and starts reading its output.
+    /// Orders a worker or template under the next number, and starts reading its output.
     fn order(
         &mut self,
         send_order: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
@@ -237,8 +233,7 @@ impl StartCheck {
         Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits for a report of the keeper for which `wanted` returns `Some`. Returns `None` if there is no such
-    /// report within `timeout`.
+    /// Waits for a report of the keeper for which `wanted` returns `Some`. Returns `None` after `timeout`.
     fn wait<T>(
         &mut self,
         timeout: Duration,
@@ -267,8 +262,7 @@ impl StartCheck {
         spawned.unwrap_or_else(|| Err(keeper_timeout()))
     }
 
-    /// Waits until a template can fork workers. The outer error is a failure of the keeper, the inner one a
-    /// failure of the template.
+    /// Waits until a template can fork workers. The outer error is the keeper's failure, the inner one the template's.
     fn await_template(&mut self, number: u64, max: Duration) -> Result<Result<(), StartFailure>, String> {
         let (mut deadline, mut status) = (Instant::now() + max, None);
         loop {
@@ -323,13 +317,13 @@ fn quote_output(output: &str) -> String {
     if lines.is_empty() { String::new() } else { format!("; output:{lines}") }
 }
 
-/// Reads all output from a pipe on a separate thread, so that the worker never blocks on a full pipe. The
-/// thread returns the first [`OUTPUT_BYTES_MAX`] bytes.
+/// Reads a pipe to its end on a separate thread, so that the worker never blocks on a full pipe. The thread returns the
+/// first [`OUTPUT_BYTES_MAX`] bytes.
 fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);
         let mut start = Vec::new();
-        // Errors are ignored. Output that cannot be read is missing in the report.
+        // Output that cannot be read is missing in the report.
         let _ = (&mut pipe).take(OUTPUT_BYTES_MAX).read_to_end(&mut start);
         let _ = io::copy(&mut pipe, &mut io::sink());
         String::from_utf8_lossy(&start).into_owned()
@@ -354,9 +348,9 @@ fn describe_exit(exit: keeper::Exit) -> String {
 
 /// Reason why a worker or template did not become ready.
 enum StartFailure {
-    /// The process closed the link. Contains the last status message of the process, or a hint.
+    /// The process closed the link. Contains its last status message, or a hint.
     Closed(Option<String>),
-    /// Any other reason. The text continues a sentence that begins with the name of the program.
+    /// Any other failure. The text continues a sentence that begins with the program's name.
     Other(String),
 }
 
@@ -432,7 +426,7 @@ fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> R
             kind::READY => return Ok(()),
             kind::EXTEND_START => {
                 let more = codec::decode::<Extend>(&metadata, &[]).map_or(0, |(extend, _)| extend.more_ms);
-                // A request for more time never shortens the time that is left.
+                // A request for more time never shortens the time left.
                 deadline = deadline.max(Instant::now() + Duration::from_millis(more.into()).min(max));
             }
             kind::STATUS => {
@@ -444,7 +438,7 @@ fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> R
     }
 }
 
-/// Reads the next frame from the link. Returns the header and the metadata, and drops the rest of the frame.
+/// Reads the next frame from the link. Returns its header and metadata, and drops the payload.
 fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8>)> {
     let mut read = |buffer: &mut [u8]| {
         let left = deadline.saturating_duration_since(Instant::now());

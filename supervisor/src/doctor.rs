@@ -1,5 +1,5 @@
-//! Implements `bulkhead-supervisor doctor`, which reports the layers of confinement that are available on
-//! this machine, and the reasons why others are not.
+//! Implements `bulkhead-supervisor doctor`: reports which layers of confinement this machine supports, and why others
+//! are missing.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use bulkhead_keeper::{LayerSupport, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{IdAllocator, IdUse, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
-/// Probes all layers, and writes the results as a table or as a JSON array.
+/// Probes all layers, and writes the results as a table or as JSON.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     let mut abilities = probe();
     abilities.push(worker_ids(&abilities));
@@ -20,8 +20,7 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Returns a result that says whether each worker gets a separate user id if the configuration does not set
-/// `user`.
+/// Returns the row that says whether workers get separate user ids if `user` is not configured.
 fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();

@@ -1,5 +1,5 @@
-//! A supervisor in the process of an application. It does not affect the rest of the process: it installs no
-//! signal handlers, changes no limits or environment variables, has no child processes, and binds no sockets.
+//! A supervisor inside an application's process. Does not affect the rest of the process: it installs no signal
+//! handlers, changes no limits or environment variables, has no child processes, and binds no sockets.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ mod parts;
 
 pub use local::LocalSupervisor;
 
-/// True once [`keeper_main_if_asked`] was called in this process.
+/// True once this process has called [`keeper_main_if_asked`].
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
 /// If this process was started as a keeper or a symbolizer, runs it and does not return. An application that uses
@@ -50,19 +50,18 @@ fn is_started_as_keeper() -> bool {
     std::env::args_os().nth(1).is_some_and(|argument| argument == KEEPER_ARGUMENT)
 }
 
-/// Program that is executed as the keeper of an embedded supervisor.
+/// Program to execute as the keeper of an embedded supervisor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KeeperProgram {
-    /// The program of the current process. Its `main` must begin with a call of [`keeper_main_if_asked`].
+    /// The program of this process. Its `main` must begin with a call to [`keeper_main_if_asked`].
     #[default]
     ThisProgram,
-    /// Another program whose `main` calls [`keeper_main_if_asked`], or `bulkhead-supervisor`. The program
-    /// must be built with the same version of this library. The path is not searched for in `PATH`, even if
-    /// it contains no `/`.
+    /// Another program whose `main` calls [`keeper_main_if_asked`], or `bulkhead-supervisor`. Must be built from the
+    /// same version of this library. Not searched for in `PATH`, even if the path contains no `/`.
     Program(PathBuf),
 }
 
-/// Reason why an embedded supervisor could not be started.
+/// Error starting an embedded supervisor.
 #[derive(thiserror::Error)]
 pub enum StartError {
     /// The keeper should run the program of this process, but the program did not call
@@ -72,8 +71,8 @@ pub enum StartError {
          start of `main`, or set another program with `keeper`"
     )]
     NotAKeeper,
-    /// This process was started as a keeper, but runs the application because [`keeper_main_if_asked`] was
-    /// not called.
+    /// This process was started as a keeper, but runs the application, because it has not called
+    /// [`keeper_main_if_asked`].
     #[error(
         "failed to start a supervisor: this process was started as a keeper: call `keeper_main_if_asked` at the \
          start of `main`"
@@ -85,7 +84,7 @@ pub enum StartError {
          `config::load_embedded` or `config::parse_embedded`"
     )]
     HasSockets,
-    /// An error that can also occur in a standalone supervisor.
+    /// An error that a standalone supervisor can have as well.
     #[error(transparent)]
     Run(#[from] RunError),
 }
@@ -108,15 +107,15 @@ impl Builder {
         self
     }
 
-    /// Sets the path of the host program for bulkheads with `library` or `exec`. By default, the program
-    /// `bulkhead-worker` is looked up next to the current executable and in `PATH`.
+    /// Sets the path of the host program for bulkheads with `library` or `exec`. By default, `bulkhead-worker` is
+    /// searched for next to the current executable and in `PATH`.
     pub fn host(mut self, program: impl Into<PathBuf>) -> Self {
         self.host = Some(program.into());
         self
     }
 
-    /// Starts the supervisor like [`Builder::start_blocking`], but does not block the calling thread. Works
-    /// with every async runtime. If the future is dropped, the supervisor stops.
+    /// Starts the supervisor like [`Builder::start_blocking`], without blocking the calling thread. Works with every
+    /// async runtime. Dropping the future stops the supervisor.
     pub async fn start(self) -> Result<Supervisor, StartError> {
         let (sender, started) = oneshot::channel();
         let start = move || drop(sender.send(self.start_blocking()));
@@ -125,8 +124,8 @@ impl Builder {
         started.await.unwrap_or_else(|_| Err(system("start")(io::Error::other("a panic")).into()))
     }
 
-    /// Starts the supervisor on separate threads. Blocks until the keeper is running, for about ten
-    /// milliseconds. Workers start in the background, and jobs are queued until a worker is ready.
+    /// Starts the supervisor on separate threads. Blocks for about ten milliseconds, until the keeper is running.
+    /// Workers start in the background, and jobs are queued until a worker is ready.
     pub fn start_blocking(self) -> Result<Supervisor, StartError> {
         let keeper = self.check()?;
         let (sender, prepared) = std::sync::mpsc::sync_channel(1);
@@ -134,7 +133,7 @@ impl Builder {
             let ready = match self.prepare(&keeper) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    // The call cannot fail, because the receiver waits for this message.
+                    // Cannot fail, because the receiver waits for this message.
                     let _ = sender.send(Err(error));
                     return Ok(());
                 }
@@ -149,17 +148,15 @@ impl Builder {
         Ok(Supervisor { commands, thread: Some(thread), owner: std::process::id() })
     }
 
-    /// Starts a supervisor whose data plane runs on the caller's thread, which saves a thread switch per job.
-    /// The data plane only makes progress inside [`LocalSupervisor::run_until`]. All other parts of the
-    /// supervisor run on separate threads.
+    /// Starts a supervisor whose data plane runs on the caller's thread, which saves a thread switch per job. The data
+    /// plane makes progress only inside [`LocalSupervisor::run_until`]. The rest of the supervisor runs on separate
+    /// threads.
     pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
         let keeper = self.check()?;
-        // `sendfile` is not used, because writing to a closed connection with it would raise SIGPIPE in the
-        // application.
+        // `sendfile` on a closed connection would raise SIGPIPE in the application.
         bulkhead_shared::connection::disable_sendfile();
         let prepare = move || self.prepare(&keeper);
-        // `prepare` runs on a separate thread, because it changes the signal mask and the scheduler slice of
-        // the current thread.
+        // Runs on a separate thread, because `prepare` changes the current thread's signal mask and scheduler slice.
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
         let panicked =
@@ -186,15 +183,13 @@ impl Builder {
         }
     }
 
-    /// Starts all parts of the supervisor except for the data plane. Must run on a thread of the supervisor,
-    /// because the new threads inherit the signal mask and the scheduler slice of the current thread.
+    /// Starts all parts of the supervisor except for the data plane. Must run on a thread of the supervisor, because
+    /// new threads inherit the current one's signal mask and scheduler slice.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
-        // All signals are blocked, because signals for the application must be handled on threads of the
-        // application.
+        // Blocked, because the application's signals must be handled on its own threads.
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
-        // An error is ignored. Old kernels do not support shorter slices, and the supervisor also works
-        // without them.
+        // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
         let _ = set_time_slice(SLICE);
         let Self { config, host, .. } = self;
         let host = match host {
@@ -256,7 +251,7 @@ fn connector(commands: &CommandSender) -> Connector {
 #[derive(Debug)]
 pub struct Supervisor {
     commands: CommandSender,
-    /// Thread of the data plane. `None` once the thread has been joined.
+    /// Thread of the data plane; `None` once it was joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
     /// Id of the process that created the supervisor. A forked child has a copy of this value, but none of
     /// the threads.
@@ -306,7 +301,7 @@ impl Supervisor {
         Client::in_process(connector(&self.commands))
     }
 
-    /// Creates a blocking client with a new connection. Fails if the thread of the client cannot be started.
+    /// Creates a blocking client with a new connection. Fails if the client's thread cannot be started.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
         blocking::Client::in_process(connector(&self.commands))
     }
@@ -314,16 +309,16 @@ impl Supervisor {
     /// Begins to stop the supervisor, without blocking. Running jobs have up to `drain_timeout` to finish.
     /// Queued and new jobs are rejected as `draining`. A second call stops the supervisor immediately.
     pub fn stop(&self) {
-        // An error is ignored, because it means that the supervisor has already ended.
+        // Fails only if the supervisor has already ended.
         let _ = self.commands.stop();
     }
 
-    /// Stops the supervisor like [`Supervisor::stop`], and waits until all processes that it has started,
-    /// including descendants of workers, have exited. Blocks the current thread, so it must not be called on
-    /// a thread of an async runtime that must not block.
+    /// Stops the supervisor like [`Supervisor::stop`], and waits until all processes that it has started have exited,
+    /// including the descendants of workers. Must not be called on a thread that must not block, such as one of an
+    /// async runtime.
     ///
-    /// Returns an error if the supervisor had already failed, or if it does not end cleanly. In a forked
-    /// child, always returns an error, because the child only has a copy of this value.
+    /// Returns an error if the supervisor had already failed, or does not end cleanly. Always returns an error in a
+    /// forked child, which has only a copy of this value.
     pub fn shutdown(mut self) -> Result<(), RunError> {
         check_owner(self.owner)?;
         self.stop();

@@ -1,6 +1,5 @@
-//! Repairs inherited process state with which a supervisor would not work well: blocked signals and low
-//! resource limits. Unblocks signals, raises limits as far as possible, and logs a warning about limits that
-//! are still too low. Workers keep the limits that applied before.
+//! Repairs inherited process state that would impair a supervisor: unblocks signals, raises low resource limits as far
+//! as possible, and logs a warning about limits that remain too low. Workers keep the original limits.
 
 use std::io;
 use std::sync::Arc;
@@ -9,29 +8,28 @@ use std::sync::atomic::AtomicBool;
 use bulkhead_config::Config;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
-/// Number of bytes of address space that the supervisor needs in addition to `max_buffered`, for threads,
-/// tables and the program itself.
+/// Address space that the supervisor needs in addition to `max_buffered`, for threads, tables and the program itself,
+/// in bytes.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
-/// Minimum of `RLIMIT_FSIZE` in bytes, which is enough for the log and for a crash report with payloads.
+/// Minimum of `RLIMIT_FSIZE` in bytes: enough for the log and for a crash report with payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
 /// Unblocks all signals, and handles SIGXFSZ so that a write beyond the file size limit only fails. Must be
 /// called before other threads are started, because threads inherit the signal mask.
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
-    // With a handler for SIGXFSZ, the process is not killed, and the write fails with EFBIG. Workers do not
-    // inherit the handler.
+    // With a handler for SIGXFSZ, a write over the limit fails with EFBIG instead of killing the process. Workers do
+    // not inherit the handler.
     signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::new(AtomicBool::new(false)))?;
     Ok(())
 }
 
-/// Minimum of `RLIMIT_NOFILE`. With a lower limit, workers do not start, because the setup of a sandbox
-/// briefly opens about a hundred files.
+/// Minimum of `RLIMIT_NOFILE`. Workers do not start with less, because setting up a sandbox briefly opens about a
+/// hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
-/// Returns an error if the hard limit on open files is so low that the supervisor would report readiness but
-/// serve no jobs.
+/// Returns an error if the hard limit on open files is so low that the supervisor would become ready but serve no jobs.
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
@@ -62,8 +60,8 @@ pub(crate) fn warn_about_limits(config: &Config) {
     }
 }
 
-/// Returns the resources for which the supervisor needs a minimum limit. Each has a name, the minimum in
-/// bytes, and a description of what happens with a lower limit.
+/// Returns the resources that the supervisor needs a minimum of, each with its name, the minimum in bytes, and the
+/// consequence of a lower limit.
 fn required_limits(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";

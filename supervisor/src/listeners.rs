@@ -1,5 +1,5 @@
-//! The listening sockets of a supervisor, whether it has opened them, or has got them from the service manager or from the
-//! previous supervisor of an upgrade.
+//! The listening sockets of a supervisor, whichever their origin: opened by itself, passed by the service manager, or
+//! taken over from the previous supervisor of an upgrade.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
@@ -12,7 +12,7 @@ use bulkhead_control::sockets::InheritedSockets;
 pub(crate) struct Listeners {
     /// The jobs socket.
     pub(crate) jobs: Option<UnixListener>,
-    /// The mode, with the admin socket.
+    /// The mode of the supervisor, with the admin socket if there is one.
     pub(crate) mode: RunMode,
     /// The TCP listener of `http`, and its token.
     pub(crate) http: Option<(TcpListener, Token)>,

@@ -1,5 +1,4 @@
-//! The `bulkhead-supervisor` program: parses the arguments, runs the requested command, and returns the exit
-//! code.
+//! The `bulkhead-supervisor` program: parses arguments, runs the requested command, and returns the exit code.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -14,14 +13,13 @@ use bulkhead_supervisor::take_over::Link;
 use bulkhead_supervisor::{check, config, doctor, pages, supervisor};
 use clap::Parser;
 
-/// Exit code if the supervisor could not be started, or ended with an error.
+/// Exit code of a supervisor that could not be started or ended with an error.
 const FAILED: u8 = 1;
 
 /// Exit code for invalid arguments or an invalid configuration.
 const USAGE: u8 = 2;
 
-/// Exit code if standard output could not be written. Equal to `EX_IOERR` of sysexits.h, and to the exit code
-/// that the `bulkhead` command uses.
+/// Exit code if standard output could not be written: `EX_IOERR` of sysexits.h, as for the `bulkhead` command.
 const OUTPUT_FAILED: u8 = 74;
 
 fn main() -> ExitCode {
@@ -41,8 +39,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the path from the command line, or the default path. A missing file at the default path is an
-/// error, because the message about an unreadable file would not say where the path comes from.
+/// Returns the path from the command line, or the default path. Reports a missing file at the default path here,
+/// because the usual message would not say where the path comes from.
 fn config_path(args: &Args) -> Result<PathBuf, String> {
     if let Some(path) = &args.config {
         return Ok(path.clone());
@@ -78,8 +76,7 @@ fn print(text: &str) -> ExitCode {
     exit_code_after_write(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
-/// Returns the exit code after text was written to standard output. It is not an error if the reader of a
-/// pipe closed it early.
+/// Returns the exit code after writing to standard output. A reader that closes its pipe early is no error.
 fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -89,8 +86,8 @@ fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Starts a worker of each bulkhead to check the configuration. Prints successes to standard output and
-/// failures to standard error.
+/// Starts a worker of each bulkhead to check the configuration. Prints successes to standard output and failures to
+/// standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
     let opened = standard_output::get().and_then(|mut out| {
         write!(out, "{}", config.summary_where(check::worker_ids(config)))?;
@@ -122,7 +119,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(link) => link,
         Err(error) => return fail_with(USAGE, &format!("--take-over: {error}")),
     };
-    // The folder is removed when this function returns, on every path.
+    // Removed when this function returns, on every path.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
         Err(error) => return fail_with(USAGE, &format!("--own-folder: {error}")),
@@ -133,7 +130,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
             if let Some(link) = link {
                 link.fail(&errors.render(false).to_string());
             }
-            // A write error is ignored, because there is no other place to report the errors.
+            // Ignores write errors, which could be reported nowhere else.
             let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }
@@ -158,7 +155,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         .map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
 }
 
-/// Prints the error to standard error, and returns the exit code. Ignores write errors.
+/// Prints an error to standard error, and returns the exit code. Ignores write errors.
 fn fail_with(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
     let _ = writeln!(io::stderr(), "error: {error}");
     ExitCode::from(code)

@@ -1,5 +1,5 @@
-//! The private folder in `--own-folder`. The supervisor removes the folder when it ends, because the program
-//! that created the folder may have been killed before.
+//! The private folder of `--own-folder`. The supervisor removes it at its end, because the program that created it may
+//! have been killed before.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use bulkhead_linux::folder;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
-/// Maximum number of entries to remove. The folder normally contains about a dozen entries, such as sockets,
-/// locks and files of the program that created it.
+/// Maximum number of entries to remove. Normally, there are about a dozen: sockets, locks, and files of the program
+/// that created the folder.
 const ENTRIES_MAX: usize = 100_000;
 
-/// A folder that is removed, with all its contents, when this value is dropped.
+/// A folder that is removed with all its contents on drop.
 #[derive(Debug)]
 pub struct OwnFolder {
     path: PathBuf,
@@ -19,8 +19,8 @@ pub struct OwnFolder {
 }
 
 impl OwnFolder {
-    /// Opens the folder. Rejects a folder that belongs to another user or that other users can access,
-    /// because such a folder was not created for this purpose.
+    /// Opens the folder. Rejects a folder that other users own or can access, because it was not created for this
+    /// purpose.
     pub fn open(path: &Path) -> Result<Self, String> {
         let path = std::path::absolute(path).map_err(|error| error.to_string())?;
         let shown = path.display();
@@ -41,14 +41,14 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // A file system that is mounted inside the folder is not emptied. The folder then remains.
+        // A file system mounted inside is not emptied, and the folder then remains.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed
             && errno != rustix::io::Errno::NOENT
         {
             tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own directory: {errno}");
-            // The warning must be written now, because the program exits next and ends the logging thread.
+            // Written now, because the program exits next and ends the logging thread.
             bulkhead_control::observe::logging::finish();
         }
     }

@@ -1,6 +1,5 @@
-//! Implements `bulkhead-supervisor man`, which writes man pages: of the supervisor and its subcommands, of the host
-//! program, and of the configuration file. The pages are generated from the command line and from the rows of
-//! the keys.
+//! Implements `bulkhead-supervisor man`: writes man pages for the supervisor and its subcommands, the host program, and
+//! the configuration file. The pages are generated from the command line definition and the declared keys.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +11,7 @@ use clap_mangen::roff::{Inline, Roff, bold, roman};
 
 use crate::args::Args;
 
-/// Section of the programs, in the order of man(1): administration.
+/// Section of the man pages for programs: system administration.
 const SECTION: &str = "8";
 
 /// Writes all pages to a folder, which is created if it does not exist. Returns the paths of the pages.
@@ -51,7 +50,7 @@ fn section(page: &mut Roff, heading: &str, paragraphs: &[&str]) {
     }
 }
 
-/// Adds a section of lines that are shown as they are.
+/// Adds a section of preformatted lines.
 fn example(page: &mut Roff, heading: &str, lines: &str) {
     page.control("SH", [heading]).control("nf", []);
     for line in lines.lines() {
@@ -131,7 +130,7 @@ fn configuration_page() -> Roff {
     page
 }
 
-/// Returns the heading of a table as it is written in the file.
+/// Returns a table's heading as written in the file.
 fn heading(table: &str) -> String {
     if table == "access" { format!("[[{table}]]") } else { format!("[{table}]") }
 }
@@ -141,8 +140,8 @@ fn add_key(page: &mut Roff, key: &Key) {
     page.text(inlines(&format!("{} Value: {}. Default: {}.", key.about, key.kind, key.default)));
 }
 
-/// Converts text with code spans and links, as in Markdown. Code is bold. Links are replaced with their text, but links
-/// within the page of the documentation with the name of the section.
+/// Converts text with Markdown code spans and links. Code becomes bold, and a link becomes its text. A link within the
+/// page of the documentation becomes the name of its section.
 fn inlines(text: &str) -> Vec<Inline> {
     let text = without_links(text);
     let parts = text.split('`').enumerate().filter(|(_, part)| !part.is_empty());
@@ -202,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn example_of_page_is_valid() {
+    fn man_page_example_is_valid() {
         bulkhead_config::parse(EXAMPLE, Path::new("/etc/bulkhead/workers.toml")).unwrap();
     }
 

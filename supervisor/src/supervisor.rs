@@ -1,5 +1,5 @@
-//! Starts and stops the parts of a supervisor in the right order. The keeper is started first, followed by
-//! sockets, control plane and data plane.
+//! Starts and stops the parts of a supervisor in the right order: first the keeper, then sockets, control plane and
+//! data plane.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -35,7 +35,7 @@ use crate::activation::ActivatedSockets;
 use crate::listeners::Listeners;
 use crate::take_over::{self, Link, TakeOver};
 
-/// Reason why a supervisor could not be started, or did not end cleanly.
+/// Error of a supervisor that could not be started or did not end cleanly.
 #[derive(thiserror::Error)]
 pub enum RunError {
     /// A socket could not be bound.
@@ -44,13 +44,13 @@ pub enum RunError {
     /// The address of `http` or `jobs_http` could not be bound, or the token of `http` could not be read.
     #[error("failed to serve {served} on {key} = \"{address}\": {problem}")]
     Tcp {
-        /// API at the address.
+        /// API served at the address.
         served: &'static str,
-        /// Key of the address.
+        /// Configuration key of the address.
         key: &'static str,
         /// Listening address.
         address: std::net::SocketAddr,
-        /// The cause, and how to fix it.
+        /// Cause, and suggested fix.
         problem: String,
     },
     /// The folder for crash reports could not be opened.
@@ -59,7 +59,7 @@ pub enum RunError {
     /// A bulkhead needs the host program for `exec` or `library`, but it cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
-    /// The other supervisor of an upgrade has ended, so that this one could not go on.
+    /// The other supervisor of an upgrade ended, and this one could not go on without it.
     #[error("failed to complete the upgrade; see the log for the reason")]
     Upgrade,
     /// A system call failed.
@@ -69,12 +69,11 @@ pub enum RunError {
 
 bulkhead_shared::debug_by_display!(RunError);
 
-/// Scheduler slice of the supervisor, the keeper and all workers, which is the shortest that Linux allows.
-/// Default slices last several milliseconds. With short slices, these processes wait less for each other when
-/// they share a processor.
+/// Scheduler slice of the supervisor, the keeper and all workers. This is the shortest that Linux allows; default
+/// slices last several milliseconds. Short slices let these processes wait less for each other on a shared processor.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
-/// Returns a function that converts an I/O error. `what` describes the operation that failed.
+/// Returns a function that converts an I/O error. `what` names the operation that failed.
 pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError {
     move |error| RunError::System(what, error)
 }
@@ -91,7 +90,7 @@ pub fn run(
     while_open: Option<LivenessDescriptor>,
     link: Option<Link>,
 ) -> Result<(), RunError> {
-    // The duplicate reports a failure of the start.
+    // Duplicated, to report a failure of the start to the predecessor.
     let failure_link = link.as_ref().and_then(|link| link.try_clone().ok());
     let result = start(config, while_open.as_ref().map(|_| ()), link);
     let ready = result.inspect_err(|error| {
@@ -134,18 +133,16 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     if let (Some(ids), Some((_, taken))) = (support.ids(), &taken) {
         ids.inherit(taken.permanent_ids.clone());
     }
-    // The process must become a subreaper before the keeper starts, because the keeper inherits the state of
-    // the process.
+    // Before the keeper starts, because the keeper inherits this process's state.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
-    // An error is ignored. Old kernels do not support shorter slices, and the supervisor also works without
-    // them.
+    // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
     let _ = set_time_slice(SLICE);
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    // Limits are raised after the keeper has started, so that workers keep the original limits.
+    // After the keeper has started, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), control::tcp_descriptors);
     let prerequisites = Prerequisites {
@@ -161,7 +158,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     Ready::prepare(prerequisites, taken, |config| open_sockets(config, activated))
 }
 
-/// Returns the program of a successor, or the reason why this supervisor cannot be upgraded.
+/// Returns the program for a successor, or the reason why this supervisor cannot be upgraded.
 fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> {
     if ends_with_other {
         return Err("a supervisor with --while-open ends with the program that started it, so it cannot be upgraded: \
@@ -179,7 +176,7 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     if let Some(at) = arguments.iter().position(|argument| argument == TAKE_OVER_ARGUMENT) {
         arguments.drain(at..(at + 2).min(arguments.len()));
     }
-    // The path is not resolved, so that it leads to the new program after a package or a link was replaced.
+    // Unresolved, so that the path leads to the new program after a package or link was replaced.
     let name = PathBuf::from(arguments.first().ok_or("the name of the program is unknown")?);
     let path = if name.components().count() > 1 {
         std::path::absolute(&name).map_err(|error| error.to_string())?
@@ -191,8 +188,8 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     Ok(SuccessorProgram { path, arguments })
 }
 
-/// Everything that is needed to start the other parts of a supervisor: the configuration, the running keeper,
-/// and the results of probing this machine.
+/// Everything that is needed to start the rest of a supervisor: the configuration, the running keeper, and the results
+/// of probing this machine.
 pub(crate) struct Prerequisites {
     pub(crate) config: Config,
     pub(crate) host: Option<PathBuf>,
@@ -219,8 +216,8 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Starts all parts except for the data plane. `open` creates the listening sockets, unless they are taken over from
-    /// the previous supervisor of an upgrade.
+    /// Starts all parts except for the data plane. `open` creates the listening sockets, unless they come from the
+    /// previous supervisor of an upgrade.
     pub(crate) fn prepare(
         prerequisites: Prerequisites,
         mut taken: Option<(Link, TakeOver)>,
@@ -354,15 +351,15 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
     Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http, inherited })
 }
 
-/// Returns the error for a TCP socket that the service manager passes although the configuration does not
-/// have the key of this socket. Without the key, the token for the socket is unknown.
+/// Returns the error for a TCP socket from the service manager that is not configured. Without the configuration key,
+/// its token is unknown.
 fn not_configured(key: &str) -> RunError {
     let problem = format!("the service manager passes this socket, but the configuration has no `{key}`");
     system("use a socket")(std::io::Error::other(problem))
 }
 
-/// Runs the data plane until it ends. If it ends with an error or a panic, stops the other threads. At this
-/// point, the keeper has already been dropped, which kills the workers.
+/// Runs the data plane to its end. If it fails or panics, stops the other threads. By then, the keeper was dropped,
+/// which kills the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     threads: &ThreadMonitor,
@@ -395,7 +392,7 @@ fn open_http(
     Ok((activated.map_or_else(|| bind_tcp(served, key, address), Ok)?, token))
 }
 
-/// Binds an address. A stopping supervisor may still use it for a moment.
+/// Binds an address, which a supervisor that is stopping may still use for a moment.
 fn bind_tcp(
     served: &'static str,
     key: &'static str,
@@ -416,8 +413,8 @@ fn bind_tcp(
     })
 }
 
-/// Logs a warning if the mode of the jobs socket's folder excludes users whom `[[access]]` allows. The
-/// supervisor does not change the mode of an existing folder.
+/// Logs a warning if the mode of the jobs socket's folder excludes users that `[[access]]` allows. The supervisor does
+/// not change existing folders.
 fn warn_about_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
@@ -440,7 +437,7 @@ mod tests {
 
     const MARK: &str = "BULKHEAD_TEST_PANICS";
 
-    /// Replacement for the keeper, which kills the workers when it is dropped.
+    /// Stands in for the keeper, which kills the workers when it is dropped.
     struct Owned;
 
     impl Drop for Owned {
@@ -449,8 +446,7 @@ mod tests {
         }
     }
 
-    /// Not a test by itself. The test below runs this function in a child process, as a supervisor whose data
-    /// plane panics.
+    /// Not a test: the next one runs this in a child process, as a supervisor whose data plane panics.
     #[test]
     fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {

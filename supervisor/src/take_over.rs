@@ -1,5 +1,5 @@
-//! The beginning of an upgrade in the new program: receives state and descriptors of the predecessor before anything else
-//! is started. `bulkhead_control::control::take_over` continues when the supervisor runs.
+//! The first part of an upgrade in the new program: receives the predecessor's state and descriptors before anything
+//! else is started. `bulkhead_control::control::take_over` continues once the supervisor runs.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -30,7 +30,7 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Resources whose soft limits a supervisor raises.
 const RAISED: [Resource; 4] = [Resource::Nofile, Resource::Fsize, Resource::As, Resource::Data];
 
-/// The link to the predecessor, which is a descriptor that this process has inherited.
+/// The link to the predecessor, an inherited descriptor.
 #[derive(Debug)]
 pub struct Link(OwnedFd);
 
@@ -56,9 +56,9 @@ impl Link {
         Ok(Self(self.0.try_clone()?))
     }
 
-    /// Tells the predecessor why this program ends.
+    /// Tells the predecessor why this program exits.
     pub fn fail(&self, message: &str) {
-        // If the predecessor cannot be told, it notices the end of this process.
+        // If this fails, the predecessor still notices the exit.
         let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
     }
 
@@ -68,7 +68,8 @@ impl Link {
         outbox.flush(&self.0).map(drop)
     }
 
-    /// Greets the predecessor, and receives its state. The predecessor waits for the start of all bulkheads in `config`.
+    /// Greets the predecessor, and receives its state. The predecessor then waits until all bulkheads in `config` have
+    /// started.
     pub fn take_over(&self, config: &Config) -> io::Result<TakeOver> {
         die_on_request("send", kind::HELLO);
         let start_limit =
@@ -126,14 +127,14 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// What a supervisor takes over.
+/// State that a supervisor takes over.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Descriptors by name, each with its place.
+    /// Descriptors by name, each with the address, path or other place that it belongs to.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// User ids that all workers of a bulkhead share, by name of the bulkhead.
+    /// User ids that are shared by all workers of a bulkhead, by bulkhead name.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }
@@ -143,8 +144,8 @@ impl TakeOver {
         self.descriptors.remove(name)
     }
 
-    /// Removes the descriptor of a key whose value must be the same in both supervisors. `now` is the value in this
-    /// supervisor's configuration, if the key is set.
+    /// Removes the descriptor of a key that must have the same value in both supervisors. `now` is the value in this
+    /// supervisor's configuration, or `None` if it is not set.
     fn take_same(&mut self, name: &str, key: &str, now: Option<&str>) -> io::Result<Option<OwnedFd>> {
         let before = self.take(name);
         let is_same = before.as_ref().map(|(place, _)| place.as_str()) == now;
@@ -161,17 +162,17 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes the descriptor that this process and its keepers hold until their end.
+    /// Removes the descriptor that this process and its keepers hold open until they end.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
 
-    /// Sets the soft limits that applied before the predecessor raised them, because workers get these limits.
+    /// Restores the soft limits from before the predecessor raised them, because workers get these limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
                 let current = Some(*soft).filter(|soft| *soft != u64::MAX);
-                // Fails only if the limit is above the hard limit, which has not changed.
+                // Fails only above the hard limit, which has not changed.
                 let _ = setrlimit(resource, Rlimit { current, maximum: getrlimit(resource).maximum });
             }
         }
@@ -222,7 +223,7 @@ impl TakeOver {
             _ => None,
         };
         let listeners = Listeners {
-            // The data plane gets the listener when this supervisor serves.
+            // The data plane gets this listener when the supervisor begins to serve.
             jobs: None,
             mode: RunMode::Standalone { admin, sockets },
             http,
@@ -255,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn key_that_an_upgrade_cannot_change_is_named() {
+    fn upgrade_error_names_the_key_that_changed() {
         let mut found = TakeOver::default();
         let null = || OwnedFd::from(File::open("/dev/null").unwrap());
         found.descriptors.insert("http".to_owned(), ("127.0.0.1:1".to_owned(), null()));
@@ -270,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptor_that_is_not_open_is_an_error() {
+    fn inheriting_a_closed_descriptor_fails() {
         let error = Link::inherit(1_000_000).unwrap_err().to_string();
         assert!(error.contains("not open"), "{error}");
     }

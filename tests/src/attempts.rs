@@ -1,10 +1,9 @@
-//! Attempts of the hostile worker, with the expected result under each profile. This table is the single
-//! source of these results: the tests compare it with a running system, and `docs/confinement/attempts.md`
-//! contains it.
+//! Attempts of the hostile worker, with the expected result under each profile. This table is the only definition of
+//! these results: the tests compare it with a running system, and `docs/confinement/attempts.md` is generated from it.
 //!
-//! The table assumes that the supervisor runs as root. Except under `strict`, its workers run as root as
-//! well, so that a separate user id does not hide a missing layer. Under `default`, workers have a pid
-//! namespace. [`OF_SHARED_PROCESSES`] lists the attempts that succeed without a pid namespace.
+//! The table assumes a supervisor that runs as root. Except under `strict`, its workers run as root as well, because a
+//! separate user id would hide a missing layer. Under `default`, workers have a pid namespace. [`OF_SHARED_PROCESSES`]
+//! lists the attempts that succeed without one.
 
 use std::fmt;
 
@@ -15,17 +14,16 @@ pub enum Expected {
     Succeeds,
     /// The result depends on the kernel's configuration and on the user.
     Machine,
-    /// The attempt fails with one of these errors, and the worker continues. The text names the responsible
-    /// layer. The word `NOTHING` means that no call failed, but that the attempt did not reach its goal.
+    /// The attempt fails with one of these errors, and the worker continues. The text names the layer that caused the
+    /// failure. The error `NOTHING` means that every call succeeded, but the attempt did not reach its goal.
     Refused(&'static [&'static str], &'static str),
-    /// The worker is killed because the attempt is a violation. The message contains this word, which is
-    /// normally the name of a system call.
+    /// The worker is killed for a violation. The message contains this word, normally the name of a system call.
     Violation(&'static str),
-    /// The worker crashes for this reason. Two possible reasons are written as `signal or protocol`.
+    /// The worker crashes for this reason. `signal or protocol` stands for either of two reasons.
     Crashes(&'static str),
 }
 
-/// Configuration of the bulkhead, apart from the profile.
+/// Configuration of the bulkhead, except for the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
     /// Grants paths to read and to write, and a `tmp` of 1 MiB.
@@ -39,7 +37,7 @@ pub enum Setting {
 pub struct Attempt {
     /// Name of the hostile worker's operation.
     pub name: &'static str,
-    /// Description that completes the sentence "it tries to …".
+    /// Description that continues the sentence "it tries to …".
     pub tries: &'static str,
     /// Configuration of the bulkhead.
     pub setting: Setting,
@@ -53,7 +51,7 @@ pub struct Attempt {
 
 use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
 
-/// Crash reasons of a worker that writes garbage and dies immediately. The reason depends on whether the
+/// Crash reasons of a worker that writes garbage and dies immediately. Which one applies depends on whether the
 /// supervisor reads the garbage before it notices the death.
 const SEEN_OR_DEAD: &str = "signal or protocol";
 const FAMILIES: &str = "seccomp: no sockets";
@@ -394,7 +392,7 @@ pub const ELSEWHERE: &[&str] = &[
     "write-temporary-file-of-sibling",
 ];
 
-/// Attempts that older kernels do not refuse. On an older kernel, the supervisor kills the worker instead.
+/// Attempts that older kernels permit. On these kernels, the supervisor kills the worker instead.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
 /// Attempts whose results differ for programs of `exec`, which are not sealed. Each row contains the results
@@ -410,12 +408,12 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
 /// Attempts that succeed under `default` if workers have no pid namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
-/// Further attempts that succeed without a pid namespace if the supervisor and its workers run as the same
-/// unprivileged user. A root supervisor is protected by its capabilities.
+/// Further attempts that succeed without a pid namespace if the supervisor and its workers run as one unprivileged
+/// user. A supervisor that runs as root is protected by its capabilities.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
-/// Attempts that succeed under `default` if workers run as the supervisor's user, and are refused if workers
-/// run as separate users.
+/// Attempts that succeed under `default` if workers run as the supervisor's user. Workers with separate users are
+/// refused.
 pub const OF_A_SHARED_ID: &[&str] =
     &["stat-neighbour", "watch-neighbour", "chmod-neighbour", "chmod-configuration"];
 

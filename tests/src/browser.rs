@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::{not_run, wait_for};
 
-/// Command line flags of the browser. They also disable the browser's background network access.
+/// Command line flags of the browser, which also disable its own network access in the background.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",
@@ -45,7 +45,7 @@ pub struct Browser {
 }
 
 impl Browser {
-    /// Starts a browser. If no browser is installed, prints a note and returns `None`.
+    /// Starts a browser. If none is installed, prints a note and returns `None`.
     pub fn start() -> Option<Self> {
         let (Some(chromium), Some(chromedriver)) = (find("chromium"), find("chromedriver")) else {
             not_run!(
@@ -166,8 +166,8 @@ impl Browser {
         STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
     }
 
-    /// Returns the entries of a log since the last call. `kind` is `browser` for the console or `performance`
-    /// for all requests.
+    /// Returns the log entries since the last call. `kind` is `browser` for the console or `performance` for all
+    /// requests.
     pub fn log(&self, kind: &str) -> Vec<Value> {
         let entries = self.post("/se/log", &json!({"type": kind}));
         entries.as_array().expect("entries").clone()
@@ -199,7 +199,7 @@ impl Drop for Browser {
         if !self.session.is_empty() && !std::thread::panicking() {
             self.place.ask("DELETE", &self.session, &[], b"");
         }
-        // Kills the whole process group, including the browser.
+        // The process group includes the browser.
         let _ = killpg(Pid::from_raw(self.driver.id() as i32), Signal::SIGKILL);
         let _ = self.driver.wait();
     }

@@ -1,5 +1,5 @@
-//! Supervisors with confined workers, for tests. Provides a folder with programs that any user can execute,
-//! targets to attack, and the results of attempts.
+//! Supervisors with confined workers, for tests. Provides a folder with programs that any user can execute, targets to
+//! attack, and the results of attempts.
 
 use std::any::Any;
 use std::fs;
@@ -25,14 +25,13 @@ use crate::{PATIENCE, Supervisor, programs, wait_for};
 /// The user `nobody`, which owns no files and has no privileges.
 pub const NOBODY: u32 = 65534;
 
-/// A range of ids that no user of this machine has, for workers with separate users.
+/// A range of user ids that this machine does not use, for workers with separate users.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
 /// Programs that are copied to a folder that every user can access.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of a file that belongs to another user. Without confinement, only the owner and root can read the
-/// file.
+/// Mode of a file of another user, which without confinement only its owner and root can read.
 const SECRET_MODE: u32 = 0o600;
 
 /// Layers of confinement that the profile `strict` needs.
@@ -49,7 +48,7 @@ pub const STRICT_LAYERS: &[&str] = &[
     "pivot_root",
 ];
 
-/// Layers of confinement that the profile `default` needs for the results that the tests expect.
+/// Layers of confinement that `default` needs to give the expected results.
 pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 
 /// Parameters of a supervisor to start.
@@ -60,14 +59,14 @@ pub struct Setup<'s> {
     /// Configuration of the bulkheads, in TOML. `HOSTILE` is replaced with the path of the hostile worker,
     /// and `PLACE` with the path of the supervisor's folder.
     pub bulkheads: &'s str,
-    /// User id that the supervisor runs as. `None` means the user who runs the test.
+    /// User id of the supervisor. `None` means the user who runs the test.
     pub user: Option<u32>,
-    /// User that the supervisor runs as, in place of `user`. This user can have subordinate ids.
+    /// User that the supervisor runs as, instead of `user`. Can have subordinate ids.
     pub user_with_ids: Option<User>,
     /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,
-    /// Rules for the program `filtered`, which make system calls of the supervisor and its descendants fail,
-    /// or succeed without effect.
+    /// Rules for the program `filtered`, which make system calls of the supervisor and its descendants fail or have no
+    /// effect.
     pub filter: &'s [&'s str],
 }
 
@@ -83,8 +82,7 @@ pub struct Place {
 }
 
 impl Setup<'_> {
-    /// Starts the supervisor and waits until the first start of every bulkhead has finished, successfully or
-    /// not.
+    /// Starts the supervisor, and waits until every bulkhead has started or failed to.
     pub fn start(self) -> Place {
         let mut place = self.launch();
         let supervisor = &mut place.supervisor;
@@ -244,7 +242,7 @@ fn shared_memory() -> tempfile::NamedTempFile {
     shared
 }
 
-/// Opens sockets in this process, which is not confined. Returns the sockets and their addresses.
+/// Opens sockets in this process, which is not confined. Returns them with their addresses.
 fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
     let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
@@ -316,7 +314,7 @@ impl Place {
     }
 }
 
-/// Confinement of a worker. Tests read this part of the snapshot only through this type.
+/// Confinement of a worker, as in the snapshot. Tests read this part of the snapshot only here.
 #[derive(Debug)]
 pub struct Confinement {
     /// Process id of the worker.
@@ -337,11 +335,12 @@ pub struct Confinement {
     pub has_capabilities: bool,
     /// Layers of the profile that are missing.
     pub missing: Vec<String>,
-    /// True if the number of processes is limited for each worker separately.
+    /// True if each worker has a separate limit on the number of processes.
     pub has_process_bound: bool,
 }
 
-/// Item of `missing` in the snapshot if the number of processes is not limited. This is a limit and not a layer.
+/// Item of `missing` in the snapshot if the number of processes is not limited. It is the name of a limit, not of a
+/// layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -410,12 +409,12 @@ impl Ended {
         }
     }
 
-    /// Returns true if the worker had no target for this attempt.
+    /// Returns true if the worker did not get the target of this attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }
 
-    /// Returns true if the result matches the expectation.
+    /// Returns true if the result is the expected one.
     pub fn is(&self, expected: Expected) -> bool {
         match (expected, self) {
             (Expected::Succeeds, Self::Succeeded(_)) => true,

@@ -12,10 +12,10 @@ use tempfile::TempDir;
 
 use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 
-/// Oldest and newest tested version of the server.
+/// Oldest and newest version of the server that is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
-/// Returns the server program of a version, which `.ci/run` unpacks. Without it, prints a note.
+/// Returns the server program of a version, which `.ci/run` has unpacked. Prints a note if it is missing.
 pub fn server_program(version: &str) -> Option<PathBuf> {
     let program = programs().join("..").join("nats-server").join(version).join("nats-server");
     if program.exists() {
@@ -109,9 +109,9 @@ impl Drop for NatsServer {
 
 /// A host: a supervisor with its agent.
 pub struct Host {
-    /// The supervisor, which can have ended.
+    /// The supervisor, which may have ended.
     pub supervisor: Supervisor,
-    /// The agent. `None` while a test has stopped it.
+    /// The agent; `None` after a test has stopped it.
     pub agent: Option<Child>,
     name: String,
     config: PathBuf,
@@ -125,14 +125,14 @@ impl Host {
         self.start_agent_with(&programs().join("bulkhead-fleet"), &[]);
     }
 
-    /// Starts the agent with a library that is loaded before all others.
+    /// Starts the agent with a preloaded library.
     pub fn start_agent_under(&mut self, library: &Path) {
         let mut command = Command::new(programs().join("bulkhead-fleet"));
         command.env("LD_PRELOAD", library);
         self.spawn_agent(command, &[]);
     }
 
-    /// Starts another program as the agent, with further arguments after the configuration.
+    /// Starts another program as the agent. `arguments` follow the configuration.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
         self.spawn_agent(Command::new(program), arguments);
     }
@@ -163,7 +163,7 @@ impl Host {
         kill_pid(self.agent.as_ref().expect("the agent runs").id(), signal);
     }
 
-    /// Starts the supervisor again after its end, with the same files.
+    /// Starts the supervisor again with the same files.
     pub fn restart_supervisor(&mut self) {
         let supervisor = &mut self.supervisor;
         let log = std::fs::File::options().append(true).open(supervisor.file("log")).expect("a log");
@@ -211,13 +211,13 @@ pub struct TestFleet {
     /// Folder with all files of servers and agents.
     pub folder: TempDir,
     settings: String,
-    /// Further keys of `[nats]`, and the scheme of addresses.
+    /// Further keys of `[nats]`, and the scheme of server addresses.
     nats: (String, &'static str),
 }
 
 impl TestFleet {
-    /// Starts servers and prepares the streams. `settings` are further tables of `fleet.toml`; `[bulkhead.NAME]` must be
-    /// among them. Returns `None` if the server's program is missing.
+    /// Starts servers and prepares the streams. `settings` contains further tables of `fleet.toml`, at least one
+    /// `[bulkhead.NAME]`. Returns `None` if the server's program is missing.
     pub fn start(version: &str, servers: usize, settings: &str) -> Option<Self> {
         Self::start_with(version, servers, settings, "")
     }
@@ -236,7 +236,8 @@ impl TestFleet {
         Some(Self::prepare(folder, servers, settings, (String::new(), "nats")))
     }
 
-    /// Prepares the streams on running servers. `nats` has further keys of `[nats]`, and the scheme of addresses.
+    /// Prepares the streams on running servers. `nats` contains further keys of `[nats]` and the scheme of server
+    /// addresses.
     pub fn prepare(
         folder: TempDir,
         servers: Vec<NatsServer>,
@@ -271,14 +272,14 @@ impl TestFleet {
         format!("[nats]\nservers = [{}]\nping = \"1s\"\n{keys}{agent}{}", servers.join(", "), self.settings)
     }
 
-    /// Starts a host whose supervisor has these bulkheads, and waits until its agent takes jobs.
+    /// Adds a host whose supervisor has the given bulkheads, and waits until its agent takes jobs.
     pub fn add_host(&mut self, name: &str, bulkheads: &str) {
         let config = self.prepare_host(name, Supervisor::start(bulkheads));
         self.hosts[config].start_agent();
         self.wait_agent(name);
     }
 
-    /// Adds a host without starting its agent. Returns its index.
+    /// Adds a host without an agent. Returns the host's index.
     pub fn prepare_host(&mut self, name: &str, supervisor: Supervisor) -> usize {
         let config = self.folder.path().join(format!("{name}.toml"));
         let http = free_port();
@@ -310,7 +311,7 @@ impl TestFleet {
             .expect("the program runs")
     }
 
-    /// Runs the program and parses the JSON lines on its standard output. Returns the exit code too.
+    /// Runs the program. Returns its exit code and the JSON lines on its standard output.
     pub fn json(&self, arguments: &[&str]) -> (i32, Vec<Value>) {
         let output = self.command(&[&["--json"], arguments].concat());
         let lines = String::from_utf8(output.stdout).expect("text");
@@ -318,7 +319,7 @@ impl TestFleet {
         (output.status.code().expect("an exit code"), values.collect())
     }
 
-    /// Returns the state of the fleet, if the servers answer.
+    /// Returns the state of the fleet, or `None` if the servers do not respond.
     pub fn status(&self) -> Option<Value> {
         let (code, mut lines) = self.json(&["status"]);
         (code == 0).then(|| lines.remove(0))
@@ -361,10 +362,10 @@ pub fn cluster(routes: &[u16], own: usize) -> String {
     )
 }
 
-/// Settings for short tests: hosts are lost after this time.
+/// Short value of `host_lost_after`, for fast tests.
 pub const HOST_LOST_AFTER: Duration = Duration::from_secs(4);
 
-/// Returns `[streams]` for short tests with this number of replicas.
+/// Returns the table `[streams]` with this number of replicas, for fast tests.
 pub fn streams(replicas: usize) -> String {
     format!(
         "[streams]\nreplicas = {replicas}\nhost_lost_after = \"{}s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \

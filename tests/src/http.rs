@@ -35,8 +35,7 @@ impl Place {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor from its log. With port 0 in the configuration, the kernel selects a
-    /// free port.
+    /// Returns the TCP address of a supervisor, as found in its log, because with port 0 the kernel chooses the port.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -46,7 +45,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Returns the address of a supervisor's `jobs_http`, which is read from its log.
+    /// Returns the address of a supervisor's `jobs_http`, as found in its log.
     pub fn jobs_http(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -56,7 +55,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Connects like [`Place::connect`], for several requests.
+    /// Opens a connection for several requests; see [`Place::connect`].
     pub fn keep_alive(&self) -> KeptAlive {
         KeptAlive(BufReader::new(self.connect()))
     }
@@ -77,7 +76,7 @@ impl Place {
     pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Answer {
         let mut socket = self.connect();
         socket.send_head(method, path, headers, Some(body.len()));
-        // The supervisor can reject a request early and close the connection.
+        // Fails if the supervisor has rejected the request early and closed the connection.
         let _ = socket.write_all(body);
         Answer::read(socket).unwrap_or_else(|| panic!("no response to {method} {path}"))
     }
@@ -92,8 +91,7 @@ impl Place {
 }
 
 impl Socket {
-    /// Sends the head of a request. `length` is the value of the header `Content-Length`. `None` leaves out
-    /// the header.
+    /// Sends the head of a request. `length` is the `Content-Length`, which is omitted if `None`.
     pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
         let mut head = format!("{method} {path} HTTP/1.1\r\n");
         if !headers.iter().any(|header| header.starts_with("Host:")) {
@@ -155,14 +153,14 @@ impl Write for Socket {
 pub struct KeptAlive(BufReader<Socket>);
 
 impl KeptAlive {
-    /// Uses a connection that is open already.
+    /// Uses an open connection.
     pub fn new(socket: TcpStream) -> Self {
         let socket = Socket::Tcp(socket);
         socket.give_up_after(PATIENCE);
         Self(BufReader::new(socket))
     }
 
-    /// Sends a request and reads the answer. Returns `None` if the connection ends before that.
+    /// Sends a request and reads the response. Returns `None` if the connection ends first.
     pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
         self.socket().send_head(method, path, headers, Some(body.len()));
         let _ = self.socket().write_all(body);
@@ -174,12 +172,12 @@ impl KeptAlive {
         self.0.get_mut()
     }
 
-    /// Reads the next answer.
+    /// Reads the next response.
     pub fn answer(&mut self) -> Option<Answer> {
         Answer::read_from(&mut self.0)
     }
 
-    /// Returns true if the other side has closed the connection in order, without another answer.
+    /// Returns true if the peer has closed the connection cleanly, without another response.
     pub fn is_closed(&mut self) -> bool {
         self.0.fill_buf().is_ok_and(<[u8]>::is_empty)
     }
@@ -197,7 +195,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Reads a response to its end. Returns `None` if the connection ends earlier.
+    /// Reads a response to its end. Returns `None` if the connection ends first.
     pub fn read(socket: Socket) -> Option<Self> {
         Self::read_from(&mut BufReader::new(socket))
     }

@@ -1,8 +1,8 @@
-//! A record of all jobs that is independent of the supervisor. Clients record every outcome. Workers record the
-//! beginning and end of each job in a file, and use file locks to detect more concurrent jobs than allowed.
+//! Independent bookkeeping of all jobs. Clients record every outcome. Workers record the beginning and end of each job
+//! in a file, and detect by file locks if more jobs run at once than allowed.
 //!
-//! During a run, workers are killed, stopped and continued, the configuration is reloaded, and hostile
-//! clients flood the jobs socket. After the run, both records are compared.
+//! During a run, workers are killed, stopped and continued, the configuration is reloaded, and hostile clients flood
+//! the jobs socket. After the run, both records are compared.
 
 pub mod chaos;
 pub mod clients;
@@ -26,12 +26,10 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Attempt, Mark, Record};
 
-/// Name of the bulkhead whose jobs mostly have the same priority and tenant, so that many of them are
-/// prefetched.
+/// Name of the bulkhead whose jobs mostly have the same priority and tenant, because many of these are prefetched.
 pub const AHEAD: &str = "ahead";
 
-/// Bulkheads under load, with the number of jobs that each can run at the same time. The disturbances never
-/// change these numbers.
+/// Bulkheads under load, with the number of jobs that each can run at once. No disturbance changes these numbers.
 pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
@@ -92,8 +90,8 @@ impl Bulkhead {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the range in which the limit must be while no job is running. A worker has at least one
-    /// permit. With `recycle.jobs`, a worker has at most as many permits as it has jobs left.
+    /// Returns the range for the limit while no job is running. A worker has at least one permit and, with
+    /// `recycle.jobs`, no more permits than jobs left.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -105,11 +103,10 @@ impl Bulkhead {
 pub struct Plan {
     /// Duration of the load.
     pub lasts: Duration,
-    /// Seed of the random choices. The timing still depends on the machine.
+    /// Seed of the random choices. Timing still depends on the machine.
     pub seed: u64,
-    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that
-    /// was sent SIGKILL can run for a moment next to its successor. Without hangs, the limit of concurrent
-    /// jobs is never exceeded.
+    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A killed worker can run
+    /// for a moment next to its successor. Otherwise, the limit of concurrent jobs is never exceeded.
     pub has_hangs: bool,
 }
 
@@ -122,11 +119,11 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began above the limit while a killed worker still held a place. A worker that was
-    /// sent SIGKILL can still exist when its replacement begins a job.
+    /// Number of jobs that began above the limit while a killed worker still held a place. A worker can still exist
+    /// after SIGKILL when its replacement begins a job.
     pub beside_killed: usize,
-    /// Number of jobs that were reported as executed but have no record of their beginning. A worker can die
-    /// between the claim of a job and the record, so a few such jobs are possible.
+    /// Number of jobs reported as executed without a record of their beginning. A worker can die between claiming a job
+    /// and recording it, so a few are possible.
     pub executed_unseen: usize,
     /// Descriptions of the violated invariants.
     pub faults: Vec<String>,
@@ -136,20 +133,20 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Maximum number of faults to report per kind. The other faults are only counted.
+/// Maximum number of faults to report in full per kind.
 const TOLD_MAX: usize = 5;
 
-/// Allowed growth of the idle supervisor's number of open descriptors.
+/// Maximum growth of the idle supervisor's number of open descriptors.
 const DESCRIPTORS_SLACK: usize = 12;
 
-/// Allowed growth of the resident memory between the two measurements, in bytes. Allocators keep some memory
-/// after floods, and in a short run the first flood can come after the first measurement. In a run of ten
-/// minutes, the growth was 4 MiB.
+/// Maximum growth of the resident memory between the two measurements, in bytes. Allocators keep some memory after
+/// floods, and in a short run the first flood can come after the first measurement. In a run of ten minutes, the growth
+/// was 4 MiB.
 const RESIDENT_SLACK: u64 = 96 << 20;
 
 /// Runs the load and returns the results.
 pub fn keep(plan: Plan) -> Findings {
-    // Workers write to this folder, which is not part of the supervisor's folder.
+    // Workers write to this folder, so it is not part of the supervisor's.
     let notes = TempDir::new().expect("a temporary folder");
     open_to_all(notes.path());
     let temporary = TempDir::new().expect("a temporary folder");
@@ -165,7 +162,7 @@ pub fn keep(plan: Plan) -> Findings {
     let (second, more) = load(&supervisor, notes.path(), rest, 1);
     deeds.extend(more);
     fill_all(&supervisor);
-    // Each crash record that waits for the symbolizer keeps a descriptor open.
+    // Crash records that wait for the symbolizer hold descriptors.
     let began = Instant::now();
     findings.descriptors.1 = at_rest(&supervisor);
     while has_more_descriptors(&findings) && began.elapsed() < PATIENCE {
@@ -192,8 +189,8 @@ fn judge(
     findings
 }
 
-/// Lets all users write to the folder. It is not sticky, because with `fs.protected_regular` a user may not open
-/// another user's file in a sticky folder for creation.
+/// Lets all users write to the folder. Not sticky, because with `fs.protected_regular`, opening another user's file for
+/// creation fails in a sticky folder.
 fn open_to_all(folder: &Path) {
     use std::os::unix::fs::PermissionsExt;
     std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o777)).expect("our own folder");
@@ -234,7 +231,7 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     BULKHEADS.iter().map(one).collect()
 }
 
-/// Runs clients and disturbances at the same time, until the time is up and every job has an outcome.
+/// Runs clients and disturbances until the time is up and every job has an outcome.
 fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan, is_over.clone());
@@ -243,7 +240,7 @@ fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashM
     (told, chaos.end())
 }
 
-/// Waits until every bulkhead can run its maximum number of jobs at the same time.
+/// Checks that every bulkhead can run its maximum number of jobs at once.
 fn fill_all(supervisor: &Supervisor) {
     clients::on_this_thread(async {
         let client = Client::connect(supervisor.socket()).await.expect("the supervisor runs");
@@ -254,8 +251,8 @@ fn fill_all(supervisor: &Supervisor) {
 /// Number of measurements of the idle supervisor.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until no job is in flight and all limits are restored. Returns the minimum of several descriptor
-/// counts, because recycling by age briefly uses more descriptors.
+/// Waits until no job is in flight and all limits are restored. Returns the lowest of several descriptor counts,
+/// because recycling by age briefly uses more.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();
@@ -407,7 +404,7 @@ fn compare(
     }
 }
 
-/// Describes a record, together with the disturbances in the 1.5 seconds before the record.
+/// Describes a record, with the disturbances in the 1.5 seconds before it.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

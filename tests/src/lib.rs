@@ -31,13 +31,12 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Configuration that disables the sandbox, for workers that report their process id. A sandboxed worker only
-/// knows the id inside its pid namespace.
+/// Configuration without a sandbox, for workers that report their process id. In a sandbox, a worker only knows its id
+/// inside the pid namespace.
 pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 
-/// Maximum time to wait for a condition. On a healthy, idle machine the condition becomes true almost
-/// immediately. The limit only bounds how long a failure takes, and is generous because other tests run at
-/// the same time.
+/// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately. Only bounds how long
+/// a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
@@ -52,7 +51,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         }
         let waited = began.elapsed();
         assert!(waited < PATIENCE, "waited {PATIENCE:?} without success: {what}");
-        // Checks less and less often, because many conditions cost a request or a scan of `/proc`.
+        // Checks less and less often, because a check can cost a request or a scan of `/proc`.
         std::thread::park_timeout((waited / 16).clamp(PAUSE_MIN, PAUSE_MAX));
     }
 }
@@ -83,8 +82,8 @@ impl Drop for HeavyPermit {
     }
 }
 
-/// Ends this process with SIGALRM long after all tests should have finished, so that CI never hangs. At that
-/// time, the test harness has already printed the name of the hanging test.
+/// Ends this process with SIGALRM long after all tests should have finished, so that CI does not hang forever. By then,
+/// the test harness has named the hanging test.
 fn end_if_it_hangs() {
     const SECONDS_MAX: u32 = 40 * 60;
     nix::unistd::alarm::set(SECONDS_MAX);
@@ -99,18 +98,17 @@ pub fn programs() -> PathBuf {
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // With a test target, cargo selects the features of `cargo test --workspace`, so that nothing is compiled
-        // twice.
+        // A test target makes cargo select the features of `cargo test --workspace`, so that nothing is compiled twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-        // `RUSTC_BOOTSTRAP` is set for `--report-time`, and would make cargo compile some crates again.
+        // `RUSTC_BOOTSTRAP` is set for `--report-time`, and would cause recompilations.
         cargo.env_remove("RUSTC_BOOTSTRAP");
         match folder.file_name().and_then(|name| name.to_str()) {
             None | Some("debug") => {}
             Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
-        // Sets the time limit only for test programs, not for the ledger program.
+        // No time limit for the ledger program.
         if beside.ends_with("deps") {
             end_if_it_hangs();
         }
@@ -139,7 +137,7 @@ impl Supervisor {
         Self::launch(folder, supervisor_keys, bulkheads).until_ready()
     }
 
-    /// Waits until the first start of every bulkhead has finished.
+    /// Waits until every bulkhead has started, or failed to.
     pub fn until_ready(mut self) -> Self {
         wait_for("the supervisor is ready", || {
             if let Some(status) = self.child.try_wait().expect("our own child") {
@@ -192,8 +190,8 @@ impl Supervisor {
         Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
     }
 
-    /// Starts a supervisor in this folder through a wrapper that executes the supervisor, such as `env`. Does
-    /// not wait until the supervisor is ready.
+    /// Starts a supervisor in this folder through a wrapper that executes it, such as `env`. Does not wait until the
+    /// supervisor is ready.
     pub fn launch_under(wrapper: &[&str], folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         let mut command = Command::new(wrapper[0]);
         command.args(&wrapper[1..]).arg(programs().join("bulkhead-supervisor"));
@@ -389,9 +387,9 @@ fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, S
     Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
 }
 
-/// Checks continuously that the counters of a supervisor balance: every submitted job has an outcome, is in
-/// flight, or is queued. The snapshots of all bulkheads are taken at the same moment. A bulkhead named
-/// `entry` must not be the fallback of another bulkhead.
+/// Checks continuously that the counters of a supervisor balance, in snapshots of all bulkheads from the same moment.
+/// Every submitted job must have an outcome, be in flight, or be queued. A bulkhead named `entry` must not be a
+/// fallback of another one.
 pub struct Auditor {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64, String>>,
@@ -444,8 +442,8 @@ fn audit(bulkheads: &[Snapshot]) -> Result<(), String> {
     if submitted != ended + open {
         return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
     }
-    // `entry` is not the fallback of another bulkhead, so its own counters balance. They include the jobs
-    // that run in its fallbacks.
+    // No jobs come to `entry` from other bulkheads, so its own counters balance. They include jobs that run in its
+    // fallbacks.
     for of in bulkheads.iter().filter(|of| of.name == "entry") {
         if of.submitted != outcomes(of) + of.in_flight + of.queued + of.elsewhere {
             return Err(format!("the counters of one bulkhead: {of:?}"));
@@ -459,7 +457,7 @@ impl Drop for Supervisor {
         if std::thread::panicking() {
             eprintln!("--- the supervisor's log:\n{}", self.log());
         }
-        // The supervisor can already have exited.
+        // Fails if the supervisor has already exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -481,8 +479,7 @@ fn dechunk(mut body: &str) -> String {
 /// Sends a signal to a process, if the process still exists.
 pub fn kill_pid(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid as i32), signal);
-    // The kernel signals one thread, which can be scheduled late. Until this thread runs, the other threads
-    // continue.
+    // The signal goes to one thread, which may be scheduled late. Until then, the other threads continue.
     if signal == Signal::SIGSTOP {
         wait_for("all threads of the process have stopped", || has_stopped(pid).then_some(()));
     }
@@ -561,7 +558,7 @@ pub fn resident_bytes(pid: u32) -> u64 {
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-/// Counts equal items, for assertion messages.
+/// Counts equal items, for messages of assertions.
 pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     let mut counts = BTreeMap::new();
     for item in items {
@@ -583,7 +580,7 @@ pub fn run<T>(future: impl Future<Output = T>) -> T {
 
 /// Result of a job.
 pub type Ended = Result<Reply, JobError>;
-/// Task that waits for the result of a job.
+/// Task that waits for a job to end.
 pub type Running = tokio::task::JoinHandle<Ended>;
 
 /// Connects a client to the supervisor.
@@ -609,8 +606,8 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the configuration of the tests' default sandbox. Workers can write to the folder of their
-/// configuration, because they run as the test's user, and can execute the workspace's programs.
+/// Returns the default sandbox of the tests. Workers can execute the workspace's programs and, because they run as the
+/// test's user, write to the folder of their configuration.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");

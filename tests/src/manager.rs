@@ -1,5 +1,5 @@
-//! A stand-in for the service manager: starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and
-//! restarts the service as systemd does with `Restart=on-failure` and `KillMode=mixed`.
+//! A stand-in for systemd: starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and restarts
+//! the service as with `Restart=on-failure` and `KillMode=mixed`.
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -105,7 +105,7 @@ impl Manager {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Returns the supervisors that run, without their keepers.
+    /// Returns the running supervisors, without their keepers.
     pub fn supervisors(&self) -> Vec<u32> {
         processes_with(&self.folder.path().join("workers.toml").display().to_string())
     }
@@ -176,7 +176,7 @@ impl Service {
                 state.notifiers.extend(sender);
                 for line in text.lines() {
                     if let Some(pid) = line.strip_prefix("MAINPID=").and_then(|pid| pid.parse().ok()) {
-                        // systemd ignores a process that has ended.
+                        // systemd ignores processes that have ended.
                         state.main =
                             if Path::new(&format!("/proc/{pid}")).exists() { pid } else { state.main };
                     }
@@ -194,9 +194,10 @@ impl Service {
         }
     }
 
-    /// Kills what is left of the service, and starts it again after a failure. Returns true if the service has stopped.
+    /// Kills the remaining processes of the service, and starts it again after a failure. Returns true if the service
+    /// has stopped.
     fn main_ended(&self, state: &Mutex<State>, main: u32, status: WaitStatus) -> bool {
-        // Another process may have become the main process at the last moment.
+        // Another process may just have become the main process.
         if lock(state).main != main {
             return false;
         }
@@ -217,7 +218,7 @@ impl Service {
     }
 }
 
-/// Receives a notification, and the process that has sent it. Closes its descriptors, which answers a barrier.
+/// Receives a notification. Returns it with its sender. Closes received descriptors, which answers a barrier.
 fn receive(socket: &UnixDatagram) -> Option<(String, Option<u32>)> {
     let mut bytes = [0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1), ScmRights(4))];

@@ -1,4 +1,4 @@
-//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead writes. Rejects all other input.
+//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead uses. Rejects everything else.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -59,7 +59,7 @@ impl Page {
         found.unwrap_or_else(|| panic!("there is no {name}"))
     }
 
-    /// Returns all samples with this name, including the suffix, that have at least these labels.
+    /// Returns the samples with this name, including the suffix, that have at least these labels.
     pub fn samples<'p>(
         &'p self,
         name: &'p str,
@@ -74,13 +74,12 @@ impl Page {
         self.families.iter().flat_map(|family| &family.samples).filter(fits)
     }
 
-    /// Returns the sum of all samples with this name that have at least these labels.
+    /// Returns the sum of the samples with this name that have at least these labels.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns the samples of all families except gauges, by name and labels. The values of these samples can
-    /// only grow.
+    /// Returns the samples that can only grow, by name and labels: those of all families except gauges.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);

@@ -1,5 +1,5 @@
-//! A user with subordinate ids in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced inside a
-//! mount namespace, so that the machine's files stay unchanged.
+//! A user with subordinate ids in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced in a mount
+//! namespace, so that the machine's own files do not change.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -17,8 +17,7 @@ pub struct User {
     has_ids: bool,
 }
 
-/// First user id of test users, and first subordinate id. The machine must not use the ids above these
-/// numbers for other purposes.
+/// First user id of test users, and first subordinate id. The machine must not use ids from here on.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 
@@ -55,7 +54,7 @@ impl User {
     fn new(has_ids: bool) -> Self {
         static USED: AtomicU32 = AtomicU32::new(0);
         let number = USED.fetch_add(1, Ordering::Relaxed);
-        // Test programs that run at the same time must use different users.
+        // Test programs that run at the same time need different users.
         let own = std::process::id() % 1000;
         Self { uid: USERS + own * 100 + number, first: IDS + (own * 100 + number) * COUNT, has_ids }
     }
@@ -65,8 +64,8 @@ impl User {
         self.first..=self.first + COUNT - 1
     }
 
-    /// Returns a command that runs its further arguments as this user, with `home` as the home folder. `more`
-    /// contains arguments of `setpriv`.
+    /// Returns a command that runs its arguments as this user, with `home` as the home folder. `more` contains options
+    /// of `setpriv`.
     pub fn command(&self, home: &Path, more: &[&str]) -> Command {
         let Self { uid, first, has_ids } = self;
         let etc = home.join("etc");

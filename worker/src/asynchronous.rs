@@ -80,8 +80,7 @@ fn runtime() -> std::io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if RUNTIME.get().is_none() {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-        // If another thread has set the runtime first, the unused runtime is dropped here, which is outside
-        // of any async context.
+        // If another thread was faster, this drops the unused runtime. That is safe here, outside of any async context.
         let _ = RUNTIME.set(runtime);
     }
     RUNTIME.get().ok_or_else(|| std::io::Error::other("no runtime"))

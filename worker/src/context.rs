@@ -99,8 +99,8 @@ impl Handle {
 
     #[cfg(feature = "tokio")]
     pub(crate) async fn cancelled(&self) {
-        // A `Notified` created before `notify_waiters` receives the notification even if it is first polled
-        // later.
+        // Created before the check, because a `Notified` receives notifications from its creation on, even before its
+        // first poll.
         let notified = self.notify.notified();
         if !self.is_cancelled() {
             notified.await;
@@ -187,8 +187,8 @@ impl<S> Ctx<S> {
         self.metadata.handle.is_cancelled()
     }
 
-    /// Returns a descriptor that becomes readable when the job is cancelled, for handlers that wait in
-    /// `poll(2)`. Errors are those of `eventfd(2)`.
+    /// Returns a descriptor that becomes readable when the job is cancelled, for handlers that wait in `poll(2)`. Fails
+    /// if `eventfd(2)` fails.
     pub fn cancellation(&self) -> std::io::Result<BorrowedFd<'_>> {
         if self.metadata.handle.event.get().is_none() {
             let fresh = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -223,11 +223,11 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Receiver of status messages and time extensions while the worker starts.
+/// Destination of status messages and time extensions while the worker starts.
 pub(crate) enum StatusReceiver {
-    /// The supervisor, which receives the messages of a worker.
+    /// The supervisor, for a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper, which receives the messages of a template.
+    /// The keeper, for a template.
     Keeper(Arc<Template>),
 }
 

@@ -29,19 +29,19 @@ const UNUSED: u8 = 0;
 const RECORDING: u8 = 1;
 const DONE: u8 = 2;
 
-/// Everything that the signal handler needs.
+/// State that the signal handler needs.
 struct Recorder {
     /// Process that the supervisor welcomed as a worker.
     process: u32,
     file: BorrowedFd<'static>,
-    /// Device and inode number of the file. Code in the worker can close the descriptor, and open another file under its
+    /// Device and inode number of the file, to detect that the worker's code has closed the descriptor and reused its
     /// number.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
     /// Previous action of each of the [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
-    /// Memory of the thread that records. Signal stacks are too small for it.
+    /// Scratch buffer of the recording thread. Signal stacks are too small for it.
     buffer: UnsafeCell<[u8; PAGE_BYTES]>,
 }
 
@@ -53,8 +53,8 @@ unsafe impl Sync for Recorder {}
 
 static RECORDER: OnceLock<Recorder> = OnceLock::new();
 
-/// Starts to handle fatal signals. `file` is the memory file with the journal. Does nothing if the file has no room
-/// for a record, or if this process may not write to it. A worker without a recorder works as usual.
+/// Installs the handlers for fatal signals. `file` is the memory file with the journal. Does nothing if the file has no
+/// room for a record or this process cannot write to it. The worker then runs without a recorder.
 pub(crate) fn install(file: OwnedFd) {
     let is_writable = getrlimit(Resource::Fsize).current.is_none_or(|bytes| bytes >= FILE_BYTES as u64);
     let Ok(found) = rustix::fs::fstat(&file) else { return };
@@ -100,7 +100,7 @@ pub(crate) fn install(file: OwnedFd) {
 // SAFETY: all fields are numbers or optional pointers, for which zero is valid.
 const EMPTY_ACTION: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
 
-/// Keeps a descriptor open for the lifetime of the process.
+/// Leaks a descriptor, so that it stays open for the lifetime of the process.
 fn forever(descriptor: OwnedFd) -> BorrowedFd<'static> {
     // SAFETY: nothing closes the descriptor, unless the worker's code closes descriptors that it does not own.
     unsafe { BorrowedFd::borrow_raw(descriptor.into_raw_fd()) }
@@ -110,7 +110,7 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
     let Some(recorder) = RECORDER.get() else { return };
     // SAFETY: the kernel passes valid pointers to a handler with `SA_SIGINFO`.
     let (info, context) = unsafe { (&*info, &*context.cast::<libc::ucontext_t>()) };
-    // A process that the worker's code forked has the same handlers.
+    // Processes forked by the worker's code inherit the handler, but must not write a record.
     let is_worker = rustix::process::getpid().as_raw_nonzero().get().cast_unsigned() == recorder.process;
     if is_worker {
         match recorder.state.compare_exchange(UNUSED, RECORDING, Ordering::Acquire, Ordering::Relaxed) {
@@ -118,7 +118,7 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
                 recorder.record(signal, info, context);
                 recorder.state.store(DONE, Ordering::Release);
             }
-            // Another thread records, and then ends the process. Until then, this thread faults again.
+            // Another thread is recording and will end the process. Until then, this thread faults again and again.
             Err(RECORDING) => return,
             Err(_) => {}
         }
@@ -127,7 +127,7 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
         // SAFETY: the kernel returned this action in `install`.
         unsafe { libc::sigaction(signal, &recorder.previous[index], std::ptr::null_mut()) };
     }
-    // A fault occurs again when the handler returns. A signal that a process sent does not.
+    // A fault recurs when the handler returns. A signal sent by a process does not, so it must be sent again.
     if info.si_code <= 0 {
         // SAFETY: sends a signal to this thread, which receives it when the handler returns.
         unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), libc::gettid(), signal) };
@@ -179,8 +179,8 @@ impl Recorder {
         copied
     }
 
-    /// Copies the stack page by page, from `start` to the end of the mapping. Returns the number of bytes. The first pages
-    /// cannot be read if the stack has overflowed into its guard page.
+    /// Copies the stack page by page, from `start` to the end of the mapping. Returns the number of bytes. If the stack
+    /// has overflowed into its guard page, the first pages cannot be read.
     fn copy_stack(&self, start: usize) -> usize {
         let (mut at, mut end) = (0, 0);
         while at < STACK_BYTES_MAX {
@@ -206,7 +206,7 @@ impl Recorder {
 #[cfg(target_arch = "x86_64")]
 fn registers(context: &libc::ucontext_t) -> ([u64; REGISTERS_MAX], u64) {
     let mut registers = [0; REGISTERS_MAX];
-    // The first 17 registers of the kernel are the ones of the record.
+    // The kernel's first 17 registers are in the order of the record.
     for (register, value) in registers.iter_mut().zip(context.uc_mcontext.gregs.iter().take(17)) {
         *register = value.cast_unsigned();
     }

@@ -40,7 +40,7 @@ fn inherited_program() -> Option<OwnedFd> {
     link::inherited(PROGRAM_VARIABLE)
 }
 
-/// Returns the path under which a descriptor can be opened or executed.
+/// Returns the `/proc/self/fd` path of a descriptor, which can be opened or executed.
 fn place(descriptor: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", descriptor.as_raw_fd())
 }

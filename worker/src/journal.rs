@@ -11,8 +11,8 @@ use bulkhead_shared::journal::{
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// Counters in the journal that decide whether a job belongs to the worker or to the supervisor. The
-/// references are valid for the lifetime of the process.
+/// Counters in the journal that settle whether the worker runs a job or the supervisor recalls it. The references are
+/// valid for the lifetime of the process.
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
     begun: &'static AtomicU64,
@@ -25,8 +25,8 @@ impl Claims {
         arrival <= u64::from_le(self.recalled.load(Ordering::Acquire))
     }
 
-    /// Recalls all jobs up to the arrival number `up_to`, as the supervisor does. Returns the arrival number
-    /// of the last job that had begun.
+    /// Recalls all jobs up to the arrival number `up_to`, in the role of the supervisor. Returns the arrival number of
+    /// the last job that had begun.
     #[cfg(test)]
     pub(crate) fn recall(self, up_to: u64) -> u64 {
         self.recalled.store(up_to.to_le(), Ordering::Release);
@@ -108,7 +108,7 @@ impl Journal {
         true
     }
 
-    /// Removes all frames. Called when the frames have been sent.
+    /// Removes all frames. Called once they have been sent.
     pub(crate) fn clear(&mut self) {
         if self.used > 0 {
             self.used = 0;

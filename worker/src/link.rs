@@ -19,7 +19,7 @@ use crate::journal::{Claims, Journal};
 use crate::ownership::{self, kill_self};
 use crate::seal::Seal;
 
-/// Maximum number of bytes per read from the link. Small, because a worker receives few jobs at once.
+/// Size of the read buffer for the link, in bytes. Small, because a worker receives few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
 /// Takes ownership of the descriptor that the supervisor named in the environment variable `variable`.
@@ -147,7 +147,7 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
 }
 
 fn wait(link: &OwnedFd, flags: PollFlags) {
-    // Errors are ignored, because the next read or write on the link reports them.
+    // Ignores errors, because the next read or write reports them.
     let _ = poll(&mut [PollFd::new(link, flags)], None);
 }
 

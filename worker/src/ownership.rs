@@ -1,8 +1,8 @@
-//! Distinguishes the worker process from processes forked by code in the worker. Forked processes must not
-//! use the worker's link or journal.
+//! Distinguishes the worker process from processes that its code has forked, which must not use the worker's link or
+//! journal.
 //!
-//! A byte in memory marks the worker process. The kernel clears this byte in a forked process
-//! (`MADV_WIPEONFORK`), so that a check takes a single load.
+//! A byte in memory marks the worker process. The kernel clears this byte in a forked process (`MADV_WIPEONFORK`), so
+//! that the check is a single load.
 
 use std::io;
 use std::sync::OnceLock;
@@ -24,13 +24,12 @@ pub(crate) fn mark_worker() -> io::Result<()> {
     Ok(())
 }
 
-/// Returns true in the worker process, and false in a process that the worker's code forked.
+/// Returns true in the worker process, and false in a process forked from it.
 pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Exits with an error if this is a process that the worker's code forked, and that returned from this code
-/// instead of exiting.
+/// Exits with an error if called in a forked process, whose code returned from the handler instead of exiting.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(
@@ -40,10 +39,10 @@ pub(crate) fn end_forked_process() {
     }
 }
 
-/// Kills this process. Called when the supervisor is gone or has violated the protocol, because the worker
-/// cannot receive jobs any more.
+/// Kills this process. Called when the worker can get no more jobs, because the supervisor is gone or has violated the
+/// protocol.
 pub(crate) fn kill_self() -> ! {
-    // `exit` would run the exit handlers of C libraries and might not return.
+    // Not `exit`, which would run the exit handlers of C libraries and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     std::process::abort();
 }
@@ -51,7 +50,7 @@ pub(crate) fn kill_self() -> ! {
 /// Prints a message and exits. Runs no destructors of the worker's code, because a destructor could hang or,
 /// in a forked process, release resources that the worker still needs.
 pub(crate) fn exit_with_message(message: &str) -> ! {
-    // Avoids the lock of `std::io::stderr`, which another thread may have held when this process was forked.
+    // Bypasses `std::io::stderr`, whose lock another thread may have held during the fork.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());
     // SAFETY: the call ends the process and does not return.
     #[expect(unsafe_code, reason = "_exit(2) has no safe form")]

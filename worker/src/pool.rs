@@ -63,8 +63,8 @@ const WAKE: u64 = 1;
 const SIGNAL: u64 = 2;
 const WATCHDOG: u64 = 3;
 
-/// Average duration in nanoseconds above which handlers count as slow. Handlers count as quick if the average
-/// is below half of this duration.
+/// Average duration in nanoseconds above which handlers count as slow. Below half of this duration, they count as
+/// quick.
 const SLOW_HANDLER_NS: u64 = 20_000;
 
 /// Estimated run time of all pending quick jobs, in nanoseconds, above which another thread is woken. For
@@ -86,7 +86,7 @@ const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 /// Interval between attempts to send STOPPING while the link is busy.
 const STOPPING_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Maximum time until a deadline. Longer times are truncated, so that adding times cannot overflow.
+/// Maximum time until a deadline. Longer times are truncated, so that adding them to a clock time cannot overflow.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 
 /// The function that runs a job.
@@ -313,11 +313,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn handle_jobs(self: &Arc<Self>, lifetime: Lifetime) {
         let mut ctx = None;
         let mut done = None;
-        // Time when the previous job ended, if the next job follows immediately.
+        // End of the previous job, if the next one follows without a pause.
         let mut ended = None;
         // Time of the oldest unsent reply.
         let mut unwritten_since = None;
-        // True if every reply is sent or in the journal, so that none is lost if the next job kills this
+        // True if every reply was sent or is in the journal, so that the next job cannot lose a reply by killing this
         // process.
         let mut is_safe = true;
         loop {
@@ -335,7 +335,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            // A reply must not be held back by a slow handler or by many quick ones.
+            // Bounds the delay of an unsent reply, whether the following handlers are slow or many.
             let is_late = unwritten_since.is_some_and(|since| began - since > REPLY_DELAY_MAX);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
@@ -396,7 +396,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn update_typical_duration(&self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * ASSUMED_HANDLER_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);
-        // Concurrent updates can be lost, which is acceptable because the average is only an estimate.
+        // Concurrent updates can be lost, which does not matter for an estimate.
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
@@ -457,8 +457,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             let spawned = std::thread::Builder::new()
                 .name("handler".into())
                 .spawn(move || pool.handle_jobs(Lifetime::WhileNeeded));
-            // If no thread can be started, the existing threads run the jobs one after the other. The
-            // supervisor still enforces the deadlines.
+            // Without another thread, the existing threads run the jobs one after the other. The supervisor still
+            // enforces deadlines.
             state.threads += usize::from(spawned.is_ok());
         }
     }
@@ -473,16 +473,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns true if the calling thread is surplus and must end, and removes it from the thread count. The
-    /// calling thread must not be running a job.
+    /// Removes the calling thread from the thread count and returns true if it is surplus. The caller must not be
+    /// running a job, and must end if this returns true.
     fn leave_if_surplus(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_surplus() {
             return false;
         }
         state.threads -= 1;
-        // An idle thread is woken if it may be surplus as well, if jobs are pending, or if no other thread
-        // waits for the link.
+        // Another idle thread must be woken if it may be surplus too, or if it has to take over this thread's work.
         let is_needed = state.has_surplus() || !state.pending.is_empty() || state.on_link == 0;
         if is_needed && state.idle > 0 {
             self.wake_idle_thread(&mut state);
@@ -748,8 +747,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 stopping = Shutdown::Sent;
             }
             if !interval.is_zero() && Instant::now() >= next_heartbeat {
-                // Checks the link first, because a heartbeat implies that the supervisor can reach this
-                // worker.
+                // A heartbeat tells the supervisor that the link works, so the link is checked first.
                 self.writer.check_link(&self.link);
                 match self.welcome.heartbeat_time {
                     Some(time) => time.store(monotonic_ns().to_le(), Ordering::Release),
@@ -889,7 +887,7 @@ fn monotonic_ns() -> u64 {
 /// wake-ups of many idle workers. Threads that are started by this thread do not inherit the timer slack.
 fn wait_with_slack(epoll: &impl AsFd, timeout: Option<Duration>, slack_max: Duration) -> Option<u64> {
     let slack = timeout.and(NonZeroU64::new(u64::try_from(slack_max.as_nanos()).unwrap_or(u64::MAX)));
-    // If the timer slack cannot be set, the thread is woken on time, which is harmless.
+    // If the timer slack cannot be set, the thread wakes on time, which is harmless.
     let _ = slack.map(|slack| set_current_timer_slack(Some(slack)));
     let woken_by = wait_one(epoll, timeout);
     let _ = slack.map(|_| set_current_timer_slack(None));
@@ -907,8 +905,8 @@ fn wait_one(epoll: &impl AsFd, timeout: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// Runs code that the author of the worker has provided. Converts a panic to an error. If the code has forked
-/// a process, this function does not return in that process but ends it.
+/// Runs user code and converts a panic to an error. If the code has forked, ends the forked process instead of
+/// returning in it.
 pub(crate) fn run_user_code<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

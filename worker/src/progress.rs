@@ -13,7 +13,7 @@ use crate::link::Writer;
 /// Minimum interval between two progress reports of a job.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Progress reports of a job.
+/// State of a job's progress reports.
 #[derive(Default)]
 pub(crate) struct Progress(Mutex<State>);
 

@@ -43,13 +43,13 @@ const SYSTEM_FOLDERS: [&str; 10] =
 /// Environment variables that are set to the temporary folder, unless the configuration key `env` sets them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
-/// `landlock_restrict_self` is called without flags, so that the kernel logs denied accesses.
+/// No flags, so that the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
 /// Maximum number of parent folders that are checked for a grant.
 const DEPTH_MAX: usize = 256;
 
-/// Grants of a worker. The granted paths are open, so that rules for programs can be created from them.
+/// Grants of a worker, with open descriptors of the granted paths, from which the rules for programs are created.
 #[derive(Default)]
 pub(crate) struct Rules {
     handled: u64,
@@ -63,7 +63,7 @@ pub(crate) struct Temporary {
     pub(crate) path: PathBuf,
     pub(crate) folder: OwnedFd,
     access: u64,
-    /// True if no grant covers the temporary folder.
+    /// True if no grant covers the temporary folder, so that programs cannot list it.
     is_hidden: bool,
 }
 

@@ -84,8 +84,8 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// Method that was called twice. This is reported as an error, because the second call would silently
-    /// replace the value of the first.
+    /// Method that was called twice, which `serve` reports as an error because the second call replaced the value of
+    /// the first.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
 }
@@ -142,7 +142,7 @@ impl<S, Stage> Server<S, Stage> {
 }
 
 impl<S> Server<S> {
-    /// Records the name of the called method if the call has replaced the value of an earlier call.
+    /// Records a repeated call. `is_again` is true if the call has replaced an earlier value.
     fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
         self.repeated = self.repeated.or_else(|| is_again.then(call));
         self
@@ -262,8 +262,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             ownership::end_forked_process();
         };
         let link = template.serve(before).map_err(refused)?;
-        // From here on, this process is a forked worker, in which the link has replaced the template's
-        // socket.
+        // This process is now a forked worker, and the link has replaced the template's socket.
         ownership::mark_worker().map_err(|error| error.to_string())?;
         drop((context, template));
         let init: BoxedInit<S> = Box::new(move |start| {

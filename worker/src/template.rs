@@ -27,14 +27,13 @@ use rustix::process::{Pid, Signal};
 use crate::ownership;
 use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 
-/// Maximum number of thread names in the error message about surplus threads.
+/// Maximum number of threads to name in the error message about surplus threads.
 const THREADS_NAMED_MAX: usize = 8;
 
-/// Maximum number of entries of a temporary folder that are removed before the template checks for the next
-/// order.
+/// Maximum number of entries to remove from temporary folders before checking for the next order.
 const REMOVED_ENTRIES_MAX: usize = 256;
 
-/// Returns true if this process must become a template.
+/// Returns true if this process was started as a template.
 pub(crate) fn is_wanted() -> bool {
     std::env::var_os(TEMPLATE_VARIABLE).is_some()
 }
@@ -85,7 +84,7 @@ impl Template {
     /// Sends a message to the keeper. Does nothing in a process that was forked by the initialisation.
     pub(crate) fn report(&self, message: TemplateMessage<'_>) {
         if ownership::is_worker() {
-            // An error means that the keeper is gone, in which case the kernel kills this process.
+            // Fails only if the keeper is gone, in which case the kernel kills this process.
             let _ = self.send(message);
         }
     }
@@ -102,12 +101,12 @@ impl Template {
             let ((worker, secret), descriptors) = self.next_fork(&mut removals).map_err(failed)?;
             before_fork();
             self.check_threads()?;
-            // Flushes standard output, because both processes would otherwise write the buffered output.
+            // Otherwise both processes would write the buffered output.
             let _ = io::stdout().flush();
             match fork() {
                 Ok(0) => {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
-                        // If the message cannot be sent, the keeper is gone.
+                        // Fails only if the keeper is gone.
                         let _ = self.send(fork_failed(worker, errno, step));
                         // SAFETY: the call ends the process. `_exit` does not run exit handlers that the
                         // template has registered.
@@ -172,14 +171,13 @@ impl Template {
             };
             match descriptors.try_into() {
                 Ok(descriptors) => return Ok(((worker, secret), descriptors)),
-                // Descriptors are missing if this process has reached its limit on open descriptors.
+                // Descriptors are missing if this process has reached its descriptor limit.
                 Err(_) => self.send(fork_failed(worker, Errno::MFILE, "descriptors"))?,
             }
         }
     }
 
-    /// Removes some entries of the first folder in `removals`. These folders belonged to workers that have
-    /// died.
+    /// Removes some entries of the first folder in `removals`, which contains folders of dead workers.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();
@@ -224,7 +222,7 @@ impl Template {
         [_, stdout, stderr]: &[OwnedFd; FORK_DESCRIPTORS],
     ) -> Result<(), StepError> {
         rustix::process::setsid().map_err(in_step("session"))?;
-        // The kernel treats any nonzero value as true.
+        // Any nonzero value means true.
         rustix::process::set_child_subreaper(Some(Pid::INIT)).map_err(in_step("child subreaper"))?;
         let signal = Some(Signal::KILL);
         rustix::process::set_parent_process_death_signal(signal).map_err(in_step("parent-death signal"))?;

@@ -15,7 +15,7 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, Limits, WorkerWelcome, capability};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Maximum time to wait for a condition. On an idle machine, each condition becomes true almost immediately.
+/// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Environment variable that makes this program run as a worker. The value selects the role of the worker.
@@ -171,7 +171,7 @@ impl Worker {
 
     fn handler_threads(&self) -> usize {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-        // A thread may end before its name is read.
+        // A thread can end before its name is read.
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
         names.filter(|name| name == "handler\n").count()
     }

@@ -1,6 +1,6 @@
-//! Confinement layers like those of a template and its workers, with as few system calls as possible. The
-//! server gets namespaces, Landlock rules and a seccomp filter. Each child gets a session, Landlock rules, a
-//! temporary folder and a seccomp filter. The layers are not verified.
+//! Confinement layers like those of a template and its workers, with as few system calls as possible and without
+//! verification. The server gets namespaces, Landlock rules and a seccomp filter. Each child gets a session, Landlock
+//! rules, a temporary folder and a seccomp filter.
 #![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe wrapper")]
 
 use std::collections::HashMap;
@@ -21,7 +21,7 @@ const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// ABI version for which `restrict_self` sets no flags, so that denials are logged.
+/// Landlock version for which `restrict_self` sets no flags, so that denials are logged.
 const NO_VERSION: u32 = 0;
 
 /// Top-level folders that the Landlock rules allow, as for a forked worker.
@@ -46,7 +46,7 @@ pub(crate) fn fork() -> io::Result<Option<Pid>> {
 }
 
 impl Layers {
-    /// Confines the server. Returns in a new process, which is the first process of a new pid namespace.
+    /// Confines the server. Returns in a new process, which is the first one of a new pid namespace.
     pub(crate) fn enter(profile: &str, folder: &Path) -> Result<Self> {
         let namespaces = match profile {
             "strict" => {
@@ -71,7 +71,7 @@ impl Layers {
         let layers = Self { folder, given: given.collect(), folders: HashMap::new(), next: 0 };
         rustix::thread::set_no_new_privs(true)?;
         layers.restrict(&layers.folder)?;
-        // All other calls remain allowed.
+        // Allows all other calls.
         filter(&[libc::SYS_bpf, libc::SYS_mount, libc::SYS_ptrace, libc::SYS_unshare])?;
         Ok(layers)
     }
@@ -106,7 +106,7 @@ impl Layers {
     /// Removes the temporary folder of a process.
     pub(crate) fn ended(&mut self, pid: Pid) {
         if let Some(name) = self.folders.remove(&pid) {
-            // A process that failed to confine itself may have no temporary folder.
+            // Fails if the process could not confine itself and has no temporary folder.
             let _ = rustix::fs::unlinkat(&self.folder, name, AtFlags::REMOVEDIR);
         }
     }

@@ -1,13 +1,12 @@
-//! Programs that the bench starts repeatedly: a worker, and its counterparts in bare chains. They are
-//! separate from the bench program, which contains a supervisor and a client, because its pages and
-//! relocations would make each start and each fork slower.
+//! Programs that the bench starts repeatedly: a worker, and its counterparts in bare chains. They are separate from the
+//! bench program, because its supervisor and client would add pages and relocations to each start and each fork.
 
 pub mod echo;
 pub mod fork_server;
 mod layers;
 pub mod worker;
 
-/// Result type of `main`. An error is printed and ends the program.
+/// Result type of `main`. Errors are printed and end the program.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Maximum number of bytes per read or write in the bare chain.

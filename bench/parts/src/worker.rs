@@ -55,7 +55,7 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             waker.wait()?;
             Ok(Vec::new())
         }
-        // Starts chains of processes until the worker dies. Each process of a chain starts a successor and exits.
+        // Starts chains of processes until the worker dies. In a chain, each process starts a successor and exits.
         "chains" => {
             let chains = "f() { f & exit 0; }; for chain in $(seq 50); do f & done; wait";
             shell(chains).spawn()?.wait()?;

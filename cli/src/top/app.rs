@@ -15,7 +15,7 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Time after a missed sample from which the supervisor is shown as not responding.
+/// Time after a missed sample at which the supervisor is shown as not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// Action that follows a key press.
@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// The page of a single bulkhead. `scroll` is the number of workers above the first displayed one.
+    /// The page of a single bulkhead. `scroll` is the number of workers that are scrolled past.
     Bulkhead {
         name: String,
         scroll: usize,
@@ -83,7 +83,7 @@ impl Sort {
     }
 
     fn compare(self, a: &Bulkhead, b: &Bulkhead) -> Ordering {
-        // Compares current rates first, then totals.
+        // Compares current rates, then totals.
         let by = |rate: fn(&Counts<f64>) -> f64, count: fn(&Counts<u64>) -> u64| {
             let now = |of: &Bulkhead| of.rates.as_ref().map_or(0.0, rate);
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
@@ -134,8 +134,7 @@ pub(super) struct App {
     sampled_at: Instant,
 }
 
-/// The selected row. The selection follows a bulkhead by name, and keeps the index if the bulkhead is not
-/// displayed.
+/// The selected row. It follows a bulkhead by name, and keeps its index if that bulkhead is not displayed.
 #[derive(Debug, Default)]
 struct Selection {
     name: Option<String>,
@@ -333,7 +332,7 @@ impl App {
 
     fn move_by(&mut self, by: isize) {
         if let Page::Bulkhead { scroll, .. } = &mut self.page {
-            // `draw` limits the value to the last row.
+            // Drawing limits the value to the last row.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }
@@ -348,8 +347,7 @@ fn step(rows: usize) -> isize {
     isize::try_from(rows.max(1)).unwrap_or(isize::MAX)
 }
 
-/// Returns the index of the first row to display. Keeps the selected row visible and scrolls as little as
-/// possible.
+/// Returns the index of the first row to display, scrolling as little as possible to keep the selected row visible.
 pub(super) fn window(top: usize, selected: usize, page: usize, rows: usize) -> usize {
     let first = (selected + 1).saturating_sub(page);
     top.clamp(first, selected.max(first)).min(rows.saturating_sub(page))
@@ -512,7 +510,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn connection_state_shows_silence_loss_and_pause() {
+    fn connection_state_distinguishes_silence_loss_and_pause() {
         let start = Instant::now();
         let mut app = app(start);
         let after = |seconds| start + Duration::from_secs(seconds);

@@ -6,8 +6,7 @@ use super::text::{rate, short, width};
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Width in screen columns that is reserved for names before other columns get space. Longer names get more
-/// only if space is left over.
+/// Width in screen columns that is reserved for names. Longer names get more only if space is left over.
 const NAME_COLUMNS_MIN: usize = 14;
 
 /// A column of the table, in display order.
@@ -134,8 +133,8 @@ pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<ColumnWidth> {
             other => other.needed_width(rows),
         };
         let gap = usize::from(column != Column::Name);
-        // Less important columns are omitted even if they would fit, so that columns appear and disappear in
-        // a fixed order.
+        // Less important columns stay hidden even if they would fit, so that columns appear and disappear in a fixed
+        // order.
         let Some(rest) = left.checked_sub(width_taken + gap) else { break };
         left = rest;
         widths.push((column, width_taken));

@@ -54,7 +54,7 @@ pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     };
     event_pane(buffer, events, app);
     if matches!(app.connection_state(now), ConnectionState::Lost(_) | ConnectionState::Silent(_)) {
-        // Dims outdated data.
+        // Dims data that is out of date.
         for part in [rest, events] {
             buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
         }

@@ -1,5 +1,4 @@
-//! Recent events, formatted as lines. If the supervisor is restarted, its events are appended to the earlier
-//! events.
+//! Recent events, formatted as lines. Events of a restarted supervisor are appended to those of its predecessor.
 
 use std::collections::VecDeque;
 
@@ -10,7 +9,7 @@ use serde_json::Value;
 use super::text::clean;
 use crate::admin::event_words;
 
-/// Maximum number of stored events, which equals that of the supervisor.
+/// Maximum number of stored events, the same as in the supervisor.
 pub(super) const EVENTS_MAX: usize = 4096;
 
 /// An event, formatted for display.
@@ -45,7 +44,7 @@ impl Events {
         self.events.drain(..surplus);
     }
 
-    /// Returns the last `count` events, of one bulkhead or of all.
+    /// Returns the last `count` events, of `bulkhead` or of all bulkheads.
     pub(super) fn newest(&self, count: usize, bulkhead: Option<&str>) -> Vec<&Event> {
         let is_wanted = |event: &&Event| bulkhead.is_none() || event.bulkhead.as_deref() == bulkhead;
         let mut newest: Vec<&Event> = self.events.iter().rev().filter(is_wanted).take(count).collect();

@@ -22,7 +22,7 @@ pub(super) struct Sample {
     pub(super) bulkheads: Vec<Bulkhead>,
     /// Events since the previous sample.
     pub(super) events: Vec<Event>,
-    /// True if the supervisor was restarted since the previous sample, so that the counters start at zero.
+    /// True if the supervisor was restarted since the previous sample, which resets the counters.
     pub(super) was_restarted: bool,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Bulkhead {
     pub(super) rates: Option<Counts<f64>>,
     pub(super) restarts: u64,
     pub(super) breaker: String,
-    /// Median of the run time.
+    /// Median run time.
     pub(super) p50: String,
     pub(super) p99: String,
     /// Further facts, one per line, for the page of the bulkhead.
@@ -224,7 +224,7 @@ impl<'a> Sampler<'a> {
             Value::Array(bulkheads) => bulkheads,
             _ => Vec::new(),
         };
-        // Requests the last known event again, to detect whether the supervisor was restarted.
+        // Starts at the last known event, to detect a restart of the supervisor.
         let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
         let (events, was_restarted) = match new_events(self.last.as_ref(), self.events(since).await?) {
             EventLog::Same(events) => (events, false),
@@ -246,17 +246,16 @@ impl<'a> Sampler<'a> {
 
 /// New events, or the information that the supervisor was restarted.
 enum EventLog {
-    /// The supervisor was not restarted, and has recorded these new events.
+    /// The supervisor was not restarted. Contains the new events.
     Same(Vec<Value>),
-    /// The supervisor was restarted, so that event numbers start at one again.
+    /// The supervisor was restarted, and event numbers start at 1 again.
     Restarted,
 }
 
 fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
     let Some(last) = last else { return EventLog::Same(events) };
     match events.first() {
-        // Without a restart, the list would contain the last known event, because a supervisor always keeps
-        // the newest event.
+        // A supervisor always keeps its newest event, so an empty list means that it was restarted.
         None => EventLog::Restarted,
         Some(first) if first == last => {
             events.remove(0);
@@ -274,7 +273,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Creates a bulkhead from a document that can be malformed.
+    /// Creates a bulkhead from a document, which can be malformed.
     pub(in super::super) fn bulkhead(document: &Value) -> Bulkhead {
         Bulkhead::new(&parse_snapshot(document))
     }
@@ -330,7 +329,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn event_log_reveals_restarted_supervisor() {
+    fn event_log_detects_restarted_supervisor() {
         let event = |seq: u64, at: &str| json!({"seq": seq, "at": at});
         let last = event(7, "noon");
         let same = |events: Vec<Value>| match new_events(Some(&last), events) {

@@ -22,13 +22,13 @@ use tokio::sync::mpsc;
 use super::app::App;
 use super::draw;
 
-/// Maximum number of unhandled keys. Further keys stay in the terminal's buffer.
+/// Maximum number of unhandled key events. Further ones stay in the terminal's buffer.
 const KEYS_MAX: usize = 64;
 
 /// Size of the output buffer for a frame, in bytes.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// True while this process owns the terminal. This is a global variable, because the panic hook needs it.
+/// True while this process owns the terminal. Global, because the panic hook needs it.
 static OWNS_TERMINAL: AtomicBool = AtomicBool::new(false);
 
 /// The full screen. Dropping this value restores the terminal.
@@ -45,7 +45,7 @@ impl Screen {
         Ok(Self { terminal })
     }
 
-    /// Draws the screen, unless another process owns the terminal.
+    /// Draws the screen. Does nothing while another process owns the terminal.
     pub(super) fn show(&mut self, app: &mut App, now: Instant) -> io::Result<()> {
         if !OWNS_TERMINAL.load(Ordering::SeqCst) {
             return Ok(());
@@ -58,13 +58,11 @@ impl Screen {
         release();
     }
 
-    /// Acquires the terminal again after a suspension, during which other programs may have used the
-    /// terminal.
+    /// Acquires the terminal again after a suspension, in which other programs may have used it.
     pub(super) fn reenter(&mut self) -> io::Result<()> {
         release();
         acquire()?;
-        // Does not use `clear`, because `clear` queries the cursor position, and the keyboard thread would
-        // receive the reply.
+        // `clear` would query the cursor position, and the keyboard thread would receive the reply.
         let size = self.terminal.size()?;
         self.terminal.resize(Rect::from((Position::ORIGIN, size)))
     }
@@ -83,7 +81,7 @@ fn acquire() -> io::Result<()> {
 
 fn release() {
     if OWNS_TERMINAL.swap(false, Ordering::SeqCst) {
-        // Errors are ignored, because they mean that the terminal is gone.
+        // Fails only if the terminal is gone.
         let _ = execute!(stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
@@ -163,8 +161,8 @@ fn exit_after(signal: Number) -> SignalAction {
     SignalAction::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
 
-/// Returns true if a parent, usually a shell with job control, could continue this process. Without such a
-/// parent, this process leads its session.
+/// Returns true if a parent, usually a shell with job control, can continue this process. A session leader has no such
+/// parent.
 pub(super) fn can_suspend() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
 }
@@ -172,13 +170,13 @@ pub(super) fn can_suspend() -> bool {
 /// Suspends the foreground process group, as the terminal does on ^Z outside of raw mode.
 pub(super) fn request_suspend() {
     if can_suspend() {
-        // The call cannot fail, because the process group exists as long as this process.
+        // Cannot fail, because this process is in the group.
         let _ = kill_current_process_group(Number::TSTP);
     }
 }
 
 /// Suspends this process until it is continued.
 pub(super) fn suspend() {
-    // The call cannot fail, because a process can always stop itself.
+    // Cannot fail, because a process can always stop itself.
     let _ = kill_process(getpid(), Number::STOP);
 }

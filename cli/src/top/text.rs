@@ -68,7 +68,7 @@ fn cut(text: &str, columns: usize) -> String {
     kept
 }
 
-/// Units for numbers that are too long to print in full.
+/// Suffixes for abbreviated numbers.
 const UNITS: [(u64, char); 6] = [
     (1_000_000_000_000_000_000, 'E'),
     (1_000_000_000_000_000, 'P'),
@@ -92,7 +92,7 @@ pub(super) fn rate(per_second: f64) -> String {
         none if none <= 0.0 => "0".to_owned(),
         little if little < 0.1 => "<0.1".to_owned(),
         some if some < 9.95 => format!("{some:.1}"),
-        // The conversion saturates for values that are too large.
+        // The cast saturates.
         many => short(many.round() as u64),
     }
 }

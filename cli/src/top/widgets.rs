@@ -33,7 +33,7 @@ pub(super) fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }
 
-/// Returns the colour of a state. Colours only repeat information that is also in the text.
+/// Returns the colour of a state. Colours only repeat what the text says.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
         "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),

@@ -1,5 +1,5 @@
-//! An application with an embedded supervisor. This single program is the application, the worker, and the
-//! keeper that starts, confines and ends the worker.
+//! An application with an embedded supervisor. The same program is the application, the worker, and the keeper that
+//! starts, confines and ends the worker.
 
 use std::error::Error;
 use std::path::Path;
@@ -11,7 +11,7 @@ use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
 use bulkhead_worker::{Ctx, HandlerError, Job};
 
 fn main() -> ExitCode {
-    // Must be called first. In the keeper, this call does not return.
+    // Must come first. In the keeper, this call does not return.
     keeper_main_if_asked();
     if std::env::args().nth(1).is_some_and(|argument| argument == "worker") {
         return bulkhead_worker::serve(count);
@@ -46,8 +46,7 @@ fn application() -> Result<(), Box<dyn Error>> {
         grace = \"100ms\"
         "
     );
-    // Relative paths in the configuration start from the folder of this path. To read a file instead, use
-    // `config::load_embedded`.
+    // The path only determines the folder at which relative paths start. To read a file, use `config::load_embedded`.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
     let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;

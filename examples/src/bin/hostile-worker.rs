@@ -1,4 +1,4 @@
-//! A worker that misbehaves on request. The operation selects the kind of misbehaviour.
+//! A worker that misbehaves on request. The operation selects how.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "spin" => loop {
             std::hint::spin_loop();
         },
-        // Starts processes that leave the session and ignore SIGTERM, and then hangs.
+        // Starts processes that leave the session and ignore SIGTERM, then hangs.
         "fork" => {
             let script =
                 "trap '' TERM; (setsid sleep 1000 &); (setsid sh -c 'sleep 1000 & sleep 1000' &); true";
@@ -52,8 +52,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
 fn segfault() -> ! {
     let nowhere = std::ptr::without_provenance_mut::<u8>(8);
     #[expect(unsafe_code, reason = "this operation demonstrates a memory bug")]
-    // SAFETY: none, but the first page is never mapped, so this write has no other effect than ending the
-    // process.
+    // SAFETY: none. The first page is never mapped, so this write does nothing but end the process.
     unsafe {
         nowhere.write_volatile(1);
     }

@@ -1,10 +1,9 @@
 //! A real SQL engine behind a bulkhead. SQLite runs arbitrary SQL that tenants send. Each tenant has a
 //! separate in-memory database.
 //!
-//! - By default, the worker does not watch its queries. A query that does not end is killed at its deadline,
-//!   together with the process.
-//! - With the operation `polite`, the worker stops the query when no client waits for the result any longer,
-//!   and the process continues.
+//! - By default, the worker does not monitor its queries. A query that does not end is killed at its deadline, together
+//!   with the worker.
+//! - With the operation `polite`, the worker stops a query that no client waits for any more, and continues to run.
 //! - A query that uses too much memory ends at a limit of SQLite itself.
 
 use std::collections::HashMap;
@@ -20,13 +19,13 @@ use serde_json::{Map, Value, json};
 
 const SHOP: &str = include_str!("../../data/shop.sql");
 
-/// Maximum number of databases that are kept. Above this number, the worker drops all databases.
+/// Maximum number of databases to keep. Beyond this number, the worker drops all of them.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum heap size of SQLite per process, in bytes. The heap must stay well below the `as` limit in `workers.toml`.
+/// Maximum heap size of SQLite per process, in bytes. Must stay well below the `as` limit in `workers.toml`.
 const HEAP_BYTES_MAX: u32 = 64 << 20;
 
-/// Number of SQLite instructions between two checks for a cancellation.
+/// Number of SQLite instructions between checks for cancellation.
 const STEPS_PER_LOOK: i32 = 10_000;
 
 type Databases = Mutex<HashMap<String, Connection>>;
@@ -36,12 +35,12 @@ fn main() -> ExitCode {
 }
 
 fn prepare() -> rusqlite::Result<Databases> {
-    // The limit applies to the whole process, so any connection can set the limit.
+    // The limit applies to the whole process, so any connection can set it.
     Connection::open_in_memory()?.pragma_update(None, "hard_heap_limit", HEAP_BYTES_MAX)?;
     Ok(Databases::default())
 }
 
-/// Runs the query until it ends, or until no client waits for the rows any longer.
+/// Runs the query until it ends or no client waits for the rows any more.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {
@@ -103,8 +102,8 @@ fn value(value: ValueRef<'_>) -> Value {
     }
 }
 
-/// Decides who is responsible for an error. An error in the query is the caller's fault. Only internal errors
-/// of SQLite count against the bulkhead.
+/// Decides who is at fault for an error. Errors in the query are the caller's fault. Only internal errors of SQLite
+/// count against the bulkhead.
 fn blame(error: rusqlite::Error) -> HandlerError {
     use ErrorCode as C;
     let message = error.to_string();

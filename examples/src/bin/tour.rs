@@ -1,6 +1,5 @@
-//! The tour runs all examples under one supervisor, and sends ordinary and hostile jobs at the same time. The tour
-//! prints the outcome of each job, and checks that only hostile jobs failed. The checks do not depend on the
-//! speed or the load of the machine.
+//! Runs all examples under one supervisor, and sends ordinary and hostile jobs at the same time. Prints the outcome of
+//! each job, and checks that only hostile jobs failed. The checks do not depend on the speed or load of the machine.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -14,8 +13,8 @@ use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 /// idle machine, each takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Deadline of jobs that never end. If such a job expires in the queue, the deadline is doubled and the job
-/// is sent again, because a job that never began proves nothing.
+/// Deadline of jobs that never end. If such a job expires in the queue, it proves nothing, so it is sent again with
+/// twice the deadline.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -61,7 +60,7 @@ fn main() -> ExitCode {
 
 fn tour() -> Result<()> {
     let programs = build()?;
-    // Makes this process the parent of orphans, so that the tour finds every process that is left behind.
+    // Makes this process adopt orphans, so that it finds every process that is left behind.
     set_child_subreaper(Some(getpid()))?;
     let folder = tempfile::tempdir()?;
     let thumbnails = programs.join("tour-thumbnails");
@@ -81,7 +80,7 @@ fn tour() -> Result<()> {
     Ok(())
 }
 
-/// Process of the supervisor. It is killed if the tour ends early.
+/// The supervisor's process. Killed if the tour ends early.
 struct Supervisor(Child);
 
 impl Supervisor {
@@ -130,7 +129,7 @@ fn nothing_left() -> Result<()> {
     }
 }
 
-/// Builds the programs in the build profile of this program. Returns the folder that contains them.
+/// Builds the programs with the build profile of this program. Returns the folder with the programs.
 fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("the path of this program has no folder")?.to_owned();
@@ -210,7 +209,7 @@ fn cases() -> Result<Vec<Case>> {
     cases.push(Case { expected: &["failed/out_of_memory"], ..case });
     let case = mallory("a query with a mistake", "SELEKT 1");
     cases.push(Case { expected: &["failed/sql"], ..case });
-    // Queries that never end come last, because they occupy both workers until their deadlines.
+    // Last, because they occupy both workers until their deadlines.
     cases.push(mallory("a query that never ends", runaway).endless());
     let case = mallory("the same, watched by its worker", runaway).endless();
     cases.push(Case { operation: "polite", ..case });
@@ -231,8 +230,8 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let client = Client::connect(socket).await?;
     let (hostile, honest): (Vec<_>, Vec<_>) =
         cases()?.into_iter().partition(|case| case.bulkhead == "hostile");
-    // Both sequences run at the same time. Within a sequence, hostile jobs run one after the other, because a
-    // job that is queued behind a hanging job would expire.
+    // Both sequences run at the same time. Within a sequence, hostile jobs run one after the other, because a job
+    // queued behind a hanging one would expire.
     let sequence = async {
         let mut done = Vec::new();
         for case in hostile {
@@ -296,7 +295,7 @@ async fn send(client: &Client, case: &Case) -> std::result::Result<Reply, JobErr
     let mut deadline = if case.is_endless { ENDLESS } else { PATIENCE };
     loop {
         let result = job(client, case).deadline(deadline).send().await;
-        // The job never began, so its outcome proves nothing yet.
+        // A job that never began proves nothing yet.
         if deadline >= PATIENCE || outcome(&result) != "deadline_exceeded/queued" {
             return result;
         }

@@ -1,5 +1,5 @@
-//! Estimates the NATS server's clock. A deadline counts from the time at which the server stored the job, so
-//! the agent corrects the local clock by the measured offset.
+//! Estimates the NATS server's clock. Deadlines count from the time at which the server stored the job, so the agent
+//! corrects the local clock by the measured offset.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -9,7 +9,7 @@ use crate::decide::Timestamp;
 /// The local clock, with its offset from the server's clock.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
-    /// Offset to add to the local clock, in microseconds.
+    /// Offset of the server's clock from the local clock, in microseconds.
     offset_micros: AtomicI64,
     is_measured: AtomicBool,
 }
@@ -25,8 +25,8 @@ impl Clock {
         }
     }
 
-    /// Updates the offset from a message that the server stored at `stored`, between the local times `before`
-    /// and `after`.
+    /// Measures the offset with a message that the server stored at `stored`, which was between the local times
+    /// `before` and `after`.
     pub(crate) fn measure(&self, before: Timestamp, stored: Timestamp, after: Timestamp) {
         let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
         let own = micros(before) / 2 + micros(after) / 2;

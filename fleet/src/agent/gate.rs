@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// The conditions for pulling jobs. All of them must hold.
+/// Conditions that open or close the gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Conditions {
     /// The supervisor is reachable and the bulkhead accepts jobs.
@@ -21,7 +21,7 @@ struct Conditions {
 #[derive(Debug)]
 pub(crate) struct Gate {
     conditions: watch::Sender<Conditions>,
-    /// End of the current pause.
+    /// Time at which the current pause ends.
     paused_until: Mutex<Instant>,
 }
 
@@ -55,18 +55,18 @@ impl Gate {
         self.update(|conditions| conditions.is_draining = true);
     }
 
-    /// Closes the gate for `time`.
+    /// Closes the gate for the given time.
     pub(crate) fn pause(&self, time: Duration) {
         let mut until = self.paused_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         *until = (*until).max(Instant::now() + time);
     }
 
-    /// Returns true if the gate is open, ignoring pauses.
+    /// Returns true if the gate is open or only paused.
     pub(crate) fn is_open(&self) -> bool {
         is_open(&self.conditions.borrow())
     }
 
-    /// Waits until the gate is open. During a drain, this future never completes.
+    /// Waits until the gate is open. Never returns once the agent is draining.
     pub(crate) async fn until_open(&self) {
         let mut changes = self.conditions.subscribe();
         // Cannot fail, because `self` owns the sender.
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn gate_needs_all_conditions() {
+    async fn gate_opens_only_if_all_conditions_hold() {
         let gate = Gate::new();
         assert!(!gate.is_open());
         gate.set_ready(true);

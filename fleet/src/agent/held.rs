@@ -13,7 +13,7 @@ use super::Shared;
 /// JetStream acknowledgement for a message that is still being processed.
 const IN_PROGRESS: &[u8] = b"+WPI";
 
-/// Reply subjects of held messages, by stream sequence.
+/// Reply subjects of the messages that this agent holds, by stream sequence number.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     messages: Mutex<HashMap<u64, Subject>>,
@@ -25,8 +25,7 @@ impl Held {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a message. Returns false if the agent already held the message; in that case, replaces its reply
-    /// subject.
+    /// Adds a message. Returns false if the agent already held it, and then replaces its reply subject.
     pub(crate) fn hold(&self, sequence: u64, reply: Subject) -> bool {
         self.lock().insert(sequence, reply).is_none()
     }
@@ -36,7 +35,7 @@ impl Held {
         self.lock().get(&sequence).cloned()
     }
 
-    /// Returns a guard that releases a message when dropped, even after a panic.
+    /// Returns a guard that releases the message when dropped, also on a panic.
     pub(crate) fn guard(&self, sequence: u64) -> HeldGuard<'_> {
         HeldGuard { held: self, sequence }
     }
@@ -80,13 +79,13 @@ impl Drop for HeldGuard<'_> {
     }
 }
 
-/// Sends heartbeats for all held messages, at intervals of a third of `ack_wait`.
+/// Sends heartbeats for all held messages, three times per `ack_wait`.
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut interval = tokio::time::interval(shared.settings.streams.ack_wait() / 3);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         interval.tick().await;
-        // While disconnected, heartbeats would only accumulate in the send buffer.
+        // While disconnected, heartbeats would only pile up in the send buffer.
         if shared.client.connection_state() != State::Connected {
             continue;
         }
@@ -98,6 +97,6 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 
 /// Sends one heartbeat.
 pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
-    // If this heartbeat is lost, the next one replaces it.
+    // If this heartbeat is lost, the next one takes its place.
     let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
 }

@@ -8,15 +8,15 @@ use std::sync::{Mutex, PoisonError};
 /// Counters of one bulkhead.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// Number of jobs for which this agent recorded the outcome.
+    /// Number of outcomes that this agent recorded.
     pub(crate) decided: AtomicU64,
-    /// Number of attempts after which the job was returned to the queue.
+    /// Number of attempts that ended with the job's return to the queue.
     pub(crate) returned: AtomicU64,
     /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,
     /// Number of messages that were redelivered.
     pub(crate) redelivered: AtomicU64,
-    /// Number of jobs without an outcome in the whole fleet.
+    /// Number of jobs in the whole fleet that have no outcome.
     pub(crate) pending: AtomicU64,
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct Counters {
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     bulkheads: BTreeMap<String, Counters>,
-    /// Fraction of each stream's maximum size that is in use.
+    /// Fill level of each stream, as a fraction of its maximum size.
     stored: Mutex<BTreeMap<&'static str, f64>>,
 }
 
@@ -56,7 +56,7 @@ impl Metrics {
         self.bulkheads.get(bulkhead)
     }
 
-    /// Sets the fraction of a stream's maximum size that is in use.
+    /// Sets the fill level of a stream, as a fraction of its maximum size.
     pub(crate) fn set_stored(&self, stream: &'static str, ratio: f64) {
         self.stored.lock().unwrap_or_else(PoisonError::into_inner).insert(stream, ratio);
     }

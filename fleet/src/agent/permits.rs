@@ -1,5 +1,5 @@
-//! Permits for the jobs of one bulkhead. The number of permits follows that of the supervisor. Lanes get
-//! permits in the order of their requests.
+//! Permits for the jobs of one bulkhead. Their number follows the supervisor's, and lanes get permits in the order of
+//! their requests.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -73,7 +73,7 @@ impl Permits {
         Permit { permit, state: self.state.clone(), in_use: self.in_use.clone(), freed: self.freed.clone() }
     }
 
-    /// Waits until a permit is returned, or until a waiter gets one.
+    /// Waits until a permit is returned or acquired.
     pub(crate) async fn until_moved(&self) {
         self.freed.notified().await;
     }
@@ -82,8 +82,8 @@ impl Permits {
 impl Drop for Permit {
     fn drop(&mut self) {
         self.in_use.fetch_sub(1, Ordering::Relaxed);
-        // The semaphore gets the permit back at the end of this function, so a waiter that runs earlier finds
-        // no permit and tries again after a pause.
+        // The semaphore gets the permit back only at the end of this function. A waiter that runs earlier finds no
+        // permit and tries again after a pause.
         self.freed.notify_waiters();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.surplus > 0 {

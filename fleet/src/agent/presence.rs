@@ -1,5 +1,5 @@
-//! Publishes the presence of this agent in a key-value bucket whose entries expire. The same writes measure
-//! the offset of the clock.
+//! Publishes the presence of this agent in a key-value bucket with expiring entries. The same writes measure the clock
+//! offset.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,10 +15,10 @@ use crate::server::messages::{Published, publish, read_last};
 
 /// Interval between renewals, a third of the expiry time.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Minimum clock offset that is logged, in seconds.
+/// Clock offset in seconds above which a warning is logged.
 const OFFSET_SECONDS_MAX: f64 = 1.0;
 
-/// Renews the presence of this agent.
+/// Renews the presence of this agent periodically.
 pub(crate) async fn announce(shared: Arc<Shared>) {
     let mut was_off = false;
     loop {
@@ -38,7 +38,8 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
     }
 }
 
-/// Renews the presence. Returns the server's time, with the local times before and after the request.
+/// Renews the presence. Returns the local time before the request, the server's time, and the local time after the
+/// request.
 async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Timestamp)> {
     let before = own_time();
     let body = document(shared).to_string().into();

@@ -1,6 +1,6 @@
-//! Pulls the messages of one lane. Each pull requests one message more than there are free permits, and
-//! expires after five seconds. If heartbeats fail to arrive, the pull is abandoned. Pulls without an expiry
-//! can stall after a leader change.
+//! Pulls the messages of one lane. Each pull requests one message more than there are free permits. A pull expires
+//! after five seconds, because pulls without an expiry can stall after a leader change, and is abandoned if heartbeats
+//! fail to arrive.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,7 +27,7 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
 /// Delay after a failed pull.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Maximum interval between checks for free permits.
+/// Maximum time to wait for a free permit before checking again.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
@@ -41,7 +41,7 @@ struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,
     consumer: String,
-    /// Number of pulled messages that wait for a permit.
+    /// Number of pulled messages that are waiting for a permit.
     waiting: Arc<AtomicUsize>,
     dispatch: mpsc::Sender<Delivered>,
 }
@@ -91,7 +91,8 @@ impl Lane {
         }
     }
 
-    /// Returns the number of messages to request: this lane's share of the free permits, plus one.
+    /// Returns the number of messages to request: the lane's share of the free permits plus one, less the messages that
+    /// already wait.
     fn batch(&self) -> usize {
         let part = self.served.permits.free() / usize::from(self.served.settings.lanes);
         (part + 1).saturating_sub(self.waiting.load(Ordering::Relaxed)).min(BATCH_MAX)
@@ -103,10 +104,10 @@ impl Lane {
         while left > 0 {
             let next = tokio::select! {
                 next = tokio::time::timeout(SILENCE_MAX, subscriber.next()) => next,
-                // The pull is still pending on the server. Dropping the subscription cancels the pull.
+                // The pull is still pending on the server, and is cancelled by dropping the subscription.
                 () = self.served.gate.until_closed() => return false,
             };
-            // The heartbeats stopped, because the leader has changed or the connection is broken.
+            // No heartbeat arrived, because the leader has changed or the connection is broken.
             let Ok(Some(message)) = next else { return false };
             match message.status.map(|status| status.as_u16()) {
                 None => {
@@ -142,8 +143,8 @@ impl Lane {
         }
     }
 
-    /// Reads the properties of a delivered message. Returns `None` if the subject is not a valid job subject.
-    /// In that case, the server keeps redelivering the message until an operator removes it.
+    /// Reads the properties of a delivered message. Returns `None` if its subject is not a valid job subject. The
+    /// server then redelivers the message until an operator removes it.
     fn read(&self, message: Message) -> Option<Delivered> {
         let reply = message.reply.clone()?;
         let names = parse_job_subject(&message.subject)?;
@@ -160,7 +161,7 @@ impl Lane {
     }
 }
 
-/// Runs each received job as soon as a permit is free. Lanes get permits in turn.
+/// Runs each received job as soon as a permit is free. Lanes take turns.
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,

@@ -38,14 +38,14 @@ struct Run {
     shared: Arc<Shared>,
     served: Arc<Served>,
     options: JobOptions,
-    /// Validation error, if the message is not a valid job.
+    /// Reason why the message is not a valid job, if it is not.
     invalid: Option<String>,
     sequence: u64,
     ledger: String,
     content: Message,
 }
 
-/// Processes a message until its handling is done.
+/// Processes a message until its handling is complete.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
@@ -142,14 +142,14 @@ impl Run {
         attempt_end(job.send().await)
     }
 
-    /// Publishes the notice, and stores the dead letter if the job needs one. Returns false if the dead
-    /// letter was not stored.
+    /// Publishes the notice and, if the job needs one, stores the dead letter. Returns false if the dead letter was not
+    /// stored.
     async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
         let JobOptions { tenant, id, bulkhead, .. } = &self.options;
         if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {
             return false;
         }
-        // If the notice is lost, the submitter learns of the outcome at its next read.
+        // If the notice is lost, the submitter finds the outcome at its next read.
         let _ = self.shared.client.publish(told_subject(tenant, id), Bytes::new()).await;
         true
     }
@@ -165,7 +165,7 @@ impl Run {
                     .await;
             match published {
                 Published::Stored(_) | Published::Conflict(_) => return true,
-                // Stores the dead letter without the payload, which is the only part that can be too large.
+                // Only the payload can be too large, so the dead letter is stored without it.
                 Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
                 other => {
                     tracing::warn!("failed to store a dead letter: {other:?}; trying again");

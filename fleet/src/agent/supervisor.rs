@@ -45,7 +45,7 @@ impl Supervisor {
         if self.client.get().is_none()
             && let Ok(client) = Client::connect(&self.socket).await
         {
-            // Another host can run a job sooner than this supervisor comes back.
+            // Another host can usually run a job sooner than this supervisor can be restarted.
             let _ = self.client.set(client.reconnect_timeout(Duration::ZERO));
         }
     }
@@ -97,7 +97,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
 }
 
 fn apply(shared: &Shared, snapshots: &[Snapshot]) {
-    // Until the clock offset is known, jobs could be rejected although their deadlines have not passed.
+    // With an unknown clock offset, jobs could be rejected as late before their deadlines have passed.
     let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
     for served in shared.bulkheads.values() {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);

@@ -1,5 +1,4 @@
-//! Monitors the streams. Stops pulling jobs before the ledger is full, because a full ledger would also
-//! refuse outcomes.
+//! Monitors the streams, and stops pulling jobs before the ledger is full. A full ledger would refuse outcomes as well.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -29,9 +29,9 @@ pub enum Next {
         /// Outcome of the job.
         ending: Ending,
     },
-    /// Leave the job to the agent that holds it, and request redelivery after the delay.
+    /// Leave the job to the agent that holds it, and request redelivery after this delay.
     Leave(Duration),
-    /// Repeat the steps after the decision: notice, dead letter and acknowledgement.
+    /// Repeat the steps after the outcome was recorded: notice, dead letter and acknowledgement.
     Finish(Ending),
 }
 
@@ -70,8 +70,8 @@ pub fn decide(
     }
 }
 
-/// Returns true if the agent that holds the claim is considered lost. The first redelivery does not count,
-/// because after an outage of the servers all messages are redelivered although their agents are alive.
+/// Returns true if the agent that holds the claim is considered lost. The first redelivery does not count, because an
+/// outage of the servers causes one for every message, although the agents are alive.
 fn is_lost(claimed: u64, delivered: u64, rules: &Rules) -> bool {
     let later = if rules.faults.takes_over_at_first_redelivery { 1 } else { 2 };
     delivered >= claimed + later
@@ -126,7 +126,7 @@ pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome
     }
 }
 
-/// Returns true if the job may have begun in an attempt with this outcome.
+/// Returns true if the job may have begun in the attempt that had this outcome.
 pub(crate) fn may_have_begun(outcome: &Outcome) -> bool {
     outcome.verdict.executed() != Executed::No
 }

@@ -17,8 +17,7 @@ const REPEAT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A write to the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Write {
-    /// Expected sequence number of the current record; 0 if there must be none. `None` only for an injected
-    /// fault.
+    /// Expected sequence number of the current record; 0 if there must be none. `None` only with an injected fault.
     pub expects: Option<u64>,
     /// The record to write.
     pub record: Record,
@@ -33,7 +32,7 @@ pub enum Action {
     Write(Write),
     /// Submits the job to the supervisor with the remaining time. The result is [`Event::Ended`].
     Submit(Duration),
-    /// Publishes a notice that the job has an outcome, and writes the dead letter if `is_dead`. The result is
+    /// Publishes the notice that the job has an outcome and, if `is_dead`, stores the dead letter. The result is
     /// [`Event::Announced`].
     Announce {
         /// Outcome of the job.
@@ -69,9 +68,9 @@ pub enum Conclusion {
         /// True if the agent must stop pulling jobs of the bulkhead during the delay.
         pauses_pulls: bool,
     },
-    /// Another agent holds the job. If there is a delay, redelivery of the message was requested.
+    /// Another agent holds the job. With a delay, redelivery of the message was requested.
     Left(Option<Duration>),
-    /// Another agent took over the job during the attempt. The outcome was discarded.
+    /// Another agent took over the job during the attempt, so the outcome was discarded.
     Fenced,
 }
 
@@ -97,14 +96,13 @@ pub enum Event {
     Written(WriteResult),
     /// The attempt has ended.
     Ended(AttemptEnd),
-    /// True if the notice was published and any dead letter was stored; false if the dead letter was not
-    /// stored.
+    /// True if the notice was published and the dead letter, if any, was stored.
     Announced(bool),
     /// The result of the acknowledgement.
     Acknowledged,
 }
 
-/// The step that follows a successful write.
+/// The step that a successful write leads to.
 #[derive(Clone, Debug, PartialEq)]
 enum Purpose {
     Claim(Claim),
@@ -115,13 +113,13 @@ enum Purpose {
 #[derive(Clone, Debug, PartialEq)]
 enum State {
     Reading,
-    /// Repeats the write until the record has the nonce of this write, or until the write is refused.
+    /// Repeats the write until it is known whether the record was stored or refused.
     Writing {
         write: Write,
         purpose: Purpose,
         is_own: bool,
     },
-    /// Repeats the read until the record has the sequence number of the conflict or a later one.
+    /// Repeats the read until the record is at least as new as the conflict.
     Confirming {
         write: Write,
         purpose: Purpose,
@@ -178,7 +176,7 @@ impl Handling {
         (own, Step::Do(Action::Read, Duration::ZERO))
     }
 
-    /// Returns true from the decision to submit the job until the attempt has ended.
+    /// Returns true while the supervisor may be running the job.
     pub fn is_running(&self) -> bool {
         matches!(self.state, State::Running { .. })
     }
@@ -271,8 +269,8 @@ impl Handling {
         }
     }
 
-    /// Determines which agent wrote the conflicting record. Ignores records older than the conflict, because
-    /// direct reads can be stale.
+    /// Determines who wrote the conflicting record. Ignores records older than the conflict, because direct reads can
+    /// be stale.
     fn confirmed(
         &mut self,
         write: Write,
@@ -335,7 +333,7 @@ impl Handling {
         }
     }
 
-    /// Writes the outcome of this agent's attempt over its claim.
+    /// Replaces this agent's claim with the outcome of its attempt.
     fn record_ending(&mut self, ending: Ending, attempts: u32, sequence: u64) -> Step {
         let phase = Phase::Decided(ending.clone());
         self.write(Some(sequence), attempts, phase, Purpose::Decide(ending), true)

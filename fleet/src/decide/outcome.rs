@@ -23,10 +23,10 @@ pub enum AttemptEnd {
     },
 }
 
-/// The claim under which an attempt ran.
+/// Claim of an attempt that has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
-    /// Number of counted attempts, including the ended one.
+    /// Number of counted attempts, including this one.
     pub attempts: u32,
     /// Outcome of the previous attempt.
     pub previous: Option<Outcome>,
@@ -88,8 +88,7 @@ pub fn decide(
     }
 }
 
-/// Returns true for rejections that do not depend on the job, so that another host or a later attempt may
-/// accept the job.
+/// Returns true if another host, or a later attempt, may accept the job.
 fn is_returned(reason: RejectReason) -> bool {
     reason.is_retryable() || reason == RejectReason::NotFound
 }
@@ -103,7 +102,7 @@ fn is_repeated(outcome: &Outcome) -> bool {
     }
 }
 
-/// Returns a job that did not begin to the queue. The attempt does not count.
+/// Returns a job that did not begin to the queue, without counting the attempt.
 fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
@@ -147,14 +146,13 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay before the attempt after `attempts`, which starts at one second and doubles with each
-/// attempt.
+/// Returns the delay after `attempts` attempts: one second, doubled with each further attempt.
 fn backoff(attempts: u32, jitter: f64) -> Duration {
     let doublings = attempts.saturating_sub(1).min(6);
     with_jitter((Duration::from_secs(1) * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
 }
 
-/// Adds random jitter of up to a fifth, so that returned jobs are not all redelivered at once.
+/// Adds up to a fifth of random jitter, so that returned jobs are not redelivered all at once.
 fn with_jitter(delay: Duration, jitter: f64) -> Duration {
     delay.mul_f64(1.0 + 0.2 * jitter.clamp(0.0, 1.0))
 }

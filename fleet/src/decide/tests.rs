@@ -61,7 +61,7 @@ fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
     stored(Phase::Claimed { stream_sequence, delivery, previous: None })
 }
 
-/// Returns the decision about a delivery.
+/// Returns the decision about the delivery with this number.
 fn on(delivered: u64, is_idempotent: bool, stored: Option<&Stored>, now: Duration) -> Next {
     delivery::decide(&message(delivered), &terms(is_idempotent), &rules(), stored, now)
 }
@@ -80,20 +80,20 @@ fn returned_job_is_claimed_with_its_history() {
 }
 
 #[test]
-fn late_job_ends_by_its_deadline() {
+fn expired_job_ends_as_deadline_exceeded() {
     let decided = ending(too_late(&terms(false)));
     assert_eq!(on(1, false, None, LATE), Next::Decide { expects: 0, attempts: 0, ending: decided });
 }
 
 #[test]
-fn late_returned_job_keeps_its_last_outcome() {
+fn expired_returned_job_keeps_its_last_outcome() {
     let record = stored(Phase::Returned { previous: crashed() });
     let next = on(2, true, Some(&record), LATE);
     assert_eq!(next, Next::Decide { expects: 42, attempts: 1, ending: ending(crashed()) });
 }
 
 #[test]
-fn foreign_claim_survives_first_later_delivery() {
+fn claim_survives_the_first_redelivery() {
     for is_idempotent in [false, true] {
         assert_eq!(on(5, is_idempotent, Some(&claimed(7, 4)), IN_TIME), Next::Leave(ACK_WAIT));
         assert_eq!(on(5, is_idempotent, Some(&claimed(7, 4)), LATE), Next::Leave(ACK_WAIT));
@@ -108,7 +108,7 @@ fn lost_claim_of_idempotent_job_is_taken_over() {
 }
 
 #[test]
-fn lost_claim_otherwise_ends_as_host_lost() {
+fn lost_claim_without_further_attempt_ends_as_host_lost() {
     let lost = |is_idempotent| ending(host_lost(&terms(is_idempotent), 1));
     let decide = |ending| Next::Decide { expects: 42, attempts: 1, ending };
     assert_eq!(on(6, false, Some(&claimed(7, 4)), IN_TIME), decide(lost(false)));
@@ -121,12 +121,12 @@ fn lost_claim_otherwise_ends_as_host_lost() {
 }
 
 #[test]
-fn second_copy_waits_for_the_first() {
+fn duplicate_message_waits_for_the_first_one() {
     assert_eq!(on(9, true, Some(&claimed(6, 1)), IN_TIME), Next::Leave(HOST_LOST_AFTER));
 }
 
 #[test]
-fn decided_job_is_only_announced_again() {
+fn decided_job_is_announced_again_but_not_run() {
     let record = stored(Phase::Decided(ending(crashed())));
     for now in [IN_TIME, LATE] {
         assert_eq!(on(2, true, Some(&record), now), Next::Finish(ending(crashed())));
@@ -149,7 +149,7 @@ fn ok_and_cancelled_are_final() {
 }
 
 #[test]
-fn result_above_the_limit_of_the_server_fails() {
+fn result_too_large_for_the_server_fails() {
     let claim = Claim { attempts: 1, previous: None };
     let end = Ending { outcome: verdict(Verdict::Ok), payload: vec![0; 101].into() };
     let end = AttemptEnd::Reported(end);
@@ -160,7 +160,7 @@ fn result_above_the_limit_of_the_server_fails() {
 }
 
 #[test]
-fn load_rejection_is_returned_without_an_attempt() {
+fn rejected_attempt_is_returned_without_being_counted() {
     for reason in RejectReason::ALL {
         let consequence = after(false, 1, rejected(reason), IN_TIME);
         let is_returned = reason.is_retryable() || reason == RejectReason::NotFound;
@@ -185,7 +185,7 @@ fn return_delay_follows_retry_after() {
 }
 
 #[test]
-fn queued_deadline_of_the_supervisor_returns_the_job() {
+fn job_that_expires_in_the_supervisors_queue_is_returned() {
     let outcome = verdict(Verdict::DeadlineQueued);
     let returned = after(false, 1, outcome.clone(), IN_TIME);
     assert!(matches!(returned, Consequence::Return { attempts: 0, .. }), "{returned:?}");
@@ -209,7 +209,7 @@ fn only_idempotent_jobs_run_again() {
 }
 
 #[test]
-fn disconnection_before_sending_is_no_attempt() {
+fn disconnect_before_sending_counts_no_attempt() {
     let claim = Claim { attempts: 1, previous: None };
     let end = AttemptEnd::NOT_SENT;
     let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
@@ -217,7 +217,7 @@ fn disconnection_before_sending_is_no_attempt() {
 }
 
 #[test]
-fn disconnection_after_sending_is_host_lost_unless_idempotent() {
+fn disconnect_after_sending_is_host_lost_unless_idempotent() {
     for (is_idempotent, executed) in
         [(false, Executed::Unknown), (false, Executed::Yes), (true, Executed::Unknown)]
     {
@@ -234,7 +234,7 @@ fn disconnection_after_sending_is_host_lost_unless_idempotent() {
 }
 
 #[test]
-fn later_rejection_does_not_deny_an_earlier_run() {
+fn later_rejection_keeps_outcome_of_earlier_run() {
     let claim = Claim { attempts: 2, previous: Some(crashed()) };
     let decide = |outcome| {
         let end = AttemptEnd::Reported(ending(outcome));
@@ -257,7 +257,7 @@ fn submitted() -> Handling {
     handling
 }
 
-/// Completes the attempt of a submitted job, and returns the write of its outcome.
+/// Ends the attempt of a submitted job, and returns the write of its outcome.
 fn outcome_write(handling: &mut Handling) -> Write {
     let end = AttemptEnd::Reported(ending(verdict(Verdict::Ok)));
     let step = handling.apply(Event::Ended(end), IN_TIME);
@@ -278,7 +278,7 @@ fn outcome_is_recorded_before_the_acknowledgement() {
 }
 
 #[test]
-fn unclear_write_is_repeated_unchanged() {
+fn write_without_a_response_is_repeated_unchanged() {
     let mut handling = submitted();
     let write = outcome_write(&mut handling);
     for result in [WriteResult::Unknown, WriteResult::Pending, WriteResult::Unknown] {
@@ -288,7 +288,7 @@ fn unclear_write_is_repeated_unchanged() {
 }
 
 #[test]
-fn conflict_with_an_own_record_is_success() {
+fn conflict_with_own_record_counts_as_success() {
     let mut handling = submitted();
     let write = outcome_write(&mut handling);
     let step = handling.apply(Event::Written(WriteResult::Conflict(5)), IN_TIME);
@@ -299,7 +299,7 @@ fn conflict_with_an_own_record_is_success() {
 }
 
 #[test]
-fn conflict_with_a_foreign_record_fences() {
+fn conflict_with_record_of_another_agent_fences() {
     let mut handling = submitted();
     outcome_write(&mut handling);
     handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);
@@ -308,7 +308,7 @@ fn conflict_with_a_foreign_record_fences() {
 }
 
 #[test]
-fn stale_read_does_not_explain_a_conflict() {
+fn stale_read_after_a_conflict_is_repeated() {
     let mut handling = submitted();
     outcome_write(&mut handling);
     handling.apply(Event::Written(WriteResult::Conflict(43)), IN_TIME);

@@ -12,7 +12,7 @@ use bulkhead_fleet::FleetError;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// The reason why the program exits early.
+/// Failure that ends the program early.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,

@@ -157,7 +157,7 @@ fn print(
         Err(_) => None,
     };
     match payload {
-        // With JSON, standard output contains nothing else.
+        // With JSON, standard output contains only the outcome.
         Some(payload) if !is_json || file.is_some() => output::payload(file, payload)?,
         _ => {}
     }
@@ -168,7 +168,7 @@ fn print(
 pub(crate) async fn result(settings: &Settings, of: &ResultOf, is_json: bool) -> Result<u8, Failure> {
     let fleet = Fleet::connect_with(&settings.nats, &settings.streams).await.map_err(Failure::unreachable)?;
     let tenant = of.tenant.clone().or_else(|| settings.nats.tenant.clone()).unwrap_or_default();
-    // Reads the ledger at least once, even if `wait` is zero.
+    // Reads the ledger at least once, also with a `wait` of zero.
     let result = fleet.result(&tenant, &of.id, of.wait.max(Duration::from_millis(1))).await;
     print("", &of.id, &result, of.output.as_deref(), is_json)
 }

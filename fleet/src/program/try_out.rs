@@ -1,4 +1,4 @@
-//! `try`: runs a whole fleet in a temporary folder, and kills an agent while a hundred jobs run.
+//! `try`: demonstrates a whole fleet in a temporary folder, and kills an agent while a hundred jobs run.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, TcpListener};
@@ -22,8 +22,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Server version that the error message recommends.
 const VERSION: &str = "2.12.8";
 
-/// Configuration of the supervisor. Each job appends a line to the file `begun`, so that every run is
-/// counted.
+/// Configuration of the supervisor. Each run of a job appends a line to the file `begun`.
 const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n\
     [bulkhead.demo]\nexec = [\"sh\", \"-c\", \"read id; echo $id >> begun; sleep 0.2; echo done $id\"]\n\
     cwd = \".\"\nmax_in_flight = 4\nmax_queue = 100\n[bulkhead.demo.sandbox]\nprofile = \"none\"\n";
@@ -39,7 +38,7 @@ pub(crate) async fn run(options: &Try) -> Result<u8, Failure> {
     demo.submit_all().await
 }
 
-/// Returns the path of the server's executable, after checking that it runs.
+/// Returns the path of the server's program, after checking that it can be executed.
 async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     let program = options.server.clone().unwrap_or_else(|| "nats-server".into());
     let output = Command::new(&program).arg("--version").output().await;
@@ -65,7 +64,7 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     }
 }
 
-/// The processes of the demonstration. They are killed when this value is dropped.
+/// Processes of the demonstration, killed on drop.
 struct Demo {
     folder: PathBuf,
     settings: Settings,
@@ -220,8 +219,7 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// Starts a process and redirects its output to a file. The process is killed when the returned handle is
-/// dropped.
+/// Starts a process with its output in a file. The process is killed when the handle is dropped.
 fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Failure> {
     let fail = |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to start {name}: {error}"));
     let log = std::fs::File::create(folder.join(format!("{name}.log"))).map_err(fail)?;

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Error code for an unexpected last sequence number. The message text contains the actual number.
+/// Error code for an unexpected last sequence number. The message contains the actual number.
 const WRONG_LAST_SEQUENCE: u64 = 10071;
 /// Error code for a write while another write to the same subject is pending.
 const WRITE_IN_PROCESS: u64 = 10164;
@@ -181,12 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn acknowledgement_has_the_sequence() {
+    fn acknowledgement_contains_the_sequence_number() {
         assert_eq!(classify(br#"{"stream":"S","seq":7}"#), Published::Stored(7));
     }
 
     #[test]
-    fn only_a_numbered_conflict_is_a_conflict() {
+    fn conflict_error_requires_a_sequence_number() {
         assert_eq!(error(10071, "wrong last sequence: 42"), Published::Conflict(42));
         assert_eq!(error(10071, "wrong last sequence"), Published::Pending);
         assert_eq!(error(10164, "wrong last sequence"), Published::Pending);

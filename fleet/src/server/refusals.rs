@@ -1,9 +1,8 @@
-//! Permission errors of the server. The server reports these errors separately, and never responds to the
-//! request itself.
+//! Permission errors of the server. They arrive separately, and a request without permission never gets a response.
 
 use tokio::sync::watch;
 
-/// The latest permission error of a connection.
+/// Latest permission error of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(watch::Sender<String>);
 
@@ -20,7 +19,7 @@ impl Refusals {
         }
     }
 
-    /// Waits for a permission error for this subject, and returns the server's description.
+    /// Waits for a permission error about this subject, and returns its message.
     pub(crate) async fn of(&self, subject: &str) -> String {
         let quoted = format!("\"{subject}\"").to_ascii_lowercase();
         let is_own = |error: &String| error.to_ascii_lowercase().contains(&quoted);
@@ -28,7 +27,7 @@ impl Refusals {
         let found = receiver.wait_for(is_own).await.map(|error| error.clone());
         match found {
             Ok(error) => error,
-            // Never happens, because `self` owns the sender.
+            // Unreachable, because `self` owns the sender.
             Err(_) => std::future::pending().await,
         }
     }
@@ -39,7 +38,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn refusal_belongs_to_one_subject() {
+    async fn refusal_is_reported_only_for_its_subject() {
         let refusals = Refusals::new();
         refusals.report("Permissions Violation for Publish to \"bh.job.b.n.3.other\"");
         assert!(refusals.of("bh.job.b.n.3.other").await.contains("other"));

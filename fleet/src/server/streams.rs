@@ -1,5 +1,5 @@
-//! Creates missing streams and consumers of a fleet, and compares existing ones with the configuration. Does
-//! not modify an existing object that differs.
+//! Creates missing streams and consumers, and compares existing ones with the configuration. Existing objects that
+//! differ are reported and not changed.
 
 use std::fmt;
 
@@ -12,8 +12,8 @@ use crate::settings::{Bulkhead, Settings};
 
 /// Minimum version of a single server.
 const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
-/// Minimum version of servers with replicas. Earlier versions can check expected sequence numbers
-/// incorrectly, or lose them in an election.
+/// Minimum version of servers with replicas. Earlier versions can check expected sequence numbers incorrectly, or lose
+/// them in an election.
 const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
 /// Error code for a stream that does not exist.
 const STREAM_NOT_FOUND: u64 = 10059;
@@ -31,7 +31,7 @@ pub enum Finding {
     Created(String),
     /// The object exists as configured.
     Unchanged(String),
-    /// The object differed and was changed, because the change is safe.
+    /// The object differed and was changed, which was safe.
     Changed(String),
     /// The object differs from the configuration and was not changed. Contains its name and the differences.
     Differs(String, Vec<String>),
@@ -138,7 +138,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
         "ack_policy": "explicit",
         "ack_wait": nanos(settings.streams.ack_wait()),
         "max_deliver": -1,
-        // Unlimited, because messages with a delayed negative acknowledgement count towards this limit.
+        // Unlimited, because messages that wait for a delayed redelivery count towards this limit.
         "max_ack_pending": -1,
         "max_waiting": PULLS_MAX,
     });
@@ -222,8 +222,7 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
     created.map(drop).map_err(|error| InitError::of(object, &error))
 }
 
-/// Returns the subjects that the configuration adds to a stream, or none if the configuration also removes a
-/// subject.
+/// Returns the subjects that the configuration adds to a stream. Returns none if it also removes any.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
@@ -267,9 +266,8 @@ async fn prepare_consumers(
     Ok(())
 }
 
-/// Removes consumers that were created for another number of lanes, because their filters overlap with the
-/// new ones. Requires that no job of the bulkhead is waiting, because delivery counts are lost with the
-/// consumers.
+/// Removes consumers that were created with another number of lanes, because their filters would overlap with the new
+/// ones. Requires an empty queue, because delivery counts are lost with the consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
@@ -334,7 +332,7 @@ async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
 }
 
-/// Compares each configured key with the existing object. Servers omit keys with default values.
+/// Compares each configured key with the existing object. Servers omit keys that have default values.
 fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
     let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
     let mut differences = Vec::new();
@@ -366,14 +364,14 @@ mod tests {
     }
 
     #[test]
-    fn omitted_defaults_are_no_differences() {
+    fn omitted_default_values_count_as_equal() {
         let wanted = json!({"a": false, "b": 0, "c": ["x", "y"], "d": 3});
         assert!(differences(&json!({"c": ["y", "x"], "d": 3, "e": 1}), &wanted).is_empty());
         assert_eq!(differences(&json!({"c": ["y"], "d": 4}), &wanted).len(), 2);
     }
 
     #[test]
-    fn removed_subjects_are_never_applied() {
+    fn subjects_are_never_removed_from_a_stream() {
         let (old, new) = (json!({"subjects": ["a"]}), json!({"subjects": ["a", "b"]}));
         assert_eq!(added_subjects(&old, &new), ["b"]);
         assert!(added_subjects(&new, &old).is_empty());

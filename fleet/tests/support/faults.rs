@@ -62,7 +62,7 @@ impl World {
         self.last_fault = self.last_fault.max(until);
     }
 
-    /// Stops the supervisor of an agent. All jobs in the supervisor are lost.
+    /// Stops the supervisor of an agent, which loses all jobs in the supervisor.
     pub(crate) fn lose_supervisor(&mut self, agent: usize, coverage: &mut Coverage) {
         let to = self.holder(agent);
         let running: Vec<u64> = self.agents[agent]

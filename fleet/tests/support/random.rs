@@ -1,4 +1,4 @@
-//! A small random number generator (SplitMix64). A seed gives the same history on every machine.
+//! A small random number generator (SplitMix64), so that a seed gives the same history on every machine.
 
 /// Random number generator with a seed.
 #[derive(Clone, Debug)]

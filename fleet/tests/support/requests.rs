@@ -8,10 +8,10 @@ use super::server::Ms;
 use super::world::{Coverage, Happening, Holder, Request, World};
 
 impl World {
-    /// Sends a request. If the request is lost, the agent gets a timeout.
+    /// Sends a request to the server. If the request is lost, the agent sees a timeout.
     pub(crate) fn request(&mut self, to: Holder, sequence: u64, request: Request) {
         const TIMEOUT: Ms = 5000;
-        // A heartbeat is lost only if the server is down, because the connection is a byte stream.
+        // The connection is a byte stream, so a heartbeat is lost only if the server is down.
         let is_single = matches!(request, Request::InProgress);
         if !is_single && self.is_lost() {
             if let Some(event) = no_answer(&request) {
@@ -63,7 +63,7 @@ impl World {
         coverage: &mut Coverage,
     ) {
         const TIMEOUT: Ms = 5000;
-        // Most writes take milliseconds. After a leader change, some take longer than the agent's timeout.
+        // Most writes take milliseconds. After a leader change, some outlast the agent's timeout.
         let time = if self.random.chance(5) { self.random.below(8000) } else { self.random.between(1, 10) };
         match self.server.begin_write(job, write, self.now + time) {
             Some(result) => {
@@ -143,7 +143,7 @@ impl World {
         let mut holder = old.record.agent.split('-').skip(1).filter_map(|number| number.parse::<u64>().ok());
         let (Some(agent), Some(life)) = (holder.next(), holder.next()) else { return };
         let holder = Holder { agent: agent as usize, life };
-        // An agent that has lost its supervisor may replace its own claim.
+        // An agent that has lost its supervisor is allowed to replace its own claim.
         if holder != writer && !self.impaired.contains(&holder) {
             self.violate(format!("job {job} of the living {holder:?} was declared lost by {writer:?}"));
         }
@@ -165,7 +165,7 @@ fn is_claim(stored: Option<&Stored>) -> bool {
     stored.is_some_and(|stored| matches!(stored.record.phase, Phase::Claimed { .. }))
 }
 
-/// Returns the event for a request that timed out, if the agent waits for one.
+/// Returns the event for a request that timed out, or `None` if the agent waits for no response.
 fn no_answer(request: &Request) -> Option<Event> {
     match request {
         Request::Read => Some(Event::Read(Err(()))),

@@ -1,5 +1,5 @@
-//! A model of the server: a work queue with redelivery, and a ledger with expected sequence numbers. The
-//! model also shows behaviour that is rare on a real server.
+//! A model of the server: a work queue with redelivery, and a ledger with expected sequence numbers. Behaviour that is
+//! rare on a real server is frequent here.
 
 use std::collections::BTreeMap;
 
@@ -69,8 +69,7 @@ impl Server {
         self.next_message += 1;
     }
 
-    /// Delivers one of the available messages. Does not always choose the oldest, because there are several
-    /// replicas and lanes.
+    /// Delivers one of the available messages, not always the oldest, because there are several replicas and lanes.
     pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
         let ready: Vec<u64> = self
             .queue
@@ -93,8 +92,8 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, regardless of which delivery is acknowledged. A few acknowledged messages are
-    /// delivered once more.
+    /// Acknowledges a message, whichever of its deliveries is acknowledged. A few acknowledged messages are delivered
+    /// once more.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {
@@ -119,7 +118,7 @@ impl Server {
         }
     }
 
-    /// Undoes the latest deliveries of some messages, as a leader change can.
+    /// Undoes the latest deliveries of some messages, which a leader change can do.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {
@@ -129,8 +128,7 @@ impl Server {
         }
     }
 
-    /// Begins a write. Returns the response, or `None` if the write is accepted and will be stored at
-    /// `stored_at`.
+    /// Begins a write. Returns the response, or `None` if the write was accepted and will be stored at `stored_at`.
     pub(crate) fn begin_write(&mut self, job: usize, write: &Write, stored_at: Ms) -> Option<WriteResult> {
         let ledger = &mut self.ledgers[job];
         if ledger.in_process.is_some() {

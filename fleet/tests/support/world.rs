@@ -19,7 +19,7 @@ use super::server::{Ms, Server};
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
-/// Maximum length of a freeze or outage that must have no consequences.
+/// Maximum length of freezes and outages that must have no consequences.
 pub(crate) const SHORT: Ms = 1500;
 /// End of the period with faults.
 pub(crate) const FAULTS_UNTIL: Ms = 120_000;
@@ -27,8 +27,7 @@ pub(crate) const FAULTS_UNTIL: Ms = 120_000;
 const RUN_MAX: Ms = 6000;
 /// Maximum deadline of a job.
 const DEADLINE_MAX: Ms = 400_000;
-/// Maximum time from the last fault to the last decision: the guaranteed limit, plus three attempts with
-/// their delays.
+/// Maximum time from the last fault to the last decision: the guaranteed limit, plus three attempts with their delays.
 const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
 /// Maximum time until all messages are acknowledged. A duplicate can wait for `host_lost_after` several
 /// times.
@@ -40,11 +39,11 @@ const EPOCH: Ms = 1_000_000;
 /// Maximum number of events of one history.
 const EVENTS_MAX: u64 = 2_000_000;
 
-/// Number of occurrences of each situation of interest.
+/// Number of times that each situation of interest has occurred.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
-/// Situations that the histories of a simulation must reach.
+/// Situations that the histories must reach at least once.
 const REQUIRED: [&str; 18] = [
     "agent killed",
     "agent frozen beyond host_lost_after",
@@ -354,7 +353,7 @@ impl World {
         self.agents[to.agent].life != to.life
     }
 
-    /// Postpones an event of a frozen agent. Returns false if the agent is not frozen.
+    /// Postpones an event for a frozen agent. Returns false if the agent is not frozen.
     fn is_postponed(&mut self, to: Holder, happening: &Happening) -> bool {
         let until = self.agents[to.agent].frozen_until;
         if until > self.now {

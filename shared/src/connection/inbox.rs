@@ -9,23 +9,21 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Maximum number of bytes kept of an incomplete frame, which is one byte less than a small frame of maximum
-/// size.
+/// Maximum number of bytes kept of an incomplete small frame: one byte less than the largest small frame.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum number of bytes of a large payload's buffer that are zeroed before a read, so that no read takes
-/// much longer than the others.
+/// Maximum number of bytes of a payload buffer to zero before a read, which bounds the duration of a read.
 const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
-/// Maximum ratio of the capacity of a large payload's buffer to the number of bytes received. Memory use is
-/// therefore limited by the received bytes instead of the announced size, with few reallocations.
+/// Maximum ratio between the capacity of a payload buffer and the bytes received. A peer can therefore not cause large
+/// allocations by announcing a payload without sending it.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
-/// Read buffer that all connections of a thread share. The memory is allocated on first use, so that
-/// `std::mem::take` can replace a `Scratch` without allocating.
+/// Read buffer shared by all connections of a thread. Allocated on first use, so that `std::mem::take` costs no
+/// allocation.
 pub struct Scratch {
     buffer: Vec<u8>,
     bytes: usize,
@@ -108,8 +106,8 @@ enum ReceiveState {
     },
 }
 
-/// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because
-/// buffers are reused, and clearing a buffer would cost as much as filling it.
+/// A large frame with `filled` received bytes of payload. The buffer can be longer, because clearing a reused buffer
+/// would cost as much as filling it.
 struct Large {
     header: Header,
     metadata: Vec<u8>,
@@ -122,7 +120,7 @@ impl Large {
         large_capacity(arrived, self.header.payload_length())
     }
 
-    /// Moves the received bytes into a larger buffer. Returns the old buffer.
+    /// Moves the received bytes to a larger buffer, and returns the old one.
     fn move_into(&mut self, mut buffer: Vec<u8>, room: usize) -> Vec<u8> {
         if buffer.capacity() < room {
             buffer = Vec::with_capacity(room);
@@ -136,7 +134,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Copies bytes of this payload from the beginning of `bytes`. Returns the number of bytes copied.
+    /// Takes bytes of this payload from the beginning of `bytes`, and returns their number.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -415,8 +413,8 @@ impl<'b> Batch<'b> {
         matches!(self.inbox.state, ReceiveState::Skipping { .. } | ReceiveState::Announced { .. })
     }
 
-    /// Keeps the unprocessed bytes of this batch for the next [`Inbox::receive`], which returns their frames
-    /// even if no further bytes arrive. Must be called only after a small frame.
+    /// Keeps the unprocessed bytes of this batch, so that the next [`Inbox::receive`] returns their frames even if
+    /// nothing else arrives. Must be called only after a small frame.
     pub fn keep_rest(self) {
         debug_assert!(matches!(self.inbox.state, ReceiveState::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
@@ -434,8 +432,8 @@ impl<'b> Batch<'b> {
         self.inbox.partial.extend_from_slice(&self.bytes[self.frame_at..]);
     }
 
-    /// Returns the capacity that a buffer for [`Batch::accept`] should have, based on the number of payload
-    /// bytes received together with the announcement.
+    /// Returns the capacity to use for the buffer of [`Batch::accept`], based on the payload bytes that arrived with
+    /// the announcement.
     pub fn buffer_bytes(&self) -> usize {
         match &self.inbox.state {
             ReceiveState::Announced { header, .. } => {

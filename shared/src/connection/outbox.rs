@@ -44,8 +44,7 @@ pub enum Payload<'p> {
     Copied(&'p [u8]),
     /// A buffer that the outbox takes over. A large buffer is sent without copying.
     Owned(Vec<u8>),
-    /// A buffer that the sender keeps as well, to send it again if the connection is lost. A large buffer is sent
-    /// without copying.
+    /// A buffer that the sender keeps in case the job has to be sent again. A large buffer is sent without copying.
     Shared(Arc<Vec<u8>>),
     /// The given number of bytes from the beginning of a file. The file must not be shorter.
     File(Arc<OwnedFd>, usize),
@@ -120,7 +119,7 @@ pub struct Outbox {
     pub(super) segments: VecDeque<Segment>,
     /// Number of bytes of the first segment that have been sent.
     sent: usize,
-    /// True if the last segment is a coalescing buffer with free space.
+    /// True if the last segment is a coalescing buffer with room for more frames.
     tail_is_open: bool,
     bytes: usize,
     pub(super) spare: Vec<u8>,
@@ -243,8 +242,8 @@ impl Outbox {
         }
     }
 
-    /// Returns the buffer to which the next frame is appended. `more` is the expected size of the frame. A
-    /// few small frames share a small buffer, and many small frames share a large one.
+    /// Returns the buffer to append the next frame to. `more` is the expected size of the frame. Few small frames share
+    /// a small buffer, and many share a large one.
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
@@ -261,8 +260,7 @@ impl Outbox {
         let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
             unreachable!("the code above ensures that the last segment holds bytes")
         };
-        // Grows the buffer in powers of two up to `SPARE_BYTES_MAX`, because a buffer with a larger capacity
-        // would not be kept as a spare.
+        // Grows in powers of two up to `SPARE_BYTES_MAX`, above which the buffer would not be kept as a spare.
         let needed = tail.len() + more;
         if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
             tail.reserve_exact(needed.next_power_of_two() - tail.len());

@@ -2,8 +2,8 @@
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum ratio of a pooled buffer's size to the requested size. Kept low, because the whole buffer counts
-/// towards the memory limit.
+/// Maximum ratio of a pooled buffer's size to the requested size. Low, because the whole buffer counts towards the
+/// memory limit.
 pub(super) const POOL_OVERSIZE_FACTOR_MAX: usize = 2;
 
 /// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
@@ -21,8 +21,7 @@ pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 /// Capacity of a coalescing buffer in bytes. Leaves room for a last frame with the largest inline payload.
 pub(super) const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
 
-/// Pool of reusable buffers. With newly allocated buffers, page faults would take more time than copying the
-/// payloads.
+/// Pool of reusable buffers. The page faults of new buffers would take longer than copying the payloads.
 #[derive(Default)]
 pub struct BufferPool {
     pub(super) buffers: Vec<Vec<u8>>,
@@ -36,7 +35,7 @@ impl BufferPool {
     /// Takes a buffer with a capacity of at least `bytes` from the pool. Returns an empty buffer if the pool
     /// has no such buffer. The contents of a pooled buffer are unspecified.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
-        // Chooses the tightest fit, so that small payloads do not use huge buffers.
+        // Takes the tightest fit, so that small payloads do not occupy huge buffers.
         let fits = bytes..=bytes.saturating_mul(POOL_OVERSIZE_FACTOR_MAX);
         let fit = (0..self.buffers.len())
             .filter(|&i| fits.contains(&self.buffers[i].capacity()))
@@ -60,7 +59,7 @@ impl BufferPool {
         }
         self.buffers.push(buffer);
         self.bytes += bytes;
-        // Drops the oldest buffers, because their sizes have not been requested recently.
+        // The oldest sizes have not been requested recently.
         while self.bytes > POOL_BYTES_MAX {
             self.bytes -= self.buffers.remove(0).capacity();
         }

@@ -52,7 +52,7 @@ fn frames_of_all_sizes_arrive_in_order() {
     }
     assert!(outbox.is_empty() && !inbox.is_mid_frame());
     drop(here);
-    // A process that another test starts can briefly hold a copy of the socket.
+    // A process started by another test can briefly hold a copy of the socket.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
         assert!(began.elapsed().as_secs() < 30, "the end of the stream was not received");
@@ -115,7 +115,7 @@ fn unaccepted_payload_is_never_stored() {
 }
 
 #[test]
-fn held_memory_is_proportional_to_received_bytes() {
+fn memory_grows_with_received_not_announced_bytes() {
     let total = 8 << 20;
     let mut announcement = Outbox::default();
     announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();

@@ -451,7 +451,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crash_id_parser_accepts_only_exact_form() {
+    fn crash_id_parser_accepts_only_canonical_form() {
         let id = CrashId::new(SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_878_530_123), 1);
         assert_eq!(id.to_string(), "20260307T101530123-0001");
         assert_eq!("20260307T101530123-0001".parse(), Ok(id));

@@ -58,8 +58,8 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         self.max
     }
 
-    /// Returns the value at or below which the fraction `share` of the total weight lies, or 0 if the
-    /// histogram is empty.
+    /// Returns the quantile `share` (from 0 to 1), rounded up to the precision of the buckets, or 0 if the histogram is
+    /// empty.
     pub fn quantile(&self, share: f64) -> u64 {
         let rank = ((self.total as f64 * share).ceil() as u64).max(1);
         let mut cumulative = 0_u64;
@@ -76,8 +76,7 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         self.first..self.first + self.buckets.len()
     }
 
-    /// Extends the allocated buckets so that they include the range `wanted`, rounded outwards to whole
-    /// blocks.
+    /// Allocates the buckets in the range `wanted`, rounded outwards to whole blocks.
     #[cold]
     fn allocate(&mut self, wanted: Range<usize>) {
         let allocated = if self.buckets.is_empty() { wanted.clone() } else { self.range() };
@@ -125,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn histogram_buckets_have_promised_precision() {
+    fn histogram_buckets_have_documented_precision() {
         buckets_contain_their_values::<5>();
         buckets_contain_their_values::<7>();
     }

@@ -1,5 +1,5 @@
-//! The checked configuration. A [`Config`] contains plain values without positions in the file. It is always
-//! valid, so its users do not check the values again. This module does not depend on TOML.
+//! The checked configuration: plain values without positions in the file, independent of TOML. A [`Config`] is always
+//! valid, so its users need not check it again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// Label in the metrics for tenants that have no separate label, and for jobs without a tenant.
+/// Metrics label of tenants that have no separate label, and of jobs without a tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
 /// A complete configuration.
@@ -20,17 +20,16 @@ pub struct Config {
     pub fragments: Vec<PathBuf>,
     /// Settings of `[supervisor]`.
     pub supervisor: SupervisorConfig,
-    /// Rules of `[[access]]`, in the order of the files. Without any rule, only root and the supervisor's own
-    /// user have access, to all bulkheads.
+    /// Rules of `[[access]]`, in file order. Without any rule, only root and the supervisor's own user have access, to
+    /// all bulkheads.
     pub access: Vec<AccessConfig>,
-    /// All bulkheads, in the order of the files. There is at least one, and names are unique.
+    /// All bulkheads, in file order. There is at least one, and names are unique.
     pub bulkheads: Vec<BulkheadConfig>,
 }
 
 impl Config {
-    /// Returns the sorted names of the tenants that have a separate label in the metrics. These are the first
-    /// `tenant_labels` tenants that the file names. Clients cannot add labels, because tenants that the file
-    /// does not name have none.
+    /// Returns the sorted names of the tenants that have a separate label in the metrics: the first `tenant_labels`
+    /// tenants that the file names. Clients cannot add labels.
     pub fn labelled_tenants(&self) -> Vec<String> {
         let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
         let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();

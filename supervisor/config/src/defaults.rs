@@ -1,5 +1,4 @@
-//! Default values and limits of the configuration. The reader of the file, the messages and the documentation
-//! all take these numbers from here.
+//! Default values and limits of the configuration, for the reader of the file, the messages and the documentation.
 
 use std::time::Duration;
 
@@ -18,8 +17,7 @@ pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
 
 /// Mode of the admin socket.
 pub const ADMIN_MODE: u32 = 0o600;
-/// Default mode of the jobs socket if the file contains `[[access]]`, whose rules then decide which clients
-/// can connect.
+/// Default mode of the jobs socket if the file contains `[[access]]`. The rules then decide which clients are accepted.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
 /// Mode of the jobs socket's folder if the supervisor creates it.
 pub const FOLDER_MODE: u32 = 0o700;
@@ -28,32 +26,29 @@ pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 
 /// Default sandbox profile.
 pub const SANDBOX_PROFILE: &str = "default";
-/// Default maximum number of processes and threads of a confined worker. Applies only where the kernel counts
-/// processes separately for each worker.
+/// Default maximum number of processes and threads of a confined worker. Applies only where the kernel counts them
+/// separately for each worker.
 pub const RLIMIT_NPROC: u64 = 1024;
-/// Default maximum size of a file that a confined worker writes, in bytes.
+/// Default maximum size of each file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
-/// Default range of user ids for workers. systemd reserves this range for users that are allocated
-/// dynamically.
+/// Default range of user ids for workers, which systemd reserves for dynamically allocated users.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 
-/// Maximum duration in a configuration file. It is small enough that adding a few durations to a clock time
-/// never overflows.
+/// Maximum duration in a configuration file. Small enough that adding a few durations to a clock time cannot overflow.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Minimum duration of keys that do not allow zero. Equal to the resolution of deadlines in the protocol.
+/// Minimum duration of keys that cannot be zero: the resolution of deadlines in the protocol.
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
 /// Environment variable in which systemd passes the folder with a unit's credentials.
 pub const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
-/// Environment variable with the path of the configuration file, for a supervisor whose command line names
-/// none.
+/// Environment variable with the path of the configuration file, used if the command line names none.
 pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
 /// Default path of root's configuration file.
 pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
 /// Default path of another user's configuration file, in the user's configuration folder.
 pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
-/// Name of the folder, next to the configuration file, whose files add bulkheads and access rules.
+/// Name of the folder, next to the configuration file, for files with further bulkheads and access rules.
 pub const FRAGMENTS_FOLDER: &str = "conf.d";
 /// Maximum number of configuration files in that folder.
 pub const FRAGMENTS_MAX: usize = 256;
@@ -125,11 +120,11 @@ pub const SYSCALLS_MAX: usize = 512;
 pub const CGROUP_MEMORY_MIN: u64 = 1024 * 1024;
 /// Maximum value of the key `cgroup.cpu`.
 pub const CGROUP_CPU_CEILING: u64 = 1024;
-/// Maximum length of a Unix socket's path in bytes. This is the size of `sun_path` minus the terminating NUL.
+/// Maximum length of a Unix socket's path in bytes: the size of `sun_path` minus the terminating NUL.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// Maximum total size of a program's arguments and environment in bytes.
 pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
-/// Search path for programs if the supervisor has no `PATH`. `execvp` has a similar default.
+/// Search path for programs if the supervisor has no `PATH`, similar to the default of `execvp`.
 pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// Default value of the key `output_grace` in an `exec` bulkhead.
 pub const OUTPUT_GRACE: Duration = Duration::from_secs(1);

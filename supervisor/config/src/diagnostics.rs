@@ -1,5 +1,5 @@
-//! Problems of a configuration. Problems are collected while the files are read, and then shown together
-//! in the style of rustc. This module handles text and positions, and does not know the meaning of keys.
+//! Problems of a configuration, collected while the files are read and then shown together in the style of rustc. This
+//! module handles text and positions, and knows nothing about keys.
 
 use std::fmt;
 use std::ops::Range;
@@ -10,14 +10,14 @@ use serde::Serialize;
 
 use super::sources::{Source, Sources};
 
-/// Maximum number of problems that a report shows. Further problems are only counted in the report, but
-/// [`ConfigErrors::problems`] returns all of them.
+/// Maximum number of problems to show in a report. The report only counts the rest; [`ConfigErrors::problems`] returns
+/// all.
 const SHOWN_MAX: usize = 100;
 
-/// Maximum number of characters that a message quotes from the file.
+/// Maximum number of characters that a message quotes from a file.
 const QUOTED_CHARS_MAX: usize = 80;
 
-/// All problems of a configuration, in the order of the files and their lines.
+/// All problems of a configuration, by file and line.
 ///
 /// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
@@ -34,7 +34,7 @@ pub struct Problem {
     /// Position of the problem. `None` if the file as a whole could not be read.
     #[serde(flatten)]
     pub at: Option<Position>,
-    /// Description of the problem: one sentence without a full stop.
+    /// Description of the problem, as a sentence without a full stop.
     pub message: String,
     /// Suggested correction.
     pub help: Option<String>,
@@ -64,13 +64,13 @@ impl ConfigErrors {
         &self.sources.main().path
     }
 
-    /// Returns all problems in the order of the files and their lines. There is at least one.
+    /// Returns all problems, by file and line. There is at least one.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
 
-    /// Returns the complete report. It shows each problem with file name, position, the source line and the
-    /// suggested correction.
+    /// Returns the complete report, which shows each problem with its position, the source line and the suggested
+    /// correction.
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let mut report = String::new();
@@ -128,7 +128,7 @@ impl std::error::Error for ConfigErrors {}
 
 bulkhead_shared::debug_by_display!(ConfigErrors);
 
-/// Returns the range of the line that contains `offset`, without the line ending.
+/// Returns the range of the line around `offset`, without the line ending.
 fn line_range(text: &str, offset: usize) -> Range<usize> {
     let start = text[..offset].rfind('\n').map_or(0, |newline| newline + 1);
     let end = text[offset..].find('\n').map_or(text.len(), |newline| offset + newline);
@@ -148,7 +148,7 @@ impl Problems {
         self.found.push((span, message.into(), help.into()));
     }
 
-    /// Adds the problems of a file whose first byte has the position `start`.
+    /// Adds the problems of a file that starts at the position `start`.
     pub(super) fn append(&mut self, of_file: Self, start: usize) {
         let moved = |(span, message, help): (Range<usize>, String, String)| {
             (span.start + start..span.end + start, message, help)
@@ -165,8 +165,8 @@ impl Problems {
         self.found.iter().any(|(found, ..)| span.start <= found.start && found.end <= span.end)
     }
 
-    /// Converts the collected problems into an error with line and column numbers. Removes duplicates,
-    /// because an invalid value in `[defaults]` is reported once for each bulkhead.
+    /// Converts the collected problems into an error with line and column numbers. Removes duplicates, because an
+    /// invalid value in `[defaults]` is reported once per bulkhead.
     pub(super) fn into_errors(mut self, sources: Sources) -> ConfigErrors {
         self.found.sort_by(|a, b| (a.0.start, a.0.end, &a.1).cmp(&(b.0.start, b.0.end, &b.1)));
         self.found.dedup_by(|a, b| a.0 == b.0 && a.1 == b.1);
@@ -189,8 +189,7 @@ impl Problems {
     }
 }
 
-/// Rounds a position down to the start of a character. Positions from the TOML parser can be inside a
-/// character.
+/// Rounds a position down to the start of a character. The TOML parser can return positions inside a character.
 fn char_start(source: &Source, position: usize) -> usize {
     let text = source.text();
     let mut start = (position - source.start).min(text.len());
@@ -207,7 +206,7 @@ pub(super) fn place(sources: &Sources, position: usize) -> String {
     format!("{}:{line}:{column}", shown(&source.path.to_string_lossy()))
 }
 
-/// Converts ascending positions in one file to line and column in a single pass over the file.
+/// Converts ascending positions in a file to lines and columns, in a single pass over the file.
 struct Cursor<'s> {
     source: &'s Source,
     offset: usize,
@@ -243,13 +242,13 @@ pub(super) fn shown(text: &str) -> String {
     shown.replace("\\'", "'").replace("\\\"", "\"")
 }
 
-/// Escapes one part of a dotted name. Adds quotes unless the part is a bare TOML key.
+/// Escapes one part of a dotted name, and quotes it unless it is a bare TOML key.
 pub(super) fn shown_key(name: &str) -> String {
     let bare = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
     if !name.is_empty() && name.bytes().all(bare) { shown(name) } else { format!("\"{}\"", shown(name)) }
 }
 
-/// Returns the candidate that `word` is most likely a misspelling of.
+/// Returns the candidate that is most likely meant by the misspelt `word`, if any is similar enough.
 pub(super) fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) -> Option<&'c str> {
     if word.len() > QUOTED_CHARS_MAX {
         return None;

@@ -1,6 +1,5 @@
-//! The content of a configuration file, key by key, with positions. Each value is within the range of its
-//! key. Rules that span several keys are checked later, as are files on disk. `[defaults]` and bulkheads have
-//! the same keys.
+//! The content of a configuration file, key by key, with positions. Each value is within the range of its key. Rules
+//! that span several keys, and files on disk, are checked later. `[defaults]` and bulkheads have the same keys.
 
 use std::ops::{Deref, Range};
 
@@ -31,8 +30,7 @@ pub(crate) struct RawFile {
 pub(crate) struct Raw<K> {
     /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,
-    /// Position of the table's heading. If the file has no `[supervisor]`, the heading of that table is at
-    /// the start of the file.
+    /// Position of the table's heading, or the start of the file if the table `[supervisor]` is absent.
     pub(crate) heading: Range<usize>,
     keys: K,
 }
@@ -52,14 +50,14 @@ impl<K> Deref for Raw<K> {
     }
 }
 
-/// Keys that select the program of a bulkhead. They are not allowed in `[defaults]`, because all bulkheads
-/// would run the same program.
+/// Keys that select the program of a bulkhead. Not allowed in `[defaults]`, because all bulkheads would run the same
+/// program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
 /// Names of the tables with settings of individual tenants, which are not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
-/// Returns true if a key of bulkheads is not allowed in `[defaults]`.
+/// Returns true for keys of bulkheads that `[defaults]` cannot have.
 pub(crate) fn is_not_allowed_in_defaults(name: &str) -> bool {
     PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
 }
@@ -86,7 +84,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     shared.report_not_allowed(PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
     shared.report_not_allowed(TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
-    // Keys that select the program have been rejected in `[defaults]`, so bulkheads must not inherit them.
+    // Rejected in `[defaults]`, so bulkheads must not inherit them.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
     let bulkheads = read_bulkheads(bulkheads_table.unwrap_or(&empty), &shared, problems);
@@ -146,8 +144,7 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Reports a key in `[bulkhead]` that is not the name of a bulkhead. The author most likely meant the key for
-/// all bulkheads.
+/// Reports a key in `[bulkhead]` that is not a bulkhead. Its author most likely meant it for all bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,
     value: &Spanned<DeValue<'_>>,

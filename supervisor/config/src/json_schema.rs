@@ -1,6 +1,6 @@
-//! JSON schema of the configuration file for editors, generated from the rows of the keys. The schema
-//! describes the shape of a file. It contains no rules that span several keys, and cannot check files on
-//! disk. It never rejects a file that the supervisor accepts.
+//! JSON schema of the configuration file for editors, generated from the declared keys. The schema describes the shape
+//! of a file. It contains no rules that span several keys and cannot check files on disk, but it never rejects a valid
+//! file.
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
@@ -51,7 +51,7 @@ fn property(key: &Key) -> Value {
     }
     property["description"] =
         json!(format!("{}\n\nValue: {}. Default: {}.", key.about, key.kind, key.default));
-    // A default value has the same literal in JSON as in TOML. Computed defaults have no literal.
+    // Values have the same literal in JSON as in TOML. A computed default has none.
     if let Some(value) = default_value(&key.default) {
         property["default"] = value;
     }
@@ -106,8 +106,7 @@ fn definition(table: &str) -> Value {
     json!({"$ref": format!("#/definitions/{table}")})
 }
 
-/// Returns the schema of an inner table. Its keys are either fixed, or names that the author of the file
-/// chooses.
+/// Returns the schema of an inner table, whose keys are either fixed or chosen by the author of the file.
 fn inner_table(key: &Key) -> Value {
     match (key.table, key.name) {
         (key::TOP_LEVEL, "bulkhead") => {

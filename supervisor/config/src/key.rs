@@ -1,5 +1,5 @@
-//! Description of a configuration key. The reader of the file, error messages, the reference and the JSON
-//! schema use it. The keys themselves are declared in `keys`.
+//! Description of a configuration key, for the reader of the file, error messages, the reference and the JSON schema.
+//! `keys` declares the keys themselves.
 
 use std::fmt;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub struct Key {
     pub name: &'static str,
     /// Kind of the value.
     pub kind: Kind,
-    /// Value that applies, or behaviour of the supervisor, if the key is absent.
+    /// Value, or behaviour of the supervisor, if the key is absent.
     pub default: DefaultValue,
     /// Description of the key for the reference.
     pub about: &'static str,
@@ -101,8 +101,8 @@ pub enum Kind {
     Tables(usize),
 }
 
-/// Value that applies, or behaviour of the supervisor, if a key is absent. `Display` writes the value as
-/// TOML, or the description of the behaviour.
+/// Value, or behaviour of the supervisor, if a key is absent. `Display` writes the value as TOML, or the description of
+/// the behaviour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DefaultValue {
     /// A duration.
@@ -121,7 +121,7 @@ pub enum DefaultValue {
     Mode(u32),
     /// A word from a list.
     Word(&'static str),
-    /// A description of the behaviour. Used if the default is computed, or if there is no default value.
+    /// A description of the behaviour, for a key whose default is computed or that has none.
     Described(&'static str),
 }
 
@@ -130,14 +130,14 @@ pub enum DefaultValue {
 pub enum OnReload {
     /// The new value applies immediately.
     Applies,
-    /// The workers are replaced, because the value is passed to them when they start or connect.
+    /// The workers are replaced, because they get the value when they start or connect.
     ReplacesWorkers,
     /// The new value takes effect only when the supervisor is started again.
     NeedsRestart,
 }
 
-/// Names that other systems use for settings of a bulkhead. For each name, the list contains the keys that
-/// the author could have meant, and their meanings.
+/// Names that other systems use for settings of a bulkhead, each with the keys that the author could have meant and
+/// their meanings.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     (
         "timeout",
@@ -156,8 +156,8 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// Main keys of some tables, for help with a value in place of the table: `sandbox = "strict"` most likely
-/// means `sandbox.profile`. The boolean is true if the key's value is text.
+/// Main keys of some tables. If a file has a value in place of the table, its author most likely meant this key:
+/// `sandbox = "strict"` means `sandbox.profile`. The boolean is true if the key takes text.
 pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
     ("rate_limit", "per_second", false),
@@ -176,7 +176,7 @@ pub(super) fn format_list(words: &[&str]) -> String {
     words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the heading of a table as it is written in the file.
+/// Returns the heading of a table as written in the file.
 pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
@@ -187,8 +187,7 @@ impl Key {
         if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// Creates a key whose value is a table. It has no description, because only the keys inside the table
-    /// have descriptions.
+    /// Creates a key for a table. Only the keys inside of the table have descriptions.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = DefaultValue::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }
@@ -221,7 +220,7 @@ impl DefaultValue {
     }
 }
 
-/// Serializes the value in machine-readable form, with sizes in bytes.
+/// Serializes the value for programs, with sizes in bytes.
 impl Serialize for DefaultValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {

@@ -1,9 +1,10 @@
-//! Reads and validates the configuration file. Returns plain values, or all errors at once. Defines the
-//! meaning and the default of each key. This crate only reads: it starts no process and changes no file.
+//! Reads and validates the configuration file, and defines the meaning and default of each key. Returns plain values,
+//! or all errors at once. This crate starts no process and changes no file.
 //!
-//! Data flow: `loading` reads the files into `sources`. `reader` and `values` read each key as its row in `keys` declares, and `file` holds the values
-//! with their positions. `relations` then checks rules that span several keys, and `programs` checks files on
-//! disk. The result is a [`Config`], or the problems that `diagnostics` has collected as [`ConfigErrors`].
+//! Data flow: `loading` reads the files into `sources`. `reader` and `values` read each key as declared in `keys`, and
+//! `file` holds the values with their positions. `relations` then checks rules that span several keys, and `programs`
+//! checks files on disk. The result is a [`Config`], or the problems that `diagnostics` has collected as
+//! [`ConfigErrors`].
 
 mod checked;
 pub mod defaults;
@@ -64,9 +65,9 @@ pub use units::{format_duration, format_size};
 
 /// Reads and validates a configuration file, together with the files in the folder `conf.d` next to this file.
 ///
-/// Files in `conf.d` whose name ends in `.toml` add bulkheads and access rules, in the order of their names.
-/// Other users than root and the supervisor's user must not be able to change them. Also checks that the
-/// programs, libraries and folders that the files name exist. Creates and changes nothing on disk.
+/// Files in `conf.d` whose name ends in `.toml` add bulkheads and access rules, in the order of their names. They must
+/// be writable only by root and the supervisor's user. Also checks that the programs, libraries and folders named in
+/// the files exist. Changes nothing on disk.
 ///
 /// # Errors
 ///
@@ -108,13 +109,13 @@ fn default_path_in(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -
     if is_root {
         return Some(defaults::CONFIG_OF_ROOT.into());
     }
-    // According to the XDG specification, a relative XDG_CONFIG_HOME must be ignored.
+    // The XDG specification says that a relative XDG_CONFIG_HOME must be ignored.
     let folder = set("XDG_CONFIG_HOME").filter(|folder| folder.is_absolute());
     Some(folder.or_else(|| Some(set("HOME")?.join(".config")))?.join(defaults::CONFIG_OF_USER))
 }
 
-/// Validates the text of a configuration file that is, or will be, at `path`. Relative paths in the text are
-/// resolved against the folder of `path`. The folder `conf.d` is not read.
+/// Validates `text` as the content of a configuration file at `path`, which need not exist. Relative paths in the text
+/// are resolved against the folder of `path`. The folder `conf.d` is not read.
 ///
 /// # Errors
 ///
@@ -174,7 +175,7 @@ struct ProcessEnv {
 
 impl ProcessEnv {
     fn of_process() -> Self {
-        // According to the XDG specification, a relative XDG_RUNTIME_DIR must be ignored.
+        // The XDG specification says that a relative XDG_RUNTIME_DIR must be ignored.
         let runtime_dir =
             std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
         Self {
@@ -202,7 +203,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     check(loading::from_text(path, text)?, Problems::default(), process_env)
 }
 
-/// Checks the files of a configuration. `problems` contains the problems that were found while the files were read.
+/// Checks the files of a configuration. `problems` contains those found while the files were read.
 fn check(sources: Sources, mut problems: Problems, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
     let documents = loading::parse(&sources, &mut problems);
     if !problems.is_empty() {

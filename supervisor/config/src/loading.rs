@@ -1,6 +1,5 @@
-//! Reads and parses the main file and the files in the folder `conf.d`, and merges the tables of all files into
-//! one document. This module does not interpret keys. It only knows the names of the tables that a file in
-//! `conf.d` can have.
+//! Reads and parses the main file and the files in `conf.d`, and merges their tables into one document. This module
+//! does not interpret keys. It only knows which tables a file in `conf.d` can have.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};
@@ -16,11 +15,11 @@ use super::diagnostics::{ConfigErrors, Problems, place, shown};
 use super::sources::{Source, Sources};
 use super::{defaults, syntax, units, values};
 
-/// Permissions that let the group or all users change a file.
+/// Mode bits that let the group, or all users, change a file.
 const GROUP_WRITE: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 
-/// Returns the sources of a configuration that consists of the main file.
+/// Returns a configuration that consists only of the main file.
 ///
 /// # Errors
 ///
@@ -37,7 +36,7 @@ pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors
     };
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {
-        // Paths in the checked configuration must be UTF-8, because they are also shown as text.
+        // Checked paths must be UTF-8, because they are also shown as text.
         let message =
             format!("the name of the directory \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
         return fail(message, "rename the directory, or move the file to another directory");
@@ -45,7 +44,7 @@ pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors
     Ok(Sources::new(path, folder, text))
 }
 
-/// Reads the main file and the files in `conf.d`. Also returns the problems of the files in `conf.d`.
+/// Reads the main file and the files in `conf.d`. Returns the problems of the latter as well.
 ///
 /// # Errors
 ///
@@ -111,7 +110,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
     }
 }
 
-/// Parses all files, and reports syntax errors. The document of the main file is the first.
+/// Parses all files, and reports syntax errors. Returns the document of the main file first.
 pub(super) fn parse<'s>(sources: &'s Sources, problems: &mut Problems) -> Vec<DeTable<'s>> {
     let files = std::iter::once(sources.main()).chain(sources.fragments());
     files.map(|source| parse_one(source, problems)).collect()
@@ -145,7 +144,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
         }
         let span = value.span();
         match (document.get_mut(name.as_str()).map(Spanned::get_mut), value.into_inner()) {
-            // Keys that no file can have are reported when the document is read.
+            // Keys that are invalid in every file are reported when the document is read.
             (None, value) => drop(document.insert(key, Spanned::new(span, value))),
             (Some(DeValue::Table(all)), DeValue::Table(more)) if name == "bulkhead" => {
                 add_bulkheads(sources, all, more, problems);
@@ -173,8 +172,8 @@ fn add_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>
     }
 }
 
-/// Reports a key of a file in `conf.d` that has the wrong type, so that it cannot be merged with the same key of
-/// another file. A wrong type in the other file is reported when the document is read.
+/// Reports a key of a file in `conf.d` whose type prevents merging it with the same key of another file. A wrong type
+/// in the other file is reported when the document is read.
 fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, problems: &mut Problems) {
     let found = values::type_name(value);
     match (name, value) {
@@ -195,7 +194,7 @@ fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, probl
     }
 }
 
-/// Parses one file. All positions in the result are positions in the whole configuration.
+/// Parses one file. The positions in the result are positions in the whole configuration.
 fn parse_one<'s>(source: &'s Source, problems: &mut Problems) -> DeTable<'s> {
     let (document, errors) = DeTable::parse_recoverable(source.text());
     let mut found = Problems::default();
@@ -231,8 +230,8 @@ fn moved_span(span: Range<usize>, by: usize) -> Range<usize> {
     span.start + by..span.end + by
 }
 
-/// Returns the paths of the configuration files in a folder: all whose name ends in `.toml`, except hidden
-/// ones, because editors leave hidden files behind. Returns no path if the folder does not exist.
+/// Returns the paths of the configuration files in a folder: those ending in `.toml`, except hidden ones, which editors
+/// leave behind. Returns none if the folder does not exist.
 fn names_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -273,8 +272,8 @@ fn open(path: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, what))
 }
 
-/// Checks that only root and the supervisor's user can change a file in `conf.d`. Otherwise, another user could
-/// start any program as a worker.
+/// Checks that only root and the supervisor's user can change a file in `conf.d`. Another user could otherwise start
+/// any program as a worker.
 fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     let found = file.metadata().map_err(|error| unreadable(path, &error))?;
     let Some(who) = who_can_change(&found) else { return Ok(()) };
@@ -283,7 +282,8 @@ fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     Err((message, format!("run `chown root {path}` and `chmod go-w {path}`")))
 }
 
-/// Describes who can change a file, other than root and the supervisor's user.
+/// Describes which users can change a file, other than root and the supervisor's user. Returns `None` if there are
+/// none.
 fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let (mode, uid, gid) = (found.mode() & 0o7777, found.uid(), found.gid());
@@ -303,7 +303,7 @@ struct InvalidText {
     /// Offset of the first byte that is not UTF-8.
     at: usize,
     byte: u8,
-    /// The text with replacement characters. Unchanged before `at`, so that the position is correct.
+    /// The text with replacement characters. Identical up to `at`, so that positions are correct.
     lossy: String,
 }
 
@@ -318,7 +318,7 @@ impl InvalidText {
     }
 }
 
-/// Reads the text of a file. Reads at most one byte more than the maximum size.
+/// Reads the text of a file, or at most one byte more than the maximum size.
 fn read_text(path: &Path, file: File) -> Result<Result<String, InvalidText>, (String, String)> {
     let mut bytes = Vec::new();
     let read = file.take(defaults::FILE_BYTES_MAX + 1).read_to_end(&mut bytes);

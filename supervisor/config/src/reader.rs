@@ -1,6 +1,5 @@
-//! Reads one table of the file, key by key. Unknown keys are reported when the table is opened. Each value is
-//! converted according to the kind of its key, or reported as invalid. Nothing in the file is ignored
-//! silently.
+//! Reads one table of the file, key by key. Unknown keys are reported when the table is opened. Each value is converted
+//! according to the kind of its key, or reported as invalid, so that nothing in the file is ignored silently.
 
 mod network;
 mod strings;
@@ -15,8 +14,8 @@ use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
 use super::values::{self, LabelledKey, ValueError};
 
-/// Origin of a value, ordered from the most general to the most specific table. A violated rule is reported
-/// at the value with the most specific origin.
+/// Origin of a value, from the most general to the most specific table. Violated rules are reported at the value with
+/// the most specific origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
     /// The value is in `[defaults]`.
@@ -40,8 +39,7 @@ pub(super) struct Given<T> {
 pub(super) enum Field<T> {
     #[default]
     Absent,
-    /// The key is present, but its value is invalid and already reported. Rules that involve the key are not
-    /// checked.
+    /// The key is present, but its value is invalid and was reported. Rules that involve the key are not checked.
     Invalid,
     Given(Given<T>),
 }
@@ -76,25 +74,24 @@ impl<T> Field<T> {
 /// value is invalid.
 pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
-/// Strings of an array, with their positions. The array contains a program and its arguments, or names, words
-/// or paths.
+/// Strings of an array, with their positions: a program and its arguments, or names, words or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
-/// Environment variables of a program, or the files with their values, by the name of the variable.
+/// Environment variables of a program, or the files with their values, by variable name.
 pub(super) type Environment = BTreeMap<String, Given<String>>;
 
-/// Reader of a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`.
-/// `title` is the table's name in the file, such as `bulkhead.thumbnail.restart`.
+/// Reader of a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`, and `title`
+/// its name in the file, such as `bulkhead.thumbnail.restart`.
 pub(super) struct TableReader<'t, 'p> {
     /// All keys of the schema.
     keys: &'static [Key],
     schema: &'static str,
     title: String,
-    /// Prefix of key names in messages: empty, or for example `restart.`.
+    /// Prefix of key names in messages: empty, or the path of an inner table, such as `restart.`.
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Known keys that unknown keys in this table are probably misspellings of.
+    /// Known keys that are probably meant by misspelt keys of this table.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -152,8 +149,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
-    /// Returns the field of a key that the table does not contain. If the key was probably misspelt, the
-    /// misspelling has already been reported, so the field is invalid instead of absent.
+    /// Returns the field of a key that the table does not contain. If a misspelling of the key was reported, the field
+    /// is invalid instead of absent.
     fn missing<T>(&self, name: &str) -> Field<T> {
         if self.misspelt.contains(&name) { Field::Invalid } else { Field::Absent }
     }
@@ -174,13 +171,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
         ValueError::new(format!("unknown key `{}` {location}", shown(name)), self.unknown_help(name, value))
     }
 
-    /// Returns the heading of this table as it is written in the file.
+    /// Returns the heading of this table as written in the file.
     fn heading(&self) -> String {
         if self.schema == key::ACCESS { key::heading(self.schema) } else { format!("[{}]", self.title) }
     }
 
-    /// Suggests a correction for an unknown key. The correction is the right table for a misplaced key, or
-    /// the right name for a misspelt key.
+    /// Suggests the right table for a misplaced key, or the right name for a misspelt key.
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> = self.key_names().collect();
         let synonym = key::SYNONYMS.iter().find(|(other, _)| self.schema == key::BULKHEAD && *other == name);
@@ -188,7 +184,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let lines = candidates.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
             return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
         }
-        // The author cannot have meant a key with a single value if the value in the file is a table.
+        // If the value is a table, its author cannot have meant a key with a single value.
         let is_table = matches!(value, DeValue::Table(_));
         let accepts = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
         let other_tables: Vec<String> = self
@@ -232,7 +228,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.problems.report(span, error.message, error.help);
     }
 
-    /// Reads a value with the function `read`. If the function returns an error, reports it.
+    /// Reads a value with the function `read`, and reports the error if there is one.
     pub(super) fn read_value<T>(
         &mut self,
         name: &str,
@@ -241,8 +237,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Reads a value with a function that reports and omits invalid parts of the value. The function returns
-    /// `None` if no valid part remains.
+    /// Reads a value with a function that reports and omits invalid parts, and that returns `None` if no valid part
+    /// remains.
     fn read_partly<T>(
         &mut self,
         name: &str,
@@ -256,7 +252,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns the value or, for an error, reports it at `span` and returns `None`.
+    /// Returns the value, or reports the error at `span` and returns `None`.
     pub(super) fn ok_or_report<T>(&mut self, span: Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(span, error)).ok()
     }
@@ -264,15 +260,14 @@ impl<'t, 'p> TableReader<'t, 'p> {
     /// Opens the inner table `name`. Returns `None` if it is absent or not a table.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
-        // The label of a top-level table's key does not include the name of the table.
+        // The labels of keys in a top-level table do not include the table's name.
         let prefix =
             if self.schema == key::TOP_LEVEL { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
 
-    /// Opens the tables of an array of tables inside this one. Returns a value for each, in the order of the
-    /// file.
+    /// Opens each table of an array of tables inside this one. Returns their values, in file order.
     pub(super) fn each_table(
         &mut self,
         name: &str,
@@ -310,9 +305,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
-    /// Returns the position of the name of the inner table `name`, if it is present. Returns
-    /// [`Field::Invalid`] if the inner table contains an unknown key, because that key could have any
-    /// meaning.
+    /// Returns the position of the name of the inner table `name`, if it is present. Returns [`Field::Invalid`] if the
+    /// inner table contains an unknown key, whose author could have meant any key.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };
         match value.get_ref() {
@@ -323,7 +317,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns an inner table whose keys are names that the author of the file chooses.
+    /// Returns an inner table whose keys are chosen by the author of the file.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
         let (key, value) = self.key_with_value(name)?;
         if let DeValue::Table(table) = value.get_ref() {

@@ -1,6 +1,6 @@
-//! Converts the content of the configuration file into checked values. Adds defaults, resolves paths, and
-//! checks all rules that span several keys. A violated rule is reported at the value in the bulkhead's table
-//! or, if the table has none, at the value in `[defaults]`.
+//! Converts the content of the configuration file into checked values: adds defaults, resolves paths, and checks all
+//! rules that span several keys. A violated rule is reported at the value in the bulkhead's table, or else at the value
+//! in `[defaults]`.
 
 mod access;
 pub(crate) mod admission;
@@ -30,14 +30,14 @@ use super::{
     BulkheadConfig, Config, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs, units,
 };
 
-/// Minimum of `max_pooled` other than 0, in bytes: the smallest memory file for payloads plus the smallest
-/// one for results.
+/// Minimum of `max_pooled`, unless 0, in bytes: the smallest memory file for payloads plus the smallest one for
+/// results.
 const POOLED_MIN: u64 = 512 * 1024;
 
-/// Maximum number of names that a message lists.
+/// Maximum number of names to list in a message.
 const LISTED_MAX: usize = 10;
 
-/// Checks the rules of a configuration and collects the problems.
+/// Checks the rules of a configuration, and collects problems.
 pub(super) struct Checker<'c> {
     pub(super) sources: &'c Sources,
     pub(super) process_env: &'c ProcessEnv,
@@ -45,8 +45,7 @@ pub(super) struct Checker<'c> {
 }
 
 impl<'c> Checker<'c> {
-    /// Checks all rules of a configuration. The returned configuration is valid only if no problem was
-    /// reported.
+    /// Checks all rules of a configuration. The result is valid only if no problem was reported.
     pub(super) fn check(&mut self, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
@@ -64,7 +63,7 @@ impl<'c> Checker<'c> {
         Config { path, fragments, supervisor, access, bulkheads }
     }
 
-    /// Returns the folder at which relative paths at this position start.
+    /// Returns the folder that relative paths at this position are relative to.
     fn folder(&self, span: &Range<usize>) -> &'c Path {
         &self.sources.at(span.start).folder
     }
@@ -313,8 +312,8 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Reports an error unless exactly one of the given keys is set. If none is set, the error is at the
-    /// heading, otherwise at the last of the keys.
+    /// Reports an error unless exactly one of the given keys is set. If several are set, the error is at the last one,
+    /// otherwise at the heading.
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
@@ -336,13 +335,12 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Returns the value. Reports an error at `position` and returns `None`.
+    /// Returns the value, or reports the error at `position` and returns `None`.
     fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
-    /// Suggests a known name in place of an unknown name of a bulkhead. `which` describes the known `names`
-    /// in the message.
+    /// Suggests a known name for an unknown bulkhead. `which` describes the known `names` in the message.
     fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
@@ -466,7 +464,7 @@ impl<'c> Checker<'c> {
         if resolved.value > payload.value
             && let Some(position) = report_position(&resolved, payload)
         {
-            // The report points at the bulkhead's value, even if the file also sets the supervisor's value.
+            // Points at the bulkhead's value, even if the file sets the supervisor's value as well.
             let position = field.given().map_or(position, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
@@ -496,8 +494,7 @@ impl<'c> Checker<'c> {
     }
 }
 
-/// Configured numbers of processes, jobs in flight and queued jobs for one set of workers. Each number is
-/// stored with the name that messages use for it.
+/// Numbers of processes, jobs in flight and queued jobs for one set of workers, each with its name for messages.
 struct Permits {
     processes: (String, Resolved<u32>),
     in_flight: (String, Resolved<u32>),
@@ -513,8 +510,7 @@ impl Permits {
         }
     }
 
-    /// Returns the numbers for an isolated tenant. Numbers that the tenant's table does not set are those of
-    /// the bulkhead.
+    /// Returns the numbers for an isolated tenant. Those that the tenant's table does not set come from the bulkhead.
     fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
         let bulkhead = Self::of_bulkhead(raw);
         let own = |name: &str, field: &Field<u32>, inherited| match field.is_absent() {

@@ -1,5 +1,5 @@
-//! Values together with their source. The source says whether the value is in the file, is the default, or is
-//! invalid. Rules that span several keys report problems at the position of the source.
+//! Values together with their source: the file, the default, or an invalid value in the file. Rules that span several
+//! keys report problems at the position of the source.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use super::reader::{Field, Given, Origin};
 #[derive(Debug, Clone)]
 pub(super) struct Resolved<T> {
     pub(super) value: T,
-    /// Position and origin of the value, if the file contains it.
+    /// Position and origin of the value in the file, if it is there.
     source: Field<()>,
 }
 
@@ -54,19 +54,19 @@ impl<T> Resolved<T> {
     }
 }
 
-/// Returns the position at which to report two values that contradict each other. Returns `None` if one of
-/// the values is invalid, or if neither is in the file.
+/// Returns the position at which to report that two values contradict each other. Returns `None` if one of them is
+/// invalid, or if neither is in the file.
 pub(super) fn report_position<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// Returns the position at which to report several values that contradict each other. Returns `None` if one
-/// of the values is invalid, or if none is in the file.
+/// Returns the position at which to report that several values contradict each other. Returns `None` if one of them is
+/// invalid, or if none is in the file.
 pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
-/// Returns the position with the most specific origin. If there are several, returns the first.
+/// Returns the first of the positions with the most specific origin.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
     if sources.iter().any(|source| source.is_invalid()) {
         return None;

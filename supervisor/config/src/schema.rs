@@ -1,5 +1,5 @@
-//! List of all configuration keys, collected from the rows in `keys`. Used for the documentation, and to look
-//! up the effect of a reload on a key.
+//! List of all configuration keys, collected from `keys`. Used for the documentation, and to look up what a reload does
+//! with a key.
 
 use std::sync::LazyLock;
 
@@ -54,16 +54,15 @@ pub(super) fn find(table: &str, name: &str) -> Option<Key> {
     key::find(keys(), table, name)
 }
 
-/// Returns true if a reload that changes the given key of a bulkhead replaces the workers. `key` can be a
-/// single key, such as `cwd` or `health.heartbeat`, or a whole table, such as `cgroup`.
+/// Returns true if a reload replaces the workers when this key of a bulkhead changes. `key` is a single key, such as
+/// `cwd` or `health.heartbeat`, or a whole table, such as `cgroup`.
 pub fn replaces_workers(key: &str) -> bool {
     let path = format!("{BULKHEAD}.{key}");
     let matches = |key: &Key| key.path() == path || key.path().starts_with(&format!("{path}."));
     all().any(|key| matches(&key) && key.on_reload == OnReload::ReplacesWorkers)
 }
 
-/// Returns true if a new value of this key in `[supervisor]` takes effect only when the supervisor is started
-/// again.
+/// Returns true if a new value of this key in `[supervisor]` takes effect only after a restart.
 pub fn needs_restart(key: &str) -> bool {
     find(SUPERVISOR, key).is_none_or(|key| key.on_reload == OnReload::NeedsRestart)
 }

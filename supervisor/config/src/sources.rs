@@ -1,7 +1,7 @@
-//! The texts of all files of a configuration: the main file, and the files in the folder `conf.d`.
+//! The texts of all files of a configuration: the main file, and the files in `conf.d`.
 //!
-//! A position is an offset into the texts of all files, one after the other. So a position also identifies the
-//! file, and modules that report problems need not know that there are several files.
+//! A position is an offset into the concatenated texts, so it also identifies the file. Modules that report problems
+//! therefore need not know that there are several files.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,9 @@ use super::defaults;
 /// A file of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Source {
-    /// Path for messages. For the main file, this is the path that the caller passed.
+    /// Path for messages. For the main file, the path that the caller passed.
     pub(super) path: PathBuf,
-    /// Absolute path of the folder, at which relative paths in the file start.
+    /// Absolute path of the folder that relative paths in the file are relative to.
     pub(super) folder: PathBuf,
     /// Text without a byte order mark. `None` if the file cannot be read.
     pub(super) text: Option<String>,
@@ -45,8 +45,7 @@ pub(super) struct Sources {
 }
 
 impl Sources {
-    /// Creates a configuration that consists of the main file. `folder` is the absolute path of the file's
-    /// directory.
+    /// Creates a configuration that consists of the main file. `folder` is the absolute path of the file's folder.
     pub(super) fn new(path: &Path, folder: &Path, text: &str) -> Self {
         Self { main: Source::new(path, folder.to_owned(), Some(text), 0), fragments: Vec::new() }
     }
@@ -59,7 +58,7 @@ impl Sources {
     /// Adds a file in `conf.d`, and returns the position of its first byte.
     pub(super) fn add_fragment(&mut self, path: &Path, text: Option<&str>) -> usize {
         let last = self.fragments.last().unwrap_or(&self.main);
-        // One position is left out, so that the position after the last byte belongs to the file before.
+        // Skips one position, so that the position after the last byte belongs to the preceding file.
         let start = last.start + last.text().len() + 1;
         let folder = self.main.folder.join(defaults::FRAGMENTS_FOLDER);
         self.fragments.push(Source::new(path, folder, text, start));

@@ -1,5 +1,5 @@
-//! Formats the effective configuration, including defaults, as TOML. `--check` prints this summary. Parsing
-//! the summary in the same folder gives an equal configuration.
+//! Formats the effective configuration, including defaults, as TOML, for `--check`. Parsing the result in the same
+//! folder gives an equal configuration.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -21,9 +21,8 @@ use super::{defaults, units};
 impl Config {
     /// Returns the effective configuration as TOML, including defaults.
     ///
-    /// Paths are shown in resolved form, except for `argv[0]`, which is passed to the program as written. A
-    /// TOML comment shows the resolved path of the program. Paths that are not UTF-8 cannot be represented
-    /// exactly.
+    /// Paths are resolved, except for `argv[0]`, which the program gets as written. A comment shows the resolved path
+    /// of the program. Paths that are not UTF-8 are not exact.
     ///
     /// ```no_run
     /// let config = bulkhead_config::load("workers.toml".as_ref())?;
@@ -59,7 +58,7 @@ impl Config {
         let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
-        // The number is only an upper bound, because workers of isolated tenants are started on demand.
+        // An upper bound, because workers of isolated tenants are started on demand.
         let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
         let up_to = if isolated { "up to " } else { "" };
         format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
@@ -95,8 +94,7 @@ impl Lines {
         self.line(format_args!("# {}", printable(&comment.to_string())));
     }
 
-    /// Writes a key with its value or, if the key is not set, a comment that describes the behaviour without
-    /// it.
+    /// Writes a key with its value. If the key is not set, writes a comment about the behaviour without it.
     fn entry(&mut self, KeyValue { key, value, without }: KeyValue) {
         match value.and_then(Written::toml) {
             Some(value) => self.set(key, value),
@@ -156,7 +154,7 @@ impl Lines {
         }
     }
 
-    /// Writes `[defaults]` with a `pressure` table, if a bulkhead without a queue has one. Such a bulkhead
+    /// Writes `[defaults]` with a `pressure` table, if a bulkhead without a queue has one, because such a bulkhead
     /// cannot set `pressure` in its own table.
     fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
         let unsaid =
@@ -173,7 +171,7 @@ impl Lines {
         for entry in bulkhead.key_values() {
             match (entry.key, &bulkhead.breaker) {
                 ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
-                // `slow_rate` is omitted, because the parser rejects `slow_rate` without `slow_call`.
+                // `slow_rate` without `slow_call` would be rejected.
                 ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
                     let said = breaker.key_values().into_iter().filter(|entry| entry.key != "slow_rate");
                     self.set("breaker", inline_table(said.collect()));
@@ -189,7 +187,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // `cwd` is only shown as a comment, because the parser rejects `cwd` together with `files`.
+                // A comment, because `cwd` together with `files` would be rejected.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the directory of each job"),
                 _ => self.entry(entry),
             }
@@ -200,8 +198,7 @@ impl Lines {
         }
     }
 
-    /// Adds comments that explain the user and the limit on `tmp`. Only the profile `strict` enforces the
-    /// size of `tmp` at all times.
+    /// Adds comments about the user and the limit on `tmp`, whose size only the profile `strict` enforces at all times.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -216,8 +213,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments with the resource limits that the sandbox sets. These limits depend on the profile, so
-    /// they are not written as `rlimits`.
+    /// Adds comments with the resource limits of the sandbox. They depend on the profile, so they are not written as
+    /// `rlimits`.
     fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
         for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
             let limit = limit.unwrap_or(u64::MAX);
@@ -247,8 +244,7 @@ impl Lines {
         self.comment(format_args!("runs {}", found.display()));
     }
 
-    /// Writes the settings of a tenant. Omits `per` from the rate limit, because a tenant's rate limit always
-    /// applies to that tenant.
+    /// Writes the settings of a tenant. Omits `per`, because a tenant's rate limit applies only to that tenant.
     fn tenant(&mut self, tenant: &TenantConfig) {
         for entry in tenant.key_values() {
             match (&tenant.rate_limit, entry.key, &entry.value) {
@@ -327,7 +323,7 @@ impl Write for Vec<(String, PathBuf)> {
     }
 }
 
-/// The tables of tenants are not written as values. `Lines::tenant` writes each as a separate table.
+/// Tables of tenants are not values. `Lines::tenant` writes each as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None
@@ -351,7 +347,7 @@ impl Write for TenantsConfig {
     }
 }
 
-/// With the profile `none`, only the profile is written, because the other keys would have no effect.
+/// With the profile `none`, other keys would have no effect and are omitted.
 impl Write for SandboxConfig {
     fn written(&self, _: Kind) -> Option<Written> {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;
@@ -378,7 +374,7 @@ fn network_access(network: &Network) -> String {
     }
 }
 
-/// Describes which user ids workers get with `user = "auto"`.
+/// Describes the user ids that workers get with `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, a separate id for each worker",

@@ -1,11 +1,11 @@
-//! Reports errors of the TOML parser and suggests corrections. Reports at most one error per line, because
-//! the parser often reports several errors for a single mistake.
+//! Reports errors of the TOML parser, with suggested corrections. Reports at most one error per line, because a single
+//! mistake often causes several.
 
 use std::ops::Range;
 
 use super::diagnostics::{Problems, shown};
 
-/// Maximum number of lines for which syntax errors are reported. Errors in further lines are unreliable.
+/// Maximum number of lines for which to report syntax errors. Errors in further lines are unreliable.
 const LINES_MAX: usize = 10;
 
 /// Reports the first syntax error of each line.
@@ -31,7 +31,7 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
     }
 }
 
-/// Removes the list of expected characters from a message of the parser.
+/// Removes the list of expected characters from the parser's message.
 fn plain(message: &str) -> &str {
     message.split_once(", expected ").map_or(message, |(what, _)| what)
 }

@@ -5,7 +5,7 @@ pub(super) fn is_system_call(name: &str) -> bool {
     bulkhead_linux::syscalls::is_known(name)
 }
 
-/// Names of system calls that every worker needs to start, to run a first job or to send the result.
+/// System calls that every worker needs to start, to run its first job or to send the result.
 pub(super) const NEEDED: [&str; 18] = [
     "brk",
     "close",

@@ -1,6 +1,5 @@
-//! Traits for reading a table, merging it with `[defaults]`, and writing it. The implementations are
-//! generated from the rows of the table. `rows` contains the macros that declare a table, and `types` the
-//! types of values.
+//! Traits for reading a table, merging it with `[defaults]`, and writing it. The macros in `rows` generate the
+//! implementations, and `types` contains the types of values.
 
 mod rows;
 mod types;
@@ -123,7 +122,7 @@ pub(crate) trait Table: Sized {
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table whose checked values need no rules beyond those in its rows.
+/// A table whose checked values need no rules beyond those of its rows.
 pub(crate) trait ByRows {
     type Checked;
 
@@ -139,7 +138,7 @@ pub(crate) trait ByRows {
     }
 }
 
-/// An inner table of another table, or several inner tables whose names the author of the file chooses.
+/// An inner table of another table, or several inner tables whose names are chosen by the author of the file.
 pub(crate) trait NestedTable: Sized {
     /// Returns the keys of the inner table; see [`Table::keys`].
     fn nested_keys() -> Vec<Key>;
@@ -167,7 +166,7 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key. If the whole table is absent, the key is absent.
+/// Reads a key, which is absent if the whole table is.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
@@ -197,8 +196,8 @@ pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serializes a table whose checked type is defined in `policy`. The rows of the table determine the format
-/// of each value.
+/// Serializes a table whose checked type is defined in `policy`, with each value in the format that the rows of the
+/// table declare.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.key_values();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
@@ -212,8 +211,8 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// Serializes an optional table whose checked type is defined in `policy`. The rows of the table determine
-/// the format of each value.
+/// Serializes an optional table whose checked type is defined in `policy`, with each value in the format that the rows
+/// of the table declare.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,
     serializer: S,

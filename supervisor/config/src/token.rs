@@ -10,7 +10,7 @@ const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
 const MAKE_IT: &str = "create a token: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
-/// The secret of a client over HTTP. Stored as a hash, which is compared in constant time.
+/// The secret of an HTTP client. Stored as a hash, which is compared in constant time.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(blake3::Hash);
 
@@ -26,8 +26,8 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only its owner can change. An error consists of a
-    /// description of the problem and a suggested correction.
+    /// Reads the token from a file that only its owner can change. An error consists of a description and a suggested
+    /// correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
         let not_a_token = || {
@@ -49,13 +49,13 @@ impl Token {
         Ok(Self::new(token))
     }
 
-    /// Returns true if `secret` is the token. The comparison of hashes takes constant time and does not
-    /// reveal the length of the token.
+    /// Returns true if `secret` is the token. Compares hashes in constant time, and does not reveal the length of the
+    /// token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
     }
 
-    /// Returns a number that identifies the token. Two tokens share a number with negligible probability.
+    /// Returns a number that identifies the token. The probability that two tokens share a number is negligible.
     pub fn id(&self) -> u32 {
         let [a, b, c, d, ..] = *self.0.as_bytes();
         u32::from_le_bytes([a, b, c, d])

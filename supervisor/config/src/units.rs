@@ -1,5 +1,5 @@
-//! Pure functions that convert durations and sizes between text and numbers. Error messages are written by
-//! the callers, which know the key.
+//! Conversion of durations and sizes between text and numbers. The callers, which know the key, write the error
+//! messages.
 
 use std::time::Duration;
 
@@ -12,8 +12,7 @@ pub(super) enum UnitError {
     NoUnit,
     /// The unit is `M`, which could mean minutes or months.
     AmbiguousMonth,
-    /// The unit is a single letter. Contains the unit to write for powers of 1024 and the unit for powers of
-    /// 1000.
+    /// The unit is a single letter. Contains the units for powers of 1024 and of 1000 to use instead.
     AmbiguousPower(&'static str, &'static str),
     /// The value does not fit in 64 bits.
     TooLarge,
@@ -38,9 +37,8 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     })
 }
 
-/// Returns the cause of `humantime`'s error `NumberOverflow`. The number can be too large or have too many
-/// decimal places, or the text can be malformed, because `humantime` reports an overflow before it has
-/// checked the rest of the text.
+/// Returns the cause of `humantime`'s error `NumberOverflow`: a number that is too large or has too many decimal
+/// places, or malformed text, because `humantime` does not check the rest of the text after an overflow.
 fn overflow(text: &str) -> UnitError {
     match without_fractions(text) {
         None => UnitError::Malformed,
@@ -49,8 +47,7 @@ fn overflow(text: &str) -> UnitError {
     }
 }
 
-/// Removes all fractions from the text of a duration. Returns `None` if the text does not match [the
-/// pattern](duration_pattern).
+/// Removes all fractions from a duration. Returns `None` if the text does not match [the pattern](duration_pattern).
 fn without_fractions(text: &str) -> Option<String> {
     let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();
     let digits = |text: &str| text.trim_start().starts_with(|c: char| c.is_ascii_digit());
@@ -77,7 +74,7 @@ fn without_fractions(text: &str) -> Option<String> {
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// Returns a regular expression for the texts that `parse_duration` accepts. It does not limit the numbers.
+/// Returns a regular expression for the texts that `parse_duration` accepts, except that it does not limit numbers.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
@@ -117,7 +114,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// Returns a regular expression for the texts that `parse_size` accepts. It does not limit the numbers.
+/// Returns a regular expression for the texts that `parse_size` accepts, except that it does not limit numbers.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -142,8 +139,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration, such as `1m 30s`. Parsing the text with `parse_duration` returns the original
-/// duration.
+/// Formats a duration, such as `1m 30s`, so that `parse_duration` returns the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -165,8 +161,7 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Formats a size in the largest binary unit that needs no fraction. Parsing the text with `parse_size`
-/// returns the original size.
+/// Formats a size in the largest binary unit that needs no fraction, so that `parse_size` returns the same size.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {
@@ -175,7 +170,7 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
-/// Formats a size as a minimum or maximum in a message. Sizes below 1 KiB are written without a unit.
+/// Formats a minimum or maximum size for a message. Sizes below 1 KiB have no unit.
 pub(super) fn size_bound(bytes: u64) -> String {
     if bytes < 1 << 10 { bytes.to_string() } else { format_size(bytes) }
 }

@@ -1,5 +1,5 @@
-//! Pure functions that convert a TOML value into a plain value, or return a message with a suggested
-//! correction. They check no files and no rules that span several keys.
+//! Conversion of TOML values to plain values, or to messages with a suggested correction. Checks no files and no rules
+//! that span several keys.
 
 use std::ops::Deref;
 use std::time::Duration;
@@ -30,7 +30,7 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key of an open table, with the name that messages use for it.
+/// A key of an open table, with its name for messages.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
     /// Name of the key relative to the table of the bulkhead or supervisor, such as `restart.backoff` or
@@ -80,8 +80,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string in place of an array with a program and its arguments. The supervisor does
-/// not split the string, because it uses no shell.
+/// Returns the help for a string in place of an array of arguments. The supervisor uses no shell, so it does not split
+/// strings.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -97,8 +97,8 @@ pub(super) fn split_help(name: &str, text: &str) -> String {
     )
 }
 
-/// Parses an integer. A value outside the range of `i128` is replaced with the nearest value in the range,
-/// because it is too large for every key anyway.
+/// Parses an integer. Values outside the range of `i128` are clamped, because they are out of range for every key
+/// anyway.
 fn integer(number: &DeInteger<'_>) -> i128 {
     let saturated = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
     i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(saturated)
@@ -129,8 +129,8 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// Returns the help for a duration that is out of range. For `queue_timeout`, the help explains how to
-/// configure what the author of a zero probably meant.
+/// Returns the help for a duration that is out of range. For `queue_timeout`, explains how to get what a zero was
+/// probably meant for.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
@@ -295,7 +295,7 @@ pub(super) fn share(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> 
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
     if fits(share) {
-        // TOML has a negative zero, but nobody means it.
+        // TOML has a negative zero.
         return Ok(share.abs());
     }
     let range = match (none, all) {
@@ -354,7 +354,7 @@ pub(super) fn boolean(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<boo
 fn fraction(key: &LabelledKey, expected: &str, value: &DeValue<'_>) -> ValueResult<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
-        // A number that is too large for `f64` becomes infinite, which is out of range for every key.
+        // Numbers too large for `f64` become infinite, which is out of range for every key.
         DeValue::Float(number) => Ok(number.as_str().parse().unwrap_or(f64::NAN)),
         DeValue::String(text) if is_decimal(text.trim()) => Err(ValueError::new(
             format!("`{}` must be {expected}, not a string", key.label),
@@ -448,8 +448,8 @@ pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> Val
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `intended` is the text in the spelling of the allowed words, and
-/// used to find the most similar word.
+/// Returns the error for an unknown word. `intended` is the word in the spelling of the allowed ones, for finding the
+/// most similar.
 fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
     let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -469,7 +469,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
     let number = |digits: &str| {
         let digits = digits.trim();
         let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-        // A number with too many digits for `u64` is out of range in any case.
+        // A number that does not fit in `u64` is out of range in any case.
         plain.then(|| digits.parse::<u64>().unwrap_or(u64::MAX))
     };
     let Some((first, last)) =
@@ -496,7 +496,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
             format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // The casts lose nothing, because ids are at most `ID_MAX`.
+    // Lossless, because ids are at most `ID_MAX`.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 
@@ -533,7 +533,7 @@ pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) 
         (Measure::Microseconds, _) => time_limit(key, value, 1_000)?,
         (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
     };
-    // A processor time of 0 is rejected, because the kernel would treat it as 1 second.
+    // The kernel would treat a processor time of 0 as 1 second.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
         return Err(ValueError::new(
@@ -544,8 +544,7 @@ pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) 
     Ok(Some(number as u64))
 }
 
-/// Reads a time limit, written as a duration or as a number of units, and checks that it is at most
-/// `DURATION_MAX`.
+/// Reads a time limit, given as a duration or as a number of units, and checks that it is at most `DURATION_MAX`.
 fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> ValueResult<i128> {
     let number = match value {
         DeValue::String(text) => whole_units(duration_text(key, text)?, unit_nanos),
@@ -566,7 +565,7 @@ fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> Value
     Ok(number)
 }
 
-/// Converts a duration to a number of units. Rounds up, so that a limit below one unit does not become 0.
+/// Converts a duration to units, rounding up so that a limit below one unit does not become 0.
 fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }
@@ -592,8 +591,8 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     }
 }
 
-/// Returns the error for a key whose kind in the schema does not match the function that reads it. This is a
-/// bug in this crate; a test reads every key.
+/// Returns the error for a key whose declared kind does not match the function that reads it. This would be a bug in
+/// this crate; a test reads every key.
 pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
     ValueError::new(
         format!("`{}` cannot be read by this version", key.label),

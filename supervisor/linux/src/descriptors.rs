@@ -7,10 +7,10 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// Closes all descriptors whose number is at least `first`, except the descriptors in `kept`. Allocates no
-/// memory.
+/// Closes all descriptors from `first` on, except those in `kept`. Allocates no memory.
 ///
 /// # Safety
+///
 /// Nothing in this process may use a closed descriptor afterwards.
 pub unsafe fn close_all_except(first: RawFd, kept: &mut [RawFd]) -> Result<()> {
     let close = |low: RawFd, high: RawFd| {

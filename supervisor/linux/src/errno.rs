@@ -1,4 +1,4 @@
-//! Errors of raw system calls. Can be used between `fork` and `execve`, because no function allocates memory.
+//! Errors of raw system calls. No function allocates memory, so all can be used between `fork` and `execve`.
 
 use std::io;
 

@@ -1,5 +1,5 @@
-//! Empties a folder with untrusted content. Follows no links, does not recurse, and handles entries at any
-//! depth and with any mode. Does not change mounted file systems.
+//! Empties folders with untrusted content: follows no links, does not recurse, and handles any depth and any mode.
+//! Leaves mounted file systems alone.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +15,7 @@ pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union
 /// Maximum number of entry names that are kept in memory for one folder.
 const NAMES_MAX: usize = 16 * 1024;
 
-/// Opens a folder for listing. If the folder's mode lacks `rights`, changes the mode to 0700 first.
+/// Opens a folder for listing. Changes the folder's mode to 0700 first if it lacks `rights`.
 pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
     open_by(parent, path, rights, ResolveFlags::empty())
 }
@@ -27,8 +27,8 @@ fn open_by(
     resolve: ResolveFlags,
 ) -> Result<OwnedFd> {
     let flags = FOLDER_FLAGS | OFlags::RDONLY;
-    // The seccomp filter of a worker denies `openat2`. The fallback is safe because nothing can be mounted in
-    // the worker's folder.
+    // A worker's seccomp filter denies `openat2`. The fallback is safe, because nothing can be mounted in a worker's
+    // folder.
     let open = || match rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve) {
         Err(Errno::NOSYS) => rustix::fs::openat(parent, path, flags, Mode::empty()),
         opened => opened,
@@ -44,8 +44,7 @@ fn open_by(
 }
 
 fn make_accessible(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
-    // Changes the mode through a descriptor, because another entry could have taken the folder's name in the
-    // meantime.
+    // Uses a descriptor, because another entry may have taken the folder's name in the meantime.
     restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
 }
 
@@ -55,8 +54,8 @@ pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder. Other processes and threads can empty the same folder at the same time. Returns `false`
-/// if the folder has more than `entries_max` entries.
+/// Empties a folder. Can run in several processes and threads at the same time. Returns false if `entries_max` entries
+/// were not enough.
 ///
 /// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree
 /// of a million levels needs no more descriptors than a flat folder, and no recursion.
@@ -100,16 +99,16 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves a folder to the top under a random name. The untrusted process could block a predictable name by
-/// creating an entry with that name.
+/// Moves a folder to the top under a random name. With a predictable name, the untrusted process could create an entry
+/// of this name to block the move.
 fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let mut random = [0; 16];
     getrandom(&mut random, GetRandomFlags::empty())?;
     let name = format!(".bulkhead-{:032x}", u128::from_ne_bytes(random));
     let rename = || rustix::fs::renameat_with(folder, inner, top, name.as_str(), RenameFlags::NOREPLACE);
     let moved = rename().or_else(|errno| match errno {
-        // Moving a folder to another parent requires the right to write to the folder, because its `..` entry
-        // changes.
+        // Moving a folder to another parent changes its `..` entry, which requires write permission on the folder
+        // itself.
         Errno::ACCESS => make_accessible(folder.as_fd(), inner).and_then(|()| rename()),
         errno => Err(errno),
     });
@@ -119,8 +118,7 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of at most `NAMES_MAX` entries. The caller removes these entries and then calls this
-/// function again.
+/// Returns the names of at most `NAMES_MAX` entries. The caller removes these and calls this function again.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

@@ -1,5 +1,5 @@
-//! The system calls of Landlock, with access rights as numbers. Can be used between `fork` and `execve`,
-//! because no function allocates memory.
+//! Landlock's system calls, with access rights as numbers. No function allocates memory, so all can be used between
+//! `fork` and `execve`.
 #![expect(unsafe_code, reason = "these system calls have no safe wrapper without an allocation")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels
-/// know fewer fields, and accept unknown fields that are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know fewer
+/// fields, and accept further ones if they are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {
@@ -17,12 +17,12 @@ pub struct HandledAccess {
     pub files: u64,
     /// Rights for TCP sockets.
     pub network: u64,
-    /// Scopes: processes and sockets outside of the sandbox.
+    /// Scopes, which restrict access to processes and sockets outside of the sandbox.
     pub scopes: u64,
 }
 
-/// Returns the kernel's version of Landlock. Fails with `NOSYS` if the kernel was built without Landlock, and
-/// with `OPNOTSUPP` if Landlock is switched off.
+/// Returns the kernel's Landlock version. Fails with `NOSYS` if the kernel was built without Landlock, and with
+/// `OPNOTSUPP` if it is switched off.
 pub fn abi_version() -> Result<u32> {
     const VERSION: libc::c_uint = 1;
     let nothing = std::ptr::null::<libc::c_void>();

@@ -1,4 +1,4 @@
-//! Kernel interfaces that several crates need: process trees, socket peers, waits, names and numbers.
+//! Kernel interfaces for several crates: process trees, socket peers, waits, names and numbers.
 //!
 //! This crate knows nothing of workers or jobs, keeps no global state, and makes no decisions.
 //!

@@ -15,15 +15,14 @@ use crate::errno;
 /// Maximum size of the value of an environment variable that comes from a file, in bytes.
 pub const VARIABLE_BYTES_MAX: usize = 64 * 1024;
 
-/// Mode bits that the file must not have. The group can have read permission, and other users must have no
-/// permission.
+/// Mode bits that a secret file must not have: write permission for the group, and any permission for others.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 /// Content of a file with a secret. The memory is erased when the value is dropped.
 pub type Secret = Zeroizing<Vec<u8>>;
 
-/// Reason why a file with a secret is not used. `Display` continues a sentence that begins with the path, and
-/// never contains the content of the file.
+/// Reason why a secret file is rejected. `Display` continues a sentence that begins with the path. It never contains
+/// the content of the file.
 #[derive(Debug)]
 pub enum SecretFileError {
     /// The file cannot be opened or read.
@@ -34,12 +33,12 @@ pub enum SecretFileError {
     Mode(u32),
     /// The content is larger than this maximum in bytes.
     TooLarge(usize),
-    /// The content has a NUL byte.
+    /// The content contains a NUL byte.
     Nul,
 }
 
 impl SecretFileError {
-    /// Returns an error number that describes the problem.
+    /// Returns the error number that describes the problem best.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Unreadable(error) => errno::from_io(error, Errno::IO),
@@ -95,7 +94,7 @@ pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
     if mode & NOT_FOR_OTHERS != 0 {
         return Err(SecretFileError::Mode(mode));
     }
-    // The buffer never grows, because growing would leave a copy of the content in freed memory.
+    // Allocated in full, because a buffer that grows would leave a copy of the secret in freed memory.
     let mut content = Zeroizing::new(Vec::with_capacity(max + 2));
     let read = file.take(max as u64 + 1).read_to_end(&mut content);
     read.map_err(SecretFileError::Unreadable)?;
@@ -106,7 +105,7 @@ pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
 /// [`VARIABLE_BYTES_MAX`] bytes without NUL.
 pub fn read_variable(path: &Path) -> Result<Secret, SecretFileError> {
     const TOO_LARGE: SecretFileError = SecretFileError::TooLarge(VARIABLE_BYTES_MAX);
-    // The newline does not count.
+    // Allows for a newline, which does not count.
     let mut content = read(path, VARIABLE_BYTES_MAX + 1).map_err(|error| match error {
         SecretFileError::TooLarge(_) => TOO_LARGE,
         error => error,
@@ -136,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn value_is_the_content_without_one_final_newline() {
+    fn value_omits_one_trailing_newline() {
         let folder = tempfile::tempdir().unwrap();
         let cases: [(&[u8], &[u8]); 6] = [
             (b"sesame\n", b"sesame"),
@@ -154,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn value_has_at_most_64_kib() {
+    fn value_is_limited_to_64_kib() {
         let folder = tempfile::tempdir().unwrap();
         let longest = vec![b'x'; VARIABLE_BYTES_MAX];
         let with_newline = [&longest[..], b"\n"].concat();

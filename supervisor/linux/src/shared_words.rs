@@ -1,4 +1,4 @@
-//! 64-bit numbers at the start of a memory file, which is shared with an untrusted process.
+//! 64-bit numbers at the start of a memory file that is shared with an untrusted process.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -24,11 +24,11 @@ unsafe impl Send for SharedWords {}
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
-    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking, because otherwise
-    /// the other process could kill this process by truncating the file.
+    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking. Otherwise the other process
+    /// could kill this one by truncating the file.
     ///
-    /// Fails if `mmap(2)` fails, if the file is too short or not sealed, or if the kernel lacks the memory
-    /// barrier that [`SharedWords::store_then_load`] needs.
+    /// Fails if `mmap(2)` fails, if the file is too short or not sealed, or if the kernel lacks the memory barrier for
+    /// [`SharedWords::store_then_load`].
     pub fn map(file: impl AsFd, count: usize) -> io::Result<Self> {
         let bytes = count * size_of::<u64>();
         let is_sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
@@ -66,13 +66,13 @@ impl SharedWords {
 
     /// Stores a number at index `at`, then loads the number at index `from`.
     ///
-    /// If the other process stores at `from` and then loads at `at`, at least one side sees the other's
-    /// store. For this, the other process must prevent its load from moving before its store, with a fence or
-    /// by registering for global expedited barriers (`membarrier(2)`).
+    /// If the other process stores at `from` and then loads at `at`, at least one side sees the other's store. The
+    /// other process must keep its load behind its store, with a fence or by registering for global expedited barriers
+    /// (`membarrier(2)`).
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);
-        // The error can be ignored, because `map` has checked that the kernel has this barrier.
+        // Cannot fail, because `map` has checked for the barrier.
         let _ = membarrier(MembarrierCommand::GlobalExpedited);
         self.load(from)
     }

@@ -1,6 +1,6 @@
-//! Standard output, if the program was started with one. If descriptor 1 is closed, Rust's runtime opens
-//! /dev/null in its place before `main`, and output is lost silently. This module checks the descriptor
-//! before the runtime starts.
+//! Standard output, if the program was started with one. If descriptor 1 is closed, Rust's runtime opens /dev/null in
+//! its place before `main`, and all output is lost silently. This module therefore checks the descriptor before the
+//! runtime starts.
 
 use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,8 +35,7 @@ pub fn get() -> io::Result<io::Stdout> {
     }
 }
 
-/// Writes bytes to standard output and flushes it. An empty output cannot be lost, even if standard output is
-/// closed.
+/// Writes bytes to standard output and flushes it. Writing nothing succeeds even if standard output is closed.
 ///
 /// # Errors
 ///

@@ -20,7 +20,7 @@ use super::parts::{CombinedWaker, PartWaker};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
-/// Maximum number of consecutive iterations that only serve in-process clients.
+/// Maximum number of consecutive iterations that serve only in-process clients.
 const CLIENT_ITERATIONS_MAX: usize = 16;
 
 /// Maximum number of polls before yielding to other tasks of the runtime.
@@ -60,7 +60,7 @@ pub struct LocalSupervisor {
     served: Mutex<Vec<Served>>,
     /// Id of the process that created the supervisor.
     owner: u32,
-    /// Reason why the supervisor ended although it was not stopped. `None` if it did not fail.
+    /// Reason why the supervisor failed; `None` if it did not.
     failed: Option<String>,
 }
 
@@ -78,9 +78,9 @@ impl LocalSupervisor {
         Self { ready: Some(ready), served: Mutex::default(), owner: std::process::id(), failed: None }
     }
 
-    /// Creates a client with a new connection, which all clones of the client share. Must be called within a
-    /// tokio runtime, preferably on the thread that runs the supervisor. Jobs are only served inside
-    /// [`LocalSupervisor::run_until`]. After the supervisor has ended, jobs fail with `Disconnected`.
+    /// Creates a client with a new connection, which all clones of the client share. Must be called within a tokio
+    /// runtime, preferably on the thread that runs the supervisor. Jobs make progress only inside
+    /// [`LocalSupervisor::run_until`]. After the supervisor has ended, they fail with `Disconnected`.
     pub fn client(&self) -> Client {
         match &self.ready {
             Some(ready) => {
@@ -105,18 +105,18 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // The supervisor was stopped, and `future` may be waiting for the stop.
+                // Stopped, which may be what `future` waits for.
                 Ok(future.await)
             }
         }
     }
 
-    /// Begins to stop the supervisor, without waiting. Running jobs have up to `drain_timeout` to finish.
-    /// Queued and new jobs are rejected as `draining`. A second call stops the supervisor immediately. The
-    /// supervisor only makes progress inside [`LocalSupervisor::run_until`] or [`LocalSupervisor::shutdown`].
+    /// Begins to stop the supervisor, without waiting. Running jobs have up to `drain_timeout` to finish. Queued and
+    /// new jobs are rejected as `draining`. A second call stops the supervisor immediately. Progress is made only
+    /// inside [`LocalSupervisor::run_until`] or [`LocalSupervisor::shutdown`].
     pub fn stop(&self) {
         if let Some(ready) = &self.ready {
-            // An error is ignored, because it means that the supervisor has already ended.
+            // Fails only if the supervisor has already ended.
             let _ = ready.commands.stop();
         }
     }
@@ -140,8 +140,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Polls the data plane and the client connections until `future` completes. If the data plane ends
-    /// first, returns `Err` with the result of the data plane.
+    /// Polls the data plane and the client connections until `future` completes. If the data plane ends first, returns
+    /// its result as `Err`.
     async fn run_with<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         let combined = Arc::<CombinedWaker>::default();
@@ -151,7 +151,7 @@ impl LocalSupervisor {
         poll_fn(|context| {
             combined.enter(context);
             for _ in 0..POLLS_MAX {
-                // The future is polled first, because it may be ready without any work of the data plane.
+                // Polled first, because it may be ready without any work of the data plane.
                 if let Some(Poll::Ready(output)) = future_waker.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
@@ -190,8 +190,7 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
         reason = "the replacement is unsafe; an owned descriptor stays open as long as this value"
     )]
     let event_descriptor = AsyncFd::with_interest(data_plane.event_descriptor()?, Interest::READABLE)?;
-    // One iteration runs before the first await, so that every call makes progress even if the future is
-    // dropped at the await.
+    // Runs one iteration before the first await, so that every call makes progress even if the future is dropped there.
     if data_plane.is_running() {
         guarded(data_plane, |plane| Ok(plane.finish_iteration()))?;
         guarded(data_plane, |plane| plane.run_iteration(Some(Duration::ZERO)))?;
@@ -203,8 +202,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             timeout => {
                 let timeout = timeout.unwrap_or(Duration::MAX);
                 match next(data_plane, &event_descriptor, timeout).await? {
-                    // Serving only in-process clients saves the system calls of a full iteration. The number
-                    // of such iterations is limited, so that sockets and timers do not starve.
+                    // Iterations for in-process clients alone save the system calls of a full one. Their number is
+                    // limited, so that sockets and timers do not starve.
                     Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
                         client_iterations += 1;
                         guarded(data_plane, DataPlane::handle_in_process_clients)?;
@@ -222,8 +221,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
 }
 
 impl LocalSupervisor {
-    /// Moves the client connections to tasks of the tokio runtime, so that clients can read the remaining
-    /// replies. Without a runtime, the connections are dropped, and their jobs fail with `Disconnected`.
+    /// Moves the client connections to tasks of the tokio runtime, so that clients can read their last replies. Without
+    /// a runtime, drops the connections, and jobs fail with `Disconnected`.
     fn release_clients(&mut self) {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         for connection in served.drain(..) {
@@ -257,21 +256,21 @@ fn failed(error: io::Error) -> RunError {
     RunError::System("run the event loop", error)
 }
 
-/// Source of the work for the next iteration.
+/// Kind of work for the next iteration.
 enum Next {
-    /// There is only work for in-process clients.
+    /// Only in-process clients need service.
     Clients,
     Other,
 }
 
-/// Waits for an event until `timeout` has passed. Returns the source of the event.
+/// Waits for an event, at most until `timeout` has passed. Returns its source.
 async fn next(
     data_plane: &DataPlane,
     event_descriptor: &AsyncFd<OwnedFd>,
     timeout: Duration,
 ) -> io::Result<Next> {
     let event = poll_fn(|context| {
-        // Sockets are checked first, so that a flood of in-process jobs cannot starve other events.
+        // Sockets come first, so that a flood of in-process jobs cannot starve other events.
         if let Poll::Ready(ready) = event_descriptor.poll_read_ready(context) {
             ready?.clear_ready();
             return Poll::Ready(Ok(Next::Other));
@@ -297,8 +296,7 @@ fn panicked() -> io::Error {
 impl Drop for LocalSupervisor {
     fn drop(&mut self) {
         if self.owner != std::process::id() {
-            // A forked child must drop nothing, because it has none of the threads and the keeper belongs to
-            // the parent.
+            // Nothing may be dropped in a forked child, which has none of the threads and does not own the keeper.
             std::mem::forget(self.ready.take());
             std::mem::forget(std::mem::take(&mut self.served));
         }

@@ -1,6 +1,5 @@
-//! Combines several futures, called parts, into one. A part is polled only if its waker was called. If one
-//! part wakes another part during a poll, the other part is polled in the same pass, and the runtime is not
-//! involved.
+//! Combines several futures, called parts, into one that polls only the parts whose wakers were called. A part that is
+//! woken during a poll, by another part, is polled in the same pass without involving the runtime.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,8 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 /// State of the combined future, which the wakers of all parts share.
 #[derive(Default)]
 pub(super) struct CombinedWaker {
-    /// True while the combined future is being polled. A part that is woken during this time need not wake
-    /// the runtime, because the poll checks all parts again before it returns.
+    /// True while the combined future is being polled. Wake-ups during this time need not reach the runtime, because
+    /// the poll checks all parts again before it returns.
     is_polled: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
@@ -22,15 +21,15 @@ impl CombinedWaker {
         let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
         let is_known = waker.as_ref().is_some_and(|known| known.will_wake(context.waker()));
         let unwanted = if is_known { None } else { waker.replace(context.waker().clone()) };
-        // The old waker is dropped after the lock has been released. Dropping the last waker of a task can
-        // drop the task, and this can call `wake` on a part, which takes the lock.
+        // Dropped after the lock is released. Dropping a task's last waker can drop the task, which can call `wake` on
+        // a part, which takes the lock.
         drop(waker);
         drop(unwanted);
         self.is_polled.store(true, Ordering::SeqCst);
     }
 
-    /// Marks the end of a poll of the combined future. The caller must check all parts once more after this
-    /// call, because earlier wake-ups did not reach the runtime.
+    /// Marks the end of a poll. The caller must then check all parts once more, because wake-ups during the poll did
+    /// not reach the runtime.
     pub(super) fn leave(&self) {
         self.is_polled.store(false, Ordering::SeqCst);
     }
@@ -64,7 +63,7 @@ pub(super) struct PartWaker {
 }
 
 impl PartWaker {
-    /// Creates the waker of a part. The part counts as woken, so that it is polled for the first time.
+    /// Creates a waker for a part, which counts as woken, so that the part is polled at least once.
     pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
         let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
         Self { waker: signal.clone().into(), signal }

@@ -1,6 +1,6 @@
-//! An application with an embedded supervisor, and the keeper of that supervisor. The first argument selects
-//! the scenario. The current folder is private to the scenario, and the environment variable `MISBEHAVE`
-//! names the worker's program. Panics on any failure.
+//! An application with an embedded supervisor. The same program is the supervisor's keeper. The first argument selects
+//! the scenario. Each scenario has its own current folder, and the environment variable `MISBEHAVE` names the worker's
+//! program. Panics on any failure.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -28,8 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // The alarm fires after the longest wait of any scenario, and early enough for the test to report the
-    // failure.
+    // Longer than any wait of a scenario, and short enough for the test to report the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -65,7 +64,7 @@ fn main() {
     println!("done");
 }
 
-/// Returns a configuration with one bulkhead `a`, and further keys for the supervisor and the bulkhead.
+/// Returns a configuration with one bulkhead `a` and the given further keys.
 fn settings(supervisor_keys: &str, keys: &str) -> config::Config {
     let worker = std::env::var("MISBEHAVE").unwrap();
     let text = format!(
@@ -186,8 +185,8 @@ fn admission() {
     wait_for("another client is served", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
-/// Prints the process ids of the supervisor's processes and waits to be killed. With the argument `forks`, a
-/// forked child also holds all descriptors of this process.
+/// Prints the ids of the supervisor's processes and waits to be killed. With the argument `forks`, a forked child also
+/// holds all descriptors of this process.
 fn is_killed() {
     let (_supervisor, client) = start("processes = 2");
     let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
@@ -266,8 +265,7 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent closes its end. At that time, the parent knows the child's process
-                // id.
+                // Blocks until the parent closes its end. By then, the parent knows the child's process id.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -288,7 +286,7 @@ fn signals(status: &str) -> Vec<String> {
     text.lines().filter(wanted).map(str::to_owned).collect()
 }
 
-/// Returns the state of this process that an embedded supervisor must not change.
+/// Returns those parts of this process's state that an embedded supervisor must not change.
 fn process_state() -> Vec<String> {
     let mut state = signals("/proc/thread-self/status");
     for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
@@ -311,8 +309,8 @@ extern "C" fn on_signal(_: i32) {
     HANDLED_BY.store(nix::unistd::gettid().as_raw(), Ordering::SeqCst);
 }
 
-/// Checks that the supervisor does not change the process state, that signals arrive on the application's
-/// threads, and that no descriptors are left.
+/// Checks that the supervisor changes no process state and leaves no descriptors behind, and that signals arrive on the
+/// application's threads.
 #[expect(unsafe_code, reason = "handlers")]
 fn keeps_its_own() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -330,8 +328,7 @@ fn keeps_its_own() {
         let masks = signals(task.join("status").to_str().unwrap());
         let is_ours = task.ends_with(std::process::id().to_string()) || name.starts_with("bulkhead-client");
         let blocked = u64::from_str_radix(masks[0].split_whitespace().last().unwrap(), 16).unwrap();
-        // All signals are blocked except SIGKILL and SIGSTOP, which cannot be blocked, and two signals that the C
-        // library reserves.
+        // SIGKILL and SIGSTOP cannot be blocked, and the C library reserves two more signals.
         assert!(is_ours || blocked | 1 << 31 | 1 << 32 == !(1 << 8 | 1 << 18), "{name}: {masks:?}");
     }
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -349,14 +346,14 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers one-time initialization: the signal that the C library reserves with the first thread, and
-/// tokio's socket pair.
+/// Triggers one-time initialisation: the first thread makes the C library reserve a signal, and tokio creates a socket
+/// pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
 
-/// Waits until this process has at most `before` open descriptors, because a client's thread ends
-/// asynchronously.
+/// Waits until this process has at most `before` open descriptors. A client's thread closes its descriptors only when
+/// it ends.
 fn assert_nothing_open(before: usize) {
     wait_for("no descriptors are left", || (descriptors(std::process::id()) <= before).then_some(()));
 }
@@ -367,8 +364,8 @@ fn assert_same_state(before: &[String]) {
     }
 }
 
-/// Checks that after the death of the keeper, jobs get outcomes, a new keeper starts, and the application's
-/// own children survive.
+/// Checks that after the keeper's death, jobs get outcomes, a new keeper starts, and the application's own children
+/// survive.
 fn loses_its_keeper() {
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -393,7 +390,7 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Checks that keepers that are killed while they start are replaced.
+/// Checks that keepers that are killed during their start are replaced.
 fn loses_starting_keepers() {
     let folder = std::env::var("FOLDER").unwrap();
     let is_own = |pid: &u32| {
@@ -412,8 +409,8 @@ fn loses_starting_keepers() {
     supervisor.shutdown().unwrap();
 }
 
-/// Runs all attempts of the hostile worker under this profile. The file `workers.toml` configures the
-/// bulkheads, and the file `targets` contains the targets.
+/// Runs all attempts of the hostile worker under the given profile. The file `workers.toml` configures the bulkheads,
+/// and the file `targets` contains the targets.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
     let supervisor = Supervisor::start_blocking(config).unwrap();
@@ -467,9 +464,8 @@ async fn local_holds() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that each job has one outcome, that no job begins twice, and that no job reported as not executed
-/// has run, while workers, keepers and guards are killed. The program's second argument is the duration in
-/// seconds.
+/// Checks that each job has one outcome, that no job begins twice, and that no job reported as not executed has run,
+/// while workers, keepers and guards are killed. The program's second argument is the duration in seconds.
 fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
@@ -484,8 +480,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
-                // The victim can have exited and its pid can have been reused, so only processes with these
-                // names are killed.
+                // The victim may have exited and its pid may have been reused, so the name is checked as well.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
                 else {
                     continue;
@@ -536,7 +531,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks that the job failed and is not reported as executed.
+/// Checks that the job failed and was not reported as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
@@ -555,8 +550,8 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor before it has
-/// an iteration in which it could send the outcomes.
+/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor that has had no
+/// iteration in which it could send the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
         let (mut supervisor, client) = start_local(WAITING);
@@ -586,8 +581,8 @@ async fn local_is_told() {
     }
 }
 
-/// Checks that the supervisor survives panics of the application, dropped futures, and use from other threads
-/// and runtimes.
+/// Checks that the supervisor survives panics of the application, dropped futures, and use from other threads and
+/// runtimes.
 fn local_goes_on() {
     let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let keys = "max_in_flight = 4\nmax_queue = 300\ngrace = \"100ms\"";
@@ -617,7 +612,7 @@ fn local_goes_on() {
         assert!(threads.block_on(given_up).is_err());
     }
     echo(&mut supervisor, &threads);
-    // Sends jobs from all threads at once, next to a future that keeps this thread busy.
+    // Jobs come from all threads at once, while a future keeps this thread busy.
     let jobs = (0..200).map(|_| threads.spawn(client.job("a", vec![7; 100_000]).operation("echo").send()));
     let jobs: Vec<_> = jobs.collect();
     let all = async {
@@ -626,7 +621,7 @@ fn local_goes_on() {
         }
     };
     threads.block_on(supervisor.run_until(all)).unwrap();
-    // From now on, another runtime drives the supervisor, and the first runtime is shut down.
+    // Another runtime now drives the supervisor, and the first one is shut down.
     let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     echo(&mut supervisor, &other);
     threads.shutdown_background();
@@ -663,8 +658,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that clients get an error immediately after the supervisor has ended, and that the copy of a
-/// supervisor in a forked child cannot shut down the original.
+/// Checks that clients get an error as soon as the supervisor has ended, and that a forked child cannot shut down the
+/// parent's supervisor.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -718,7 +713,7 @@ fn two() {
     }
 }
 
-/// Checks that each start with invalid settings fails and leaves nothing behind.
+/// Checks that starts with invalid settings fail and leave nothing behind.
 fn refused() {
     once();
     let open = descriptors(std::process::id());
@@ -743,14 +738,15 @@ fn refused() {
         let error = started(program);
         assert!(error.contains("failed to start the keeper") && error.contains(words), "{error}");
     }
-    // An application that does not call `keeper_main_if_asked` gets an error and does not start itself recursively.
+    // An application that does not call `keeper_main_if_asked` must get an error instead of starting itself
+    // recursively.
     let own = std::env::current_exe().unwrap();
     let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
     assert!(forgets.status.success(), "{forgets:?}");
     let crash_dir = settings("crash_dir = \"/proc/crashes\"", "");
     let error = Supervisor::start_blocking(crash_dir).unwrap_err().to_string();
     assert!(error.contains("/proc/crashes"), "{error}");
-    // A valid start still works.
+    // A valid start still works afterwards.
     let (supervisor, client) = start("");
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
     drop(client);
@@ -808,7 +804,7 @@ fn drains() {
     assert_ne!(outcome(&running.wait()), "ok");
 }
 
-/// Starts supervisors within a runtime, in a process with many threads that all allocate.
+/// Starts supervisors within a runtime, while many threads allocate memory.
 async fn in_a_runtime() {
     let is_over = Arc::new(AtomicUsize::new(0));
     let threads: Vec<_> = (0..16)
@@ -819,7 +815,7 @@ async fn in_a_runtime() {
                     for bytes in 10_000..10_020 {
                         std::hint::black_box(vec![0_u8; bytes]);
                     }
-                    // Shorter sleeps would use too much processor time.
+                    // A shorter sleep would use too much processor time.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             })
@@ -841,7 +837,7 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    // Dropping the future of a start ends all processes and threads of the supervisor.
+    // Dropping the future of a start must end all processes and threads of the supervisor.
     drop(tokio::time::timeout(Duration::ZERO, Supervisor::start(settings("", ""))).await);
     tokio::task::spawn_blocking(|| {
         wait_for("no thread of a supervisor is left", || {
@@ -854,8 +850,8 @@ async fn in_a_runtime() {
     .unwrap();
 }
 
-/// Prints the outcome of a misbehaving job, with the data plane on a separate thread and on this thread.
-/// Checks that the next job is served.
+/// Prints the outcome of a misbehaving job, first with the data plane on a separate thread, then on this thread. Checks
+/// that the next job is served.
 fn after(operation: &str, payload: &str) {
     let (supervisor, client) = start("deadline = \"20s\"");
     let told = client.job("a", payload).operation(operation).send();
@@ -915,8 +911,7 @@ async fn local() {
         [second, parent(second), parent(parent(second))]
     });
     let line = line.await.unwrap();
-    // While the supervisor is not driven, it receives nothing and its timers stand still. Workers do not
-    // count as hung.
+    // A supervisor that is not driven receives nothing, and its timers stand still. Workers do not count as hung.
     let waits = client.job("a", "").operation("echo").deadline(Duration::from_millis(100));
     let waits = tokio::spawn(waits.send());
     std::thread::sleep(Duration::from_secs(6));
@@ -932,7 +927,7 @@ async fn local() {
     let next = supervisor.run_until(async {
         loop {
             match send_to(&client, "pid").await.map(|reply| reply.outcome().worker_pid.unwrap()) {
-                // The worker can reply once more before the kernel kills it.
+                // The worker may reply once more before the kernel kills it.
                 Ok(pid) if pid == line[0] => {}
                 Ok(pid) => return pid,
                 Err(_) => {}
@@ -947,7 +942,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends supervisors with a stop, by dropping, and by dropping before the first iteration.
+/// Ends supervisors by a stop, by dropping, and by dropping before the first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -972,12 +967,11 @@ async fn local_ends() {
     let line = [pid, parent(pid), parent(parent(pid))];
     drop(supervisor);
     assert_gone(&line);
-    // Drops a supervisor that was never driven.
+    // This supervisor was never driven.
     drop(start_local(""));
 }
 
-/// Waits to be killed without driving the data plane. The keeper must notice the end of the application by
-/// itself.
+/// Waits to be killed without driving the data plane. The keeper must detect the end of the application by itself.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -986,7 +980,7 @@ async fn local_is_killed() {
     let _ = std::io::stdin().lock().read_line(&mut String::new());
 }
 
-/// Runs an application that is a child subreaper itself, like the first process of a container.
+/// Runs in an application that is itself a child subreaper, such as the first process of a container.
 fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =
@@ -1004,7 +998,7 @@ fn adopts() {
     assert_eq!(left, Err(nix::errno::Errno::ECHILD), "the application has a leftover child");
 }
 
-/// Checks that dropping the copy of a supervisor in a forked child has no effect.
+/// Checks that a forked child can drop its copy of a supervisor without any effect.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn forks() {
     let (supervisor, client) = start("");

@@ -1,5 +1,4 @@
-//! A worker that implements the protocol without the SDK and uses or misuses memory files, as selected by the
-//! operation.
+//! A worker that implements the protocol without the SDK. The operation selects how it uses or misuses memory files.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -118,7 +117,7 @@ impl Worker {
         let size = result.metadata().expect("a file").len();
         match order.operation {
             "where" => self.send(kind::RESULT, job, &Empty, None, b"file"),
-            // Reports which forbidden operations succeed.
+            // Returns the forbidden operations that succeed.
             "attack" => {
                 let path = format!("/proc/self/fd/{}", payload.as_raw_fd());
                 let tries = [

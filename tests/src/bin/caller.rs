@@ -1,4 +1,4 @@
-//! Connects to the jobs socket with other credentials, from a process that exits immediately, or repeatedly.
+//! Connects to the jobs socket with other credentials, from a process that exits immediately, or many times.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ fn main() -> ExitCode {
         ["leave", socket] => leave(socket),
         // Copies standard input to standard output.
         ["listen"] => std::io::copy(&mut std::io::stdin(), &mut std::io::stdout()).map(drop),
-        // Connects `times` times and prints the number of connections that got a reply.
+        // Connects `times` times. Prints the number of connections that got a reply.
         ["knock", socket, times] => knock(socket, times),
         _ => return ExitCode::from(2),
     };

@@ -1,8 +1,8 @@
-//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. The filter
-//! simulates a kernel without these system calls, or the sandbox of a container or of another supervisor.
+//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. Simulates a kernel
+//! that lacks these calls, or the sandbox of a container or of another supervisor.
 //!
-//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect. With `@FILE` as the
-//! only rule, the filter applies a seccomp profile of a container engine, without the conditions on arguments.
+//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. Error 0 means success without effect. If the only rule is
+//! `@FILE`, applies the seccomp profile of a container engine in this file, without its conditions on arguments.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -63,7 +63,7 @@ fn profile(file: &str) -> Vec<sock_filter> {
     for group in profile["syscalls"].as_array().expect("groups of system calls") {
         assert_eq!(group["action"], "SCMP_ACT_ALLOW");
         for name in group["names"].as_array().expect("names").iter().filter_map(Value::as_str) {
-            // Names of calls that only another architecture has are skipped.
+            // Skips calls that only other architectures have.
             let number = (0..NUMBER_MAX).find(|number| syscall_name(*number) == name);
             rules.extend(number.map(|number| (number.into(), libc::SECCOMP_RET_ALLOW)));
         }
@@ -71,7 +71,8 @@ fn profile(file: &str) -> Vec<sock_filter> {
     filter(&rules, default)
 }
 
-/// Returns a filter with an action for each system call in `rules`, and with the action `default` for all others.
+/// Returns a filter with the given action for each system call in `rules`, and with the action `default` for all
+/// others.
 fn filter(rules: &[(c_long, u32)], default: u32) -> Vec<sock_filter> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const JUMP_IF_IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;

@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         ["worker", notes, bulkhead, bound] => ledger::worker::serve(notes, bulkhead, bound),
         ["in", notes, ref rest @ .., mode] => match plan(rest) {
             Some(plan) => {
-                // If the supervisor ends early, the log has the reason.
+                // The log says why, if the supervisor ends early.
                 let filter = LogFilter { level: "error", has_output: false };
                 logging::init(LogFormat::Text, filter).expect("a valid level");
                 told(&ledger::embedded::keep(notes.as_ref(), plan, mode == EMBEDDED[1]))

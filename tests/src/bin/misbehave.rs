@@ -1,5 +1,5 @@
-//! A worker that misbehaves on request. Without arguments it uses the SDK, and the operation selects the
-//! misbehaviour. With `raw MODE` it implements the protocol itself, with errors.
+//! A worker that misbehaves on request. Without arguments, it uses the SDK, and the operation selects the misbehaviour.
+//! With `raw MODE`, it implements the protocol without the SDK, and violates it.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -48,8 +48,7 @@ fn main() -> ExitCode {
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
-        // The first process becomes ready immediately. Later processes become ready when the file `go`
-        // exists.
+        // The first process becomes ready immediately, later ones when the file `go` exists.
         ["slow-again", once] => {
             let once = once.to_owned();
             Server::new()
@@ -78,8 +77,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a template. The operation `who` returns the process ids of the template and of the worker. After
-/// `forks_max` forks, the template sets a process limit that makes further forks fail.
+/// Runs a template. The operation `who` returns the process ids of template and worker. After `forks_max` forks, a
+/// process limit makes further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -90,7 +89,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
                     let _ = runs.send(());
                     forever()
                 })?;
-                // The thread sets its name after it has started.
+                // A new thread sets its own name, so this waits until it has.
                 let _ = is_running.recv();
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
@@ -146,7 +145,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Tries to change the attributes of [`attributes`] in another process. Ignores errors.
+/// Tries to change the attributes in [`attributes`] of another process. Ignores errors.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
@@ -192,8 +191,7 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Runs a worker that forks in its initialization and in a handler. The forked processes return from there as
-/// well.
+/// Runs a worker that forks in its initialisation and in a handler. The forked processes return from there as well.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -260,7 +258,7 @@ fn wait_for_file(path: &str, is_over: impl Fn() -> bool) {
     }
 }
 
-/// Number of jobs that run in this process.
+/// Number of jobs that this process is running.
 static RUNNING: AtomicU32 = AtomicU32::new(0);
 
 struct Running;
@@ -278,7 +276,7 @@ impl Drop for Running {
     }
 }
 
-/// Runs the steps of an operation, which are separated by semicolons. Each step can use the payload.
+/// Runs the steps of an operation, which are separated by semicolons.
 fn take_steps(
     steps: &str,
     job: &Job,
@@ -288,13 +286,13 @@ fn take_steps(
     let mut answer = b"done".to_vec();
     for step in steps.split(';') {
         match step.split(' ').collect::<Vec<_>>()[..] {
-            // The first `count` jobs abort the worker. The file counts all jobs.
+            // Aborts the worker for the first `count` jobs, which are counted in a file.
             ["die-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     std::process::abort();
                 }
             }
-            // The first `count` jobs stop the whole worker process, so that it reads nothing.
+            // Stops the whole worker process for the first `count` jobs, so that it reads nothing.
             ["freeze-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     kill(Pid::this(), Signal::SIGSTOP)?;
@@ -307,7 +305,7 @@ fn take_steps(
             ["count", path] => drop(count_up(path)?),
             // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
-            // Records the beginning and the end of a job of some milliseconds.
+            // Records begin and end of a job that takes some milliseconds.
             ["ledger", path, ms, id] => {
                 append(path, &format!("begin {id}\n"))?;
                 std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0)));
@@ -317,7 +315,7 @@ fn take_steps(
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
-            // Returns where the payload was, and the sum of its bytes.
+            // Returns where the payload was stored, and the sum of its bytes.
             ["sum"] => {
                 let place = if job.mapped_payload().is_some() { "file" } else { "bytes" };
                 let sum: u64 = job.payload().iter().map(|byte| u64::from(*byte)).sum();
@@ -325,8 +323,7 @@ fn take_steps(
             }
             ["echo"] => answer = job.payload().to_vec(),
             ["pid"] => answer = std::process::id().to_string().into_bytes(),
-            // Returns the peak number of concurrent jobs in this process within `ms` milliseconds, including
-            // this job.
+            // Returns the peak number of concurrent jobs in this process during `ms` milliseconds.
             ["peak", ms] => {
                 let until = Instant::now() + Duration::from_millis(ms.parse().unwrap_or(0));
                 let mut peak = RUNNING.load(Ordering::SeqCst);
@@ -351,7 +348,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
         "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
-        // Inverts the bytes of the payload. Writes the result in place if possible.
+        // Inverts the bytes of the payload, if possible in place.
         "invert" => {
             let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
             if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
@@ -388,7 +385,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             kill(Pid::this(), Signal::SIGSTOP)?;
             forever();
         }
-        // Rust's SIGSEGV handler treats the first signal as a stack overflow and then removes itself.
+        // Rust's handler takes the first SIGSEGV for a stack overflow and then removes itself.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },
@@ -433,7 +430,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks memory. The payload is the number of MiB to leak.
+        // Leaks as many MiB of memory as the payload says.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -454,8 +451,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 (0..wanted).map_while(|_| std::thread::Builder::new().spawn(std::thread::park).ok()).count();
             return Ok(started.to_string().into_bytes());
         }
-        // Starts a process tree that tries to outlive the worker. The payload is a marker in the command
-        // lines of these processes.
+        // Starts a process tree that tries to outlive the worker. The payload marks the command lines of its processes.
         "tree" => {
             let marker = String::from_utf8_lossy(job.payload()).into_owned();
             shell(&format!(
@@ -465,15 +461,15 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             ));
             forever();
         }
-        // Sends SIGKILL to all process ids in the payload.
+        // Sends SIGKILL to the process ids in the payload.
         "kill" => {
             for pid in String::from_utf8_lossy(job.payload()).split_whitespace() {
                 let pid = pid.parse().map_err(|_| HandlerError::new("no_pid", pid))?;
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Writes `+` to a file at the beginning and `-` at the end, which shows the number of concurrent
-        // jobs.
+        // Writes `+` to a file at the beginning and `-` at the end, from which the number of concurrent jobs can be
+        // computed.
         "mark" => {
             use std::io::Write;
             let path = String::from_utf8_lossy(job.payload()).into_owned();
@@ -485,7 +481,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "progress" => {
             for step in 1..=4 {
                 ctx.progress(step as f32 / 4.0, &format!("step {step}"));
-                // The pauses are long enough for the client to receive each update.
+                // Long enough for the client to receive each report.
                 std::thread::sleep(Duration::from_millis(110));
             }
         }
@@ -494,7 +490,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 ctx.progress(step as f32 / 20_000.0, &format!("step {step}"));
             }
         }
-        // Reports progress twice, and then nothing until the file named in the payload exists.
+        // Reports progress twice, then nothing until the file named in the payload exists.
         "progress-and-wait" => {
             ctx.progress(0.5, "first");
             ctx.progress(0.6, "second");
@@ -544,9 +540,9 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
-/// Runs a worker that cannot be resized. The worker keeps its jobs until the file `go` exists. The result of
-/// each job is the largest number of jobs that were held at the same time. If the worker gets more jobs than
-/// the welcome allows, it creates the file `too-many`. If it gets a LIMITS frame, it creates the file `told`.
+/// Runs a worker that cannot be resized, and that keeps its jobs until the file `go` exists. The result of each job is
+/// the largest number of jobs held at once. Creates the file `too-many` if it gets more jobs than the welcome allows,
+/// and the file `told` if it gets a LIMITS frame.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();
@@ -600,9 +596,9 @@ fn hoard() -> ExitCode {
 /// Capabilities needed to receive prefetched jobs.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::PREFETCH;
 
-/// Runs a worker that replies to every job immediately, except for three operations. For `lie`, the worker
-/// sends a result for the next job instead. For `ignore`, the worker begins the job and then stops reading,
-/// replying and sending heartbeats. For the first `ignore all`, the worker stops without beginning the job.
+/// Runs a worker that replies to every job immediately, with three exceptions. For `lie`, the worker sends a result for
+/// the next job instead. For `ignore`, it begins the job and then stops reading, replying and sending heartbeats. For
+/// the first `ignore all`, it stops without beginning the job.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
@@ -630,9 +626,9 @@ fn liar() -> ExitCode {
     }
 }
 
-/// Runs a worker that replies to every job immediately, except for two operations. For `scribble garbage`,
-/// the worker writes garbage into the journal and dies. For `scribble results`, the worker writes results for
-/// other jobs into the journal, followed by a result for this job, and dies.
+/// Runs a worker that replies to every job immediately, with two exceptions. For `scribble garbage`, the worker writes
+/// garbage into its journal and dies. For `scribble results`, it writes results for other jobs into the journal,
+/// followed by a result for this job, and dies.
 fn scribbler() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -675,8 +671,7 @@ fn scribbler() -> ExitCode {
     }
 }
 
-/// Runs a worker that writes heartbeats into its journal instead of sending them, until the file `still`
-/// exists.
+/// Runs a worker that writes heartbeats into its journal until the file `still` exists.
 fn beater() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -722,7 +717,7 @@ impl Raw {
         true
     }
 
-    /// Receives the descriptor of the journal, which is sent before the welcome.
+    /// Receives the journal's descriptor, which precedes the welcome.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =

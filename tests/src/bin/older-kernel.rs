@@ -1,5 +1,4 @@
-//! Runs a program on a simulated kernel older than Linux 6.16, which lacks `SO_PASSRIGHTS`: `older-kernel
-//! PROGRAM [ARGUMENT...]`.
+//! Runs a program as on a kernel before Linux 6.16, without `SO_PASSRIGHTS`: `older-kernel PROGRAM [ARGUMENT...]`.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -41,8 +40,7 @@ fn forget_pass_rights() -> std::io::Result<()> {
     #[expect(unsafe_code, reason = "no library filters system calls like this")]
     // SAFETY: the filter and the array outlive the calls, which only read them.
     let done = unsafe {
-        // Unprivileged processes need no_new_privs to install a filter. Root does not need it, and stays
-        // unchanged.
+        // Root can install a filter without no_new_privs, and thus stays unchanged.
         if libc::geteuid() != 0 {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
         }

@@ -1,4 +1,4 @@
-//! Disturbances of the supervisor and its workers during a run of the ledger.
+//! Disturbances of the supervisor and its workers during a run.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// A disturbance: its start time in µs of CLOCK_MONOTONIC, and its name.
+/// A disturbance: time of its start in µs of CLOCK_MONOTONIC, and name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.
@@ -186,7 +186,7 @@ impl Target {
                     let metadata = announced.len() - 16;
                     announced[..4].copy_from_slice(&(metadata as u32 + (1 << 20)).to_le_bytes());
                     announced.extend(*b"xx");
-                    // The supervisor reads all further bytes of the connection as payload.
+                    // The supervisor takes everything that follows on the connection as payload.
                     push(socket, &announced) && number == 0
                 }),
                 _ => self.burst("rubbish", |socket, _| push(socket, &[0xFF; 64])),

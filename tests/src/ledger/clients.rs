@@ -1,5 +1,4 @@
-//! Clients of the ledger. They send many concurrent jobs over several connections, cancel some, and record
-//! every outcome.
+//! Clients that send many concurrent jobs over several connections, cancel some, and record every outcome.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -48,7 +47,7 @@ pub enum Told {
         /// Whether the supervisor reports the job as executed.
         executed: Executed,
     },
-    /// The connection was lost, which is a fault because the supervisor does not end during the load.
+    /// The connection was lost. This is a fault, because the supervisor does not end during the load.
     Lost(String),
 }
 
@@ -104,7 +103,7 @@ pub fn on_this_thread<T>(future: impl Future<Output = T>) -> T {
 pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     let book = Rc::new(RefCell::new(HashMap::new()));
     for client in &clients {
-        // Connects first, because some deadlines are shorter than the time to connect.
+        // Connects first, because some deadlines are shorter than connecting takes.
         let asked = client.job("missing", "").deadline(LAST_OUTCOMES_WITHIN).send().await;
         assert!(asked.is_err_and(|error| error.outcome().is_some()), "the supervisor answers");
     }
@@ -123,7 +122,7 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
             lanes.spawn_local(lane.run(until));
         }
     }
-    // Jobs without an outcome stay `Nothing`, which is a fault.
+    // Jobs without an outcome stay `Nothing`, which counts as a fault.
     let _ = tokio::time::timeout(plan.lasts + LAST_OUTCOMES_WITHIN, async {
         while let Some(ended) = lanes.join_next().await {
             ended.expect("no lane panics");
@@ -133,10 +132,9 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
     book.take()
 }
 
-/// Waits until every bulkhead runs its maximum number of jobs at the same time, which proves that no permit
-/// was lost.
+/// Waits until every bulkhead has run its maximum number of jobs at once, which proves that no permit was lost.
 pub async fn fill_all(client: &Client) {
-    // An adaptive limit can be lower than the maximum for a while.
+    // An adaptive limit can stay below the maximum for a while.
     for bulkhead in BULKHEADS.iter().filter(|bulkhead| !bulkhead.keys.contains("adaptive")) {
         let began = Instant::now();
         while let Err(told) = fill(client, bulkhead).await {
@@ -146,8 +144,8 @@ pub async fn fill_all(client: &Client) {
     }
 }
 
-/// Runs the maximum number of jobs of a bulkhead at the same time. Each job waits until all of them run.
-/// Returns the messages of the jobs that did not end `ok`, if any.
+/// Runs the maximum number of jobs of a bulkhead at once. Each job waits until all of them run. Returns the messages of
+/// jobs that did not end `ok`.
 async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     let operation = format!("meet {}", worker::now_us());
     let jobs = (0..bulkhead.bound()).map(|_| {
@@ -161,7 +159,7 @@ async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     if told.is_empty() { Ok(()) } else { Err(told) }
 }
 
-/// A sequence of jobs, sent one after the other.
+/// Jobs that are sent one after the other.
 struct Lane {
     client: Client,
     random: Random,
@@ -216,7 +214,7 @@ impl Lane {
             job = job.traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
         }
         if random.below(100) == 0 {
-            // Dropping the future cancels the job in any state.
+            // Dropping the future cancels the job, whatever its state.
             let patience = Duration::from_micros(random.below(5_000) as u64);
             return match tokio::time::timeout(patience, job.send()).await {
                 Ok(result) => told(&payload, result),

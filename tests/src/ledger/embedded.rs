@@ -1,6 +1,5 @@
-//! The ledger for an embedded supervisor in the process of the clients. The data plane runs on a separate
-//! thread or on the clients' thread. An embedded supervisor has no admin API, so the ledger observes it only
-//! from outside.
+//! The ledger for a supervisor that is embedded in the clients' process, with the data plane on a separate thread or on
+//! the clients' thread. Without an admin API, the ledger observes the supervisor only from outside.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,8 +18,7 @@ use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan, has_more_descriptors};
 use crate::{PATIENCE, descriptors, kill_pid, name, parent, processes_with, programs};
 
-/// Runs the ledger in a separate process, as the program `ledger` with these arguments. Afterwards checks
-/// that no processes and no files are left.
+/// Runs the program `ledger` with these arguments. Afterwards checks that no processes and no files are left.
 pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     let (notes, temporary) = (folder(), folder());
     super::open_to_all(notes.path());
@@ -96,7 +94,7 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
         fill_all(&looks_on).await;
     }
     let mut findings = Findings { descriptors: (before, at_rest().await), ..Findings::default() };
-    // Each crash record that waits for the symbolizer keeps a descriptor open.
+    // Crash records that wait for the symbolizer hold descriptors.
     let began = Instant::now();
     while has_more_descriptors(&findings) && began.elapsed() < PATIENCE {
         findings.descriptors.1 = at_rest().await;
@@ -104,8 +102,8 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
     (told, deeds, findings)
 }
 
-/// Returns the minimum of several counts of this process's open descriptors, because recycling a worker
-/// briefly uses more. Memory is not measured, because the clients' records grow in this process.
+/// Returns the lowest of several counts of this process's open descriptors, because recycling a worker briefly uses
+/// more. Memory is not measured, because the clients' records are in this process and grow.
 async fn at_rest() -> usize {
     let mut counts = Vec::new();
     while counts.len() < LOOKS_AT_REST {
@@ -201,8 +199,7 @@ impl Disturbs {
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// Returns the pid of a random worker's ancestor with the name `wanted`, which is the keeper or the
-    /// guard.
+    /// Returns the pid of the keeper or guard above a random worker. `wanted` is the name of either.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));
@@ -210,7 +207,7 @@ impl Disturbs {
     }
 }
 
-/// Runs bursts of hostile jobs, which are for an unknown bulkhead or are dropped immediately.
+/// Runs bursts of hostile jobs, which name an unknown bulkhead or are dropped immediately.
 fn flood(client: &Client, mut random: Random, is_over: &AtomicBool) -> Vec<Deed> {
     let mut done = Vec::new();
     while !is_over.load(Ordering::SeqCst) {

@@ -17,12 +17,11 @@ use nix::fcntl::{FcntlArg, fcntl};
 /// Name of the file with the records.
 const RECORDS: &str = "records";
 
-/// Number of scans of all places after which a job without a place counts as above the limit.
+/// Number of scans of all places after which a job counts as above the limit.
 const SCANS: usize = 4;
 
-/// Held for writing while a process is spawned, and for reading while a place is released. Until a new
-/// process has executed its program, it has copies of all open files of the worker, and therefore holds the
-/// locks of other jobs.
+/// Held for writing while a process is spawned, and for reading while a place is released. Until a new process executes
+/// its program, it shares all open files of the worker, and with them the locks of other jobs.
 static SPAWNING: RwLock<()> = RwLock::new(());
 
 /// Kind of a record.
@@ -32,7 +31,7 @@ pub enum Mark {
     Begun,
     /// The handler of the job is about to return.
     Ended,
-    /// The job began while all places were taken. `Held` records name the jobs that held the places.
+    /// The job began while all places were taken. A `Held` record for each place names the job that held it.
     OverBound,
     /// The job held a place when another job began above the limit.
     Held,
@@ -121,8 +120,8 @@ pub fn read(notes: &Path) -> Vec<Record> {
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
-/// Returns the payload of a job, which is also its expected result: the job's number, repeated. The operation
-/// decides what the job does.
+/// Returns the payload of a job, which is also its expected result: the job's number, repeated. The operation says what
+/// the job does.
 pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
     job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
 }
@@ -132,7 +131,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
     let notes = PathBuf::from(notes);
     let places = notes.join(format!("places-{bulkhead}"));
     let bound: usize = bound.parse().expect("a number");
-    // The file is open to all users, because workers can run as different users.
+    // Open to all users, because workers can run as different users.
     let records = open(&notes.join(RECORDS)).expect("the records can be opened");
     Server::new()
         .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
@@ -143,7 +142,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
             let number = job.payload().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
             let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
             let attempt = Attempt { job: number, began_us: now_us() };
-            // A single write to a file in append mode keeps records from mixing.
+            // A single write in append mode, so that records do not mix.
             let write = |record: Record| (&records).write_all(&record.encode());
             write(attempt.record(attempt.began_us, Mark::Begun))?;
             let place = take_place(&places, bound, attempt)?;
@@ -174,13 +173,13 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 
 fn open(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
-    // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
+    // Fails unless the file belongs to this worker's user. One worker that succeeds is enough.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
 
-/// Stops the whole worker process for a tenth of a second, like a call that holds an interpreter's lock.
-/// During this time, no thread of the worker reads the link or begins a job.
+/// Stops the whole worker process for a tenth of a second, like a call that holds an interpreter's lock. Meanwhile, no
+/// thread reads the link or begins a job.
 fn freeze() -> std::io::Result<()> {
     let mut waker = spawn("sleep 0.1; kill -CONT $PPID")?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
@@ -188,8 +187,7 @@ fn freeze() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts chains of processes in which each process starts a successor and exits. The chains end some time
-/// after the job.
+/// Starts chains of processes, in which each starts a successor and exits. They end some time after the job.
 fn start_chains() -> std::io::Result<()> {
     let chains =
         "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
@@ -197,14 +195,14 @@ fn start_chains() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts a shell script that runs at the same time as the job.
+/// Starts a shell script that runs next to the job.
 fn spawn(script: &str) -> std::io::Result<Child> {
     let _spawning = SPAWNING.write();
     let mut command = Command::new("/bin/sh");
     command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
 }
 
-/// Returns the time in µs of CLOCK_MONOTONIC, which all processes share.
+/// Returns the time in µs of CLOCK_MONOTONIC, which is the same for all processes.
 pub fn now_us() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("there is a clock");
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
@@ -221,12 +219,11 @@ fn lock_of(byte: usize) -> nix::libc::flock {
     }
 }
 
-/// Maximum time in µs that a job waits for the other jobs of its round. If workers are being replaced, a later round
+/// Maximum time in µs that a job waits for the others of its round. If workers are being replaced, a later round
 /// succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at the same time. The first job that finds all places taken creates a
-/// file to inform the other jobs.
+/// Waits until all places are taken at once. The first job that finds them taken creates a file to inform the others.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -252,7 +249,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of taking a place.
 enum Place {
-    /// The attempt holds a lock on one byte until the file is closed. The file names the attempt.
+    /// The attempt locks one byte until the file is closed. The file names the attempt.
     Taken(File),
     /// The attempts in `holders` have taken all places since `since_us`, in µs.
     None { since_us: u64, holders: Vec<Attempt> },
@@ -262,10 +259,10 @@ enum Place {
 fn take_place(places: &Path, bound: usize, attempt: Attempt) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
-    // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
+    // Fails unless the file belongs to this worker's user. One worker that succeeds is enough.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     let mut since_us = now_us();
-    // Scans several times, because one place can be freed and another one taken between two attempts.
+    // Scans several times, because between two attempts one place can be freed and another one taken.
     for byte in (0..SCANS).flat_map(|_| 0..bound) {
         if byte == 0 {
             since_us = now_us();

@@ -25,7 +25,7 @@ use crate::reply::{HandlerError, Reply};
 use crate::rules::{Rules, Temporary};
 use crate::server::Server;
 
-/// Maximum size of the standard error tail in a job's error message, in bytes.
+/// Maximum number of bytes from the end of standard error to include in a job's error message.
 const TAIL_BYTES: usize = 4 * 1024;
 
 /// Interval between checks for descendants of a program that has exited.
@@ -105,7 +105,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
         .raw_handler(|job, ctx: &Ctx<Host>| ctx.state().run_program(job, ctx));
     let serving = std::thread::Builder::new().name("dispatch".into()).spawn(move || {
         let code = server.serve();
-        // Exits here, because the first thread is busy and cannot return a status from `main`.
+        // `main` cannot return the status, because the first thread is still serving orphans.
         std::process::exit(if code == ExitCode::SUCCESS { 0 } else { 2 });
     });
     if let Err(error) = serving {
@@ -119,7 +119,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
 /// State of the host that all jobs share.
 struct Host {
     plan: Plan,
-    /// Path of the program to execute.
+    /// Path that is passed to `execve`.
     place: String,
     environment: Environment,
     rules: Arc<Rules>,
@@ -395,7 +395,6 @@ impl Host {
     }
 }
 
-/// Appends the tail of standard error to a message.
 fn append(message: &mut String, tail: &str) {
     if !tail.is_empty() {
         message.push_str(": ");
@@ -512,7 +511,7 @@ fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize
     count
 }
 
-/// Forwards bytes from standard error to the log, and keeps the last bytes for the job's message.
+/// Forwards standard error to the log, and keeps the last bytes for the job's error message.
 fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
     // Errors are ignored, because a job must not fail if the log cannot be written.
     let _ = io::stderr().write_all(bytes);

@@ -15,7 +15,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
 use crate::rules::Rules;
 
-/// Maximum number of entries that are removed before the reply to the job is sent.
+/// Maximum number of entries that are removed before the reply is sent. Larger folders are removed in the background.
 const ENTRIES_AT_ONCE_MAX: usize = 256;
 
 /// Maximum number of folders in the queue for removal.
@@ -41,8 +41,7 @@ impl Folder {
 
     /// Restores the owner's rights on the folder, which the program may have removed.
     pub(super) fn restore_owner_rights(&self) {
-        // Errors are ignored, because the caller's next operation on the folder then fails and reports the
-        // cause.
+        // Ignores errors, because the caller's next operation on the folder fails as well and reports the cause.
         let _ = bulkhead_linux::folder::restrict_to_owner(&self.place);
     }
 }

@@ -81,7 +81,7 @@ pub(super) struct ChildSetup<'s> {
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
     /// Working directory of the program; `None` for that of the host.
     pub(super) directory: Option<BorrowedFd<'s>>,
-    /// True if standard output goes to the log, as standard error does.
+    /// True if standard output goes to the log, like standard error.
     pub(super) logs_output: bool,
 }
 
@@ -127,8 +127,7 @@ impl Launch {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-                // If the host has died before the parent-death signal was set, the kernel never sends the
-                // signal.
+                // The parent-death signal is not sent if the host died before it was set.
                 if rustix::process::getppid() != Some(host) {
                     return Err(Errno::INTR.into());
                 }
@@ -139,7 +138,7 @@ impl Launch {
                 if let Some(ruleset) = setup.ruleset {
                     ruleset.restrict(setup.hidden_folder)?;
                 }
-                // Limits are set last, because they could make the calls above fail.
+                // Set last, because the limits could make the calls above fail.
                 for (resource, limit) in setup.rlimits {
                     rustix::process::setrlimit(*resource, *limit)?;
                 }
@@ -157,7 +156,7 @@ impl Launch {
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Executes the program. Does not use `execvp`, which would pass files of an unknown format to a shell.
+    /// Executes the program. `execvp` is not used, because it would pass files of an unknown format to a shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
@@ -210,7 +209,7 @@ impl Program {
 
     /// Kills the process of the program, but not its descendants.
     pub(super) fn kill(&self) {
-        // The process may have ended already.
+        // Fails if the process has already ended.
         let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
     }
 

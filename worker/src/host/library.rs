@@ -55,7 +55,7 @@ static HOST: CHost = CHost {
 type Handle = unsafe extern "C-unwind" fn(*const CJob, *const CHost) -> c_int;
 type Init = unsafe extern "C-unwind" fn(*mut c_char, usize) -> c_int;
 
-/// State of one call of the handler.
+/// State of one call to the handler.
 struct Call<'c> {
     ctx: &'c Ctx<Loaded>,
     result: RefCell<Vec<u8>>,
@@ -160,7 +160,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     }
 }
 
-/// Returns the call that belongs to a job pointer from the library.
+/// Returns the call that a job pointer from the library belongs to.
 #[expect(unsafe_code, reason = "the C library passes the pointer back")]
 fn call_from_job<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
     // SAFETY: the header requires that `job` is the pointer passed to the handler. It refers to a live call

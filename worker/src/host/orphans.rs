@@ -33,13 +33,13 @@ const REAP_TIMEOUT: Duration = Duration::from_secs(2);
 /// Flags of `wait4` that check only the first thread's children, without blocking.
 const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 
-/// Maximum number of processes that a message names.
+/// Maximum number of processes to name in a message.
 const NAMED_MAX: usize = 4;
 
-/// Maximum number of processes that are checked for an open output file or pipe.
+/// Maximum number of processes to check for an open output file or pipe.
 const SEARCHED_MAX: usize = 256;
 
-/// Maximum number of descriptors that are checked in each process.
+/// Maximum number of descriptors to check per process.
 const DESCRIPTORS_MAX: usize = 1024;
 
 /// Programs that are running or in their `output_grace`, and the channel to the thread that kills orphans.
@@ -64,7 +64,7 @@ struct Programs {
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// Key of a record: the process id and start time of a process, or the id of a session.
+/// Process id and start time of a process, or the id of a whole session.
 type Key = (u32, Option<u64>);
 
 fn keys(found: ProcessIdentity) -> [Key; 2] {
@@ -208,7 +208,7 @@ impl Orphans {
             return;
         }
         let (done, wait) = sync_channel(0);
-        // The receiver lives as long as the process.
+        // Sending cannot fail, because the receiver lives as long as the process.
         if self.requests.send(done).is_ok() {
             let _ = wait.recv();
         }

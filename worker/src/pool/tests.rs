@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::*;
 use crate::journal::Journal;
 
-/// Maximum time to wait for a condition. On an idle machine, each condition becomes true almost immediately.
+/// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
@@ -24,8 +24,7 @@ const RETURNS: u64 = 1 << 32;
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed, because the pool kills its process when the supervisor is gone, which here would be the
-    /// test process.
+    /// Never closed, because a pool that loses its supervisor kills its process, here the test.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -59,7 +58,7 @@ impl Fixture {
         journal.into_iter().for_each(|journal| writer.set_journal(journal));
         let (tell, begun) = channel();
         let handler = move |_: &Job, ctx: &Ctx<()>| {
-            // An error means that the test has already ended.
+            // Fails once the test has ended.
             let _ = tell.send((ctx.number(), std::thread::current().id()));
             if ctx.number() != QUICK && ctx.number() < RETURNS {
                 let event = ctx.cancellation().unwrap();
@@ -153,7 +152,7 @@ fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, 
             poll(&mut [PollFd::new(&link, PollFlags::IN)], None).unwrap();
             let (_, mut batch) = inbox.receive(&link, &mut scratch).unwrap();
             while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
-                // An error means that the test has already ended.
+                // Fails once the test has ended.
                 let _ = match header.kind {
                     kind::RESULT | kind::RETURNED | kind::HEARTBEAT if with_kinds => {
                         tell_kinds.send((header.kind, header.number)).is_ok()
@@ -199,7 +198,7 @@ fn higher_limit_runs_more_jobs_at_once() {
     assert_eq!(fixture.next_begun(1), [2]);
     fixture.send_jobs([3]);
     assert_eq!(fixture.next_begun(1), [3]);
-    // A higher limit alone starts no thread. The next job starts one.
+    // A higher limit starts no thread until the next job arrives.
     fixture.send(|outbox| {
         push_limits(outbox, 8);
         push_job(outbox, 4);
@@ -274,7 +273,7 @@ fn limits_received_before_ready_take_effect() {
 }
 
 #[test]
-fn thread_count_has_minimum_and_maximum() {
+fn thread_count_is_clamped() {
     let fixture = Fixture::new(u32::MAX);
     assert_eq!(lock(&fixture.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
     fixture.limit(0);
@@ -337,7 +336,7 @@ fn jobs_run_once_despite_changing_limits() {
             _ if !held.is_empty() => fixture.release([held.swap_remove(next(held.len()))]),
             _ => {}
         }
-        // Releases the oldest job. This job is running, because the oldest jobs begin first.
+        // Ends the oldest job, which is certain to be running because jobs begin in order.
         while held.len() > AT_ONCE_MAX {
             fixture.release([held.remove(0)]);
         }
@@ -357,7 +356,7 @@ fn jobs_run_once_despite_changing_limits() {
 }
 
 #[test]
-fn init_thread_respects_the_limit() {
+fn init_thread_begins_no_job_above_the_limit() {
     let fixture = Fixture::new(2);
     fixture.send_jobs(1..=2);
     let begun: Vec<_> = (0..2).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();

@@ -1,7 +1,6 @@
 //! Peers that are Rust libraries and do the same work as the bench: `tonic` and `ipc-channel`.
 //!
-//! Reads one order from each line of standard input, and writes one JSON object for each order (see
-//! `bench/src/peers.rs`).
+//! Reads one order per line from standard input, and writes one JSON object per order (see `bench/src/peers.rs`).
 
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
@@ -16,7 +15,7 @@ fn main() -> Result<()> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match arguments[..] {
-        // `HOPS` is 1 for a direct connection, or 2 for a relay in between.
+        // 1 hop is a direct connection, 2 hops have a relay in between.
         ["tonic", hops] => runtime.block_on(rpc::drive(hops.parse()?)),
         ["tonic-server", socket] => runtime.block_on(rpc::serve(socket, None)),
         ["tonic-relay", socket, next] => runtime.block_on(rpc::serve(socket, Some(next))),

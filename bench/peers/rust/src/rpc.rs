@@ -1,5 +1,4 @@
-//! Unary tonic calls over a Unix socket. The service is written by hand, so that no protocol compiler is
-//! needed.
+//! Unary tonic calls over a Unix socket. The service is hand-written, so that no protocol compiler is needed.
 
 use std::convert::Infallible;
 use std::process::{Child, Command};
@@ -182,7 +181,7 @@ pub async fn drive(hops: usize) -> Result<()> {
                 for _ in 0..total {
                     let began = Instant::now();
                     chain.processes[0].kill()?;
-                    // Only the caller restarts the process, as in the bare chain of the bench.
+                    // The process is restarted by its caller, as in the bare chain of the bench.
                     while chain.client.echo(64).await.is_ok() {}
                     drop(chain);
                     chain = Chain::start(hops).await?;

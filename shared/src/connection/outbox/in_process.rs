@@ -6,8 +6,8 @@ use super::{BufferPool, FILE_CHUNK_BYTES_MAX, Outbox, Segment};
 use crate::in_process::Endpoint;
 
 impl Outbox {
-    /// Writes as many queued bytes as the in-process connection has room for. Returns true if all bytes were
-    /// written. This is the in-process counterpart of [`Outbox::flush`].
+    /// Writes as many queued bytes as the in-process connection accepts. Returns true if all bytes were written.
+    /// Counterpart of [`Outbox::flush`].
     pub fn flush_in_process(&mut self, end: &Endpoint, pool: &mut BufferPool) -> io::Result<bool> {
         while self.bytes > 0 {
             let written = match &self.segments[0] {

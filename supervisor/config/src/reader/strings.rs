@@ -9,8 +9,8 @@ use crate::key::Kind;
 use crate::values::{self, LabelledKey, ValueError};
 
 impl TableReader<'_, '_> {
-    /// Reads an array of strings: a program and its arguments, or names, words or paths. Invalid strings are
-    /// reported and omitted. An array with a program must not be empty; all others can be.
+    /// Reads an array of strings: a program and its arguments, or names, words or paths. Invalid strings are reported
+    /// and omitted. Only an array with a program must not be empty.
     pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
         self.read_partly(name, |reader, key, value| {
             let array = match value.get_ref() {
@@ -45,13 +45,13 @@ impl TableReader<'_, '_> {
                 let help = format!("write the program and the arguments: `{} = {}`", key.name, key.example());
                 return Err(ValueError::new(format!("`{}` is empty", key.name), help));
             }
-            // If the program is valid, it is still looked up although invalid arguments have been reported.
+            // A valid program is looked up even if some of its arguments are invalid.
             Ok(has_first.then_some(taken))
         })
     }
 
-    /// Reads a table of strings as environment variables, or as the files with their values. Invalid variables
-    /// are reported and omitted.
+    /// Reads a table of environment variables, or of files with their values. Invalid variables are reported and
+    /// omitted.
     pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
         self.read_partly(name, |reader, key, value| {
             let DeValue::Table(table) = value.get_ref() else {
@@ -80,7 +80,7 @@ fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// Returns the text of a value that would be a string if it were quoted.
+/// Returns the text of a value that would be a string if it had quotes.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),

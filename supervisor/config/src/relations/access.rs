@@ -1,5 +1,5 @@
-//! Rules for `[[access]]`: each entry applies to one existing user or group, or to one token. The entry names
-//! only existing bulkheads, and grants at least one permission.
+//! Rules for `[[access]]`. Each entry applies to one existing user or group, or to one token, names only existing
+//! bulkheads, and grants at least one permission.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -11,15 +11,15 @@ use crate::values::ValueError;
 use crate::{AccessConfig, Who};
 use crate::{defaults, identities};
 
-/// Mode bits that allow users other than the supervisor's user to connect.
+/// Mode bits that let users other than the supervisor's user connect.
 const OTHERS_CAN_CONNECT: u32 = 0o022;
 
-/// Returns the modes of the jobs socket and its folder. With access rules, the default modes let all users
-/// connect, because the rules then decide which users are accepted.
+/// Returns the modes of the jobs socket and of its folder. With access rules, the default modes let all users connect,
+/// because the rules decide which users are accepted.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let default_value = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(default_value);
-    // The folder's default mode would exclude users whom the access rules and the socket's mode allow.
+    // The folder's default mode would exclude users that the access rules and the socket's mode allow.
     let open = has_access && socket_mode & OTHERS_CAN_CONNECT != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }
@@ -117,8 +117,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, because it would permit nothing. A list from which invalid elements were
-    /// removed is not reported, because these elements were meant to permit something.
+    /// Reports an empty list, because it permits nothing. Accepts a list that is empty only because invalid elements
+    /// were removed, because these were meant to permit something.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

@@ -1,5 +1,5 @@
-//! Checks of keys for admission control: required keys of a table, keys that need a queue, and limits that
-//! depend on the number of permits.
+//! Checks of keys for admission control: keys that a table requires, keys that need a queue, and limits that depend on
+//! the number of permits.
 
 use std::fmt::Display;
 
@@ -13,8 +13,8 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// Returns the message and the help for an `overflow` setting in a bulkhead without a queue. Used for
-/// configuration files and for live changes.
+/// Returns message and help for an `overflow` key in a bulkhead without a queue, in a configuration file or in a live
+/// change.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
@@ -22,7 +22,7 @@ pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (Str
     )
 }
 
-/// Returns the message and the help for a `pressure` table in a bulkhead without a queue.
+/// Returns message and help for a `pressure` table in a bulkhead without a queue.
 pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
     (
         format!("`pressure` needs a queue (`max_queue` is {queue})"),
@@ -68,8 +68,7 @@ impl Checker<'_> {
             self.problems.report(position, what, help);
         }
         let reject = raw.reject.resolved();
-        // If `reject` is below the default of `warn`, the warning level defaults to `reject`, because a
-        // warning above that level would come too late.
+        // A warning above `reject` would come too late, so a lower `reject` also lowers the default of `warn`.
         let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
@@ -155,8 +154,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the burst size, which defaults to the number of jobs that the rate allows in one second. The value
-/// fits in 32 bits, because `RATE_CEILING` limits both.
+/// Returns the burst size, by default the number of jobs that the rate allows in one second. Fits in 32 bits, because
+/// `RATE_CEILING` limits both.
 pub(super) fn burst(burst: &Field<u32>, per_second: f64) -> u32 {
     burst.value_or(per_second.ceil() as u32)
 }

@@ -38,13 +38,13 @@ impl Checker<'_> {
         sandbox
     }
 
-    /// Rejects keys that have no effect because the profile is `none`.
+    /// Rejects keys that have no effect with the profile `none`.
     fn check_profile(&mut self, raw: &SandboxKeys, profile: &Resolved<Profile>) {
         self.check_confined("network", &raw.network, raw, profile);
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
         self.check_confined("tmp", &raw.tmp, raw, profile);
-        // `user = "shared"` is allowed, because workers without a sandbox also run as the supervisor's user.
+        // `user = "shared"` is allowed, because it also applies to workers without a sandbox.
         if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
             self.check_confined("user", &raw.user, raw, profile);
         }
@@ -160,7 +160,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects a denied system call that every worker needs.
+    /// Rejects the denial of a system call that every worker needs.
     fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {

@@ -21,9 +21,8 @@ pub(super) fn texts(field: &Field<Environment>) -> Vec<(String, String)> {
 }
 
 impl Checker<'_> {
-    /// Checks the total size of arguments and environment variables. The maximum is well below the kernel's
-    /// limit, so that there is room for the variables that describe a job. Of a variable from a file, only the
-    /// name and the path count.
+    /// Checks the total size of arguments and environment variables. The maximum leaves room below the kernel's limit
+    /// for variables that describe a job. Of a variable from a file, only the name and the path count.
     pub(super) fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
@@ -44,8 +43,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the files with the values of environment variables. Checks that each file is valid now, although
-    /// a worker's start reads it again.
+    /// Returns the files with the values of environment variables. Checks that each file is valid now, although it is
+    /// read again when a worker starts.
     pub(super) fn env_files(&mut self, raw: &RawBulkhead) -> Vec<(String, PathBuf)> {
         let Some(given) = raw.env_files.given() else { return Vec::new() };
         if given.value.len() > defaults::ENV_FILES_MAX {

@@ -37,8 +37,7 @@ impl Checker<'_> {
             let message = "`exit_status.ok` is empty, so no job could succeed";
             self.problems.report(given.span.clone(), message, "add a status, as in `ok = [0]`");
         }
-        // A list that the file does not set has its default, without the statuses that are in another list of
-        // the file.
+        // Lists that the file does not set have their defaults, without statuses that the file puts in another list.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
             field.value().unwrap_or_else(|| {
                 let is_free = |status: &u8| written.iter().all(|(other, _)| other != status);
@@ -107,7 +106,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a key that only applies to `exec`, if the bulkhead's own table sets it.
+    /// Reports a key in the bulkhead's own table that applies only to `exec`.
     fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(

@@ -22,8 +22,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the error, if any, for `name` in the key `fallback` of bulkhead `own`. `before` contains the names
-/// that precede it.
+/// Returns the problem, if any, with `name` in the key `fallback` of bulkhead `own`. `before` contains the preceding
+/// names.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
         return Some(ValueError::new(

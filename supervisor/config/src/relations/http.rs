@@ -1,4 +1,4 @@
-//! Rules for HTTP over TCP: addresses, the admin token, and the listeners that other tokens need.
+//! Rules for HTTP over TCP: addresses, the admin token, and the listeners that other tokens require.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -66,7 +66,7 @@ impl Checker<'_> {
         self.ok_or_report(&given.span, address)
     }
 
-    /// Reads a token, or reports the problem of its file.
+    /// Reads a token, or reports the problem with its file.
     pub(super) fn token_file(&mut self, label: &str, given: &Given<String>) -> Option<TokenFile> {
         let path = programs::resolve(self.folder(&given.span), &given.value);
         let token = Token::read(&path)
@@ -74,8 +74,8 @@ impl Checker<'_> {
         self.ok_or_report(&given.span, token).map(|token| TokenFile { path, token })
     }
 
-    /// Checks that each token of `[[access]]` has a listener, that `jobs_http` has a token, and that the admin
-    /// token is not used elsewhere.
+    /// Checks that each token of `[[access]]` has a listener, that `jobs_http` has a token, and that the admin token
+    /// has no other use.
     pub(super) fn check_tokens(
         &mut self,
         raw: &RawSupervisor,
@@ -137,7 +137,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a token with two roles. No other role is possible for the token of `http_token_file`.
+    /// Reports a token with two roles. The token of `http_token_file` cannot have any other role.
     fn check_token_uses(&mut self, raw: &RawSupervisor, entries: &[RawAccess], access: &[AccessConfig]) {
         let path = |given: &Given<String>| programs::resolve(self.folder(&given.span), &given.value);
         let admin_file: Option<PathBuf> = raw.http_token_file.given().map(path);

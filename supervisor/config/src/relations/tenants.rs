@@ -1,5 +1,5 @@
-//! Checks of keys for tenants: limits on shared workers, isolation of tenants, and the tables of individual
-//! tenants. The meaning of a tenant's table depends on whether tenants are isolated.
+//! Checks of keys for tenants: limits on shared workers, isolation, and the tables of individual tenants, whose meaning
+//! depends on whether tenants are isolated.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ impl Checker<'_> {
         let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
-        // A table with only `isolate = false` turns off the isolation that `[defaults]` sets.
+        // A table that only contains `isolate = false` turns off isolation from `[defaults]`.
         let sets_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
         sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
@@ -201,8 +201,8 @@ impl Checker<'_> {
         );
     }
 
-    /// Reports too many worker processes at the tenant with the most processes. Called if the bulkhead's own
-    /// numbers are within the limit.
+    /// Reports too many worker processes at the tenant with the most processes. Called if the bulkhead's own numbers
+    /// are within limits.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;

@@ -26,7 +26,7 @@ impl Checker<'_> {
         LongestTime("deadline_max", max)
     }
 
-    /// Checks `run_limit`. A value in `[defaults]` is ignored for bulkheads whose own deadline is shorter.
+    /// Checks `run_limit`. Ignores a value in `[defaults]` for bulkheads with a shorter deadline.
     pub(super) fn run_limit(
         &mut self,
         raw: &RawBulkhead,
@@ -43,16 +43,14 @@ impl Checker<'_> {
         None
     }
 
-    /// Rejects an adaptive target above the maximum duration of a job. With such a target, the adaptive limit
-    /// would never fall.
+    /// Rejects an adaptive target above the maximum duration of a job, with which the adaptive limit would never fall.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// Checks `lookahead`, which cannot be set with `exec`. A value in `[defaults]` is ignored for `exec`
-    /// bulkheads.
+    /// Checks `lookahead`, which `exec` does not support. Ignores a value in `[defaults]` for `exec` bulkheads.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {

@@ -123,7 +123,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-// Helper macros that expand `default` and `without` in a row.
+// Helper macros for `default` and `without` in a row.
 
 macro_rules! field_type {
     (default $type:ty) => { $crate::table::WithDefault<$type> };

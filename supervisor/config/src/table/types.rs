@@ -162,8 +162,7 @@ impl Value for Environment {
         table.environment(name)
     }
 
-    /// Merges the variables or files of a bulkhead with those of `[defaults]`. If both set a variable, the
-    /// bulkhead's value is used.
+    /// Merges variables, or files, of a bulkhead with those of `[defaults]`. The bulkhead's value takes precedence.
     fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {

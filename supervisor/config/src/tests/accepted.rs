@@ -235,7 +235,7 @@ fn configuration_summary_parses_to_same_configuration() {
 fn configuration_summary_contains_all_keys() {
     let folder = Folder::new();
     let summary = folder.accept(FULL).summary();
-    // The summary contains ids instead of the names of users and groups.
+    // The summary contains the ids of users and groups, not their names.
     let is_name = |key: &Key| key.table == schema::ACCESS && matches!(key.name, "user" | "group");
     for key in reference().into_iter().filter(|key| !is_name(key)) {
         assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());

@@ -2,13 +2,13 @@
 
 use super::*;
 
-/// Returns a file with a single access rule. The rule starts on line 3, and `lines` starts on line 4.
+/// Returns a file with a single access rule on line 3, followed by `lines`.
 fn entry(lines: &str) -> String {
     bulkhead(&format!("[[access]]\n{lines}"))
 }
 
 #[test]
-fn reads_all_keys() {
+fn access_rule_can_set_every_key() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
@@ -195,7 +195,7 @@ fn access_is_array_of_at_most_1024_tables() {
 fn error_suggests_table_for_misplaced_access_key() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
-    // The help suggests only keys whose value can be a table.
+    // Suggests only keys whose values can be tables.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
     folder.reject_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

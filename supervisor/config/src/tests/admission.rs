@@ -247,7 +247,7 @@ fn admission_tables_require_their_main_key() {
 }
 
 #[test]
-fn table_is_completed_by_keys_of_defaults() {
+fn defaults_fill_in_missing_keys_of_a_table() {
     let folder = Folder::new();
     let text = "[defaults]\nrate_limit = { burst = 5 }\ntenants = {}\n[bulkhead.a]\nexec = [\"tool\"]\n\
                 rate_limit = { per_second = 1 }\ntenants = { max_queue = 0 }\n";
@@ -261,7 +261,7 @@ fn table_is_completed_by_keys_of_defaults() {
 }
 
 #[test]
-fn invalid_key_is_not_reported_as_missing() {
+fn invalid_key_is_not_also_reported_as_missing() {
     let folder = Folder::new();
     let cases = [
         ("rate_limit = { per_second = 0 }", 29, "must be above 0"),
@@ -448,8 +448,7 @@ fn adaptive_max_cannot_exceed_permits() {
     folder.reject_one(&text, (4, 20), message, "set `max` to at most 2, or raise `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
     folder.reject_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
-    // The error is reported at the bulkhead's own key, because the values in `[defaults]` can be valid for
-    // other bulkheads.
+    // Reported at the bulkhead's own key, because the values in `[defaults]` can be valid for other bulkheads.
     let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
     let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
     folder.reject_one(&text, (6, 13), message, "");

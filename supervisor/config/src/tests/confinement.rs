@@ -94,8 +94,8 @@ fn profile_none_rejects_other_sandbox_keys() {
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
         folder.reject_one(&defaults, (2, column), &message, "; for a bulkhead without a sandbox, set");
-        // Unlike keys in `[defaults]`, keys in the bulkhead's own table are rejected if that table sets the
-        // profile `none`.
+        // A key in the bulkhead's own table, unlike one in `[defaults]`, contradicts the profile `none` in the same
+        // table.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.reject_one(&text, (5, column), &message, &help);
     }
@@ -131,7 +131,7 @@ fn network_can_be_a_list_of_ports() {
     let of = |tcp_ports: &[u16], udp| Network::Connections { tcp_ports: tcp_ports.to_vec(), udp };
     assert_eq!(network("network = { tcp_ports = [443, 1, 65535] }"), of(&[443, 1, 65535], false));
     assert_eq!(network("network = { tcp_ports = [], udp = true }"), of(&[], true));
-    // A bulkhead's value replaces the one of `[defaults]`.
+    // A bulkhead's value replaces the value in `[defaults]`.
     let defaults = "[defaults.sandbox.network]\ntcp_ports = [443]\nudp = true\n";
     for (own, expected) in [
         ("network = { tcp_ports = [80] }", of(&[80], false)),
@@ -264,7 +264,7 @@ fn sandbox_user_must_exist() {
 }
 
 #[test]
-fn sandbox_requests_own_ids_unless_user_is_named() {
+fn sandbox_uses_separate_ids_unless_user_is_named() {
     let folder = Folder::new();
     let user = |entries: &str| {
         let text = bulkhead(&format!("sandbox = {{ {entries} }}"));

@@ -11,7 +11,7 @@ fn output_grace_can_be_zero() {
 }
 
 #[test]
-fn exit_status_belongs_to_at_most_one_list() {
+fn exit_statuses_are_valid_and_in_one_list_only() {
     let folder = Folder::new();
     let cases = [
         (

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a file with bulkhead `a`, whose key `fallback` is on line 3, and with the bulkheads `others`.
+/// Returns a file with the bulkhead `a`, whose key `fallback` is on line 3, and with the bulkheads `others`.
 fn file(fallback: &str, others: &[&str]) -> String {
     let others: String =
         others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();

@@ -64,7 +64,7 @@ fn token_file_must_be_private_and_hold_valid_token() {
     );
 }
 
-/// Returns a file with `jobs_http` in line 2, and an entry from line 5 on.
+/// Returns a file with `jobs_http` on line 2, and an entry that starts on line 5.
 fn with_token(entry: &str) -> String {
     format!("[supervisor]\njobs_http = \"127.0.0.1:9465\"\n{}[[access]]\n{entry}\n", bulkhead(""))
 }
@@ -105,7 +105,7 @@ fn jobs_http_needs_address_and_token() {
 }
 
 #[test]
-fn token_needs_listener_of_its_role() {
+fn token_requires_the_listener_of_its_role() {
     let folder = Folder::new();
     let entry = |lines: &str| bulkhead(&format!("[[access]]\n{lines}"));
     folder.reject_one(
@@ -149,7 +149,7 @@ fn token_has_one_role() {
     };
     let jobs = "[[access]]\ntoken_file = \"jobs-token\"\n";
     folder.accept(&with(&format!("{jobs}[[access]]\ntoken_file = \"read-token\"\nrole = \"read\"\n")));
-    // Several entries can add up for a token.
+    // Several entries for a token add up.
     folder.accept(&with(&format!("{jobs}tenants = [\"t\"]\n{jobs}bulkheads = [\"a\"]\n")));
     let twice = format!("{jobs}{jobs}role = \"read\"\n");
     folder.reject_one(&with(&twice), (11, 14), "holds a token that has another role", "create another token");
@@ -181,13 +181,13 @@ fn access_tokens_are_checked_like_the_admin_token() {
     let config = folder.accept(&text);
     assert!(!format!("{config:?} {}", config.summary()).contains("sixteen"));
     assert!(!serde_json::to_string(&config).unwrap().contains("sixteen"));
-    // A changed token is a change of the configuration.
+    // A changed token makes the configurations differ.
     folder.token("mine", "another-token-of-sixteen", 0o600);
     assert_ne!(folder.accept(&text), config);
 }
 
 #[test]
-fn tokens_do_not_open_the_jobs_socket() {
+fn token_rules_leave_socket_modes_private() {
     let supervisor = Folder::new().accept(&with_token("token_file = \"jobs-token\"")).supervisor;
     assert_eq!((supervisor.socket_mode, supervisor.folder_mode), (0o600, 0o700));
 }

@@ -1,6 +1,6 @@
-//! Compares the JSON schema with the parser, using an independent validator. The comparison runs for every
-//! text that any test in this crate parses. The schema must accept each text that the parser accepts, and
-//! must reject each text that the parser rejects because of its shape.
+//! Compares the JSON schema with the parser, using an independent validator, for every text that any test in this crate
+//! parses. The schema must accept all texts that the parser accepts, and reject those that the parser rejects because
+//! of their shape.
 
 use std::sync::LazyLock;
 
@@ -16,8 +16,8 @@ const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.sche
 static VALIDATOR: LazyLock<Validator> =
     LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is invalid"));
 
-/// Converts a TOML value to JSON. Dates and non-finite numbers, which JSON cannot express, become null. No
-/// key accepts null.
+/// Converts a TOML value to JSON. Dates and non-finite numbers, which JSON does not have, become null, which no key
+/// accepts.
 fn as_json(value: toml::Value) -> Value {
     match value {
         toml::Value::Datetime(_) => Value::Null,
@@ -39,9 +39,9 @@ fn complaints(text: &str) -> Option<Vec<String>> {
     )
 }
 
-/// Returns true if the parser rejected a value because of its shape, so that the schema must reject it as
-/// well. This excludes decimal numbers, because JSON treats 2.0 as 2. It also excludes texts whose numbers
-/// are too large or have too many decimal places, because a pattern cannot check these.
+/// Returns true if the parser rejected a value because of its shape, so that the schema must reject it too. Excludes
+/// decimal numbers, because 2.0 is 2 in JSON, and texts whose numbers are too large or have too many decimal places,
+/// which a pattern cannot check.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
     let uncounted =
@@ -135,7 +135,7 @@ fn json_schema_has_same_keys_as_reader() {
     let named = schema["definitions"].as_object().unwrap().keys().map(String::as_str);
     let known = tables.iter().copied().filter(|table| !table.is_empty()).chain(["defaults"]);
     assert!(named.eq(known.collect::<std::collections::BTreeSet<_>>()));
-    // The parser is the reference for the keys that `[defaults]` can contain.
+    // The parser decides which keys `[defaults]` can contain.
     let folder = Folder::new();
     let shared = properties("defaults");
     for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
@@ -226,15 +226,13 @@ proptest! {
     }
 }
 
-/// Pieces from which random durations and sizes are built. They are short, so that a number of seven pieces
-/// does not overflow.
+/// Pieces of random durations and sizes. Short, so that a number of seven pieces does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",
 ];
 
-/// Returns the TOML examples on a page, which are in fenced code blocks or in here-documents of shell
-/// commands.
+/// Returns the TOML examples on a page: fenced code blocks, and here-documents in shell commands.
 fn examples(text: &str) -> Vec<&str> {
     let fenced = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
     let written = text.split("<<'TOML'\n").skip(1).filter_map(|rest| rest.split("\nTOML\n").next());
@@ -267,7 +265,7 @@ fn json_schema_accepts_all_documented_examples() {
             false => continue,
         };
         for example in if is_ours { vec![text.as_str()] } else { examples(&text) } {
-            // An example without a bulkhead must be valid together with a minimal bulkhead.
+            // An example without a bulkhead must be valid with a minimal one.
             let whole = if example.contains("[bulkhead") {
                 example.to_owned()
             } else {

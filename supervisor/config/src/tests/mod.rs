@@ -1,5 +1,4 @@
-//! Tests of the configuration through its public interface. Each test parses a text and checks the values or
-//! the messages.
+//! Tests of the configuration through its public interface. Each parses a text and checks the values or the messages.
 
 mod accepted;
 mod access;
@@ -27,15 +26,14 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Returns the settings for a property test that runs `least` cases, or as many as `PROPTEST_CASES` says if
-/// that is more.
+/// Returns the settings of a property test with at least `least` cases, or more if `PROPTEST_CASES` says so.
 fn cases(least: u32) -> PropertyConfig {
     let asked = PropertyConfig::default();
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with the files that the tested configurations name, and a process environment that does not
-/// depend on the user who runs the tests.
+/// A folder with the files that tested configurations name, and an environment that does not depend on the user who
+/// runs the tests.
 struct Folder {
     dir: TempDir,
     process_env: ProcessEnv,
@@ -91,8 +89,8 @@ impl Folder {
         self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
     }
 
-    /// Parses the summary of a configuration. Copies `has_own_pressure`, because a summary does not show
-    /// whether `pressure` came from `[defaults]`.
+    /// Parses the summary of a configuration. Copies `has_own_pressure`, because the summary does not show where
+    /// `pressure` came from.
     #[track_caller]
     fn again(&self, config: &Config) -> Config {
         let mut again = self.accept(&config.summary());
@@ -110,7 +108,7 @@ impl Folder {
         }
     }
 
-    /// Checks that the text has exactly one problem, with this position, message and help.
+    /// Checks that the text has exactly one problem, at this position and with this message and help.
     #[track_caller]
     fn reject_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
         let problems = self.reject(text);
@@ -127,7 +125,7 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// Returns a minimal bulkhead, to which `lines` are added from line 3 on.
+/// Returns a minimal bulkhead, with `lines` added from line 3.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use super::*;
 
 #[test]
-fn relative_paths_start_at_folder_of_configuration_file() {
+fn relative_paths_are_resolved_against_configuration_file() {
     let folder = Folder::new();
     let config =
         folder.accept("[bulkhead.a]\ncommand = [\"work/../thumbnail-worker\"]\ncwd = \"./work/.\"\n");
@@ -78,7 +78,7 @@ fn path_search_skips_files_that_are_not_executable() {
 }
 
 #[test]
-fn unset_path_searches_usual_program_folders() {
+fn unset_path_falls_back_to_default_search_path() {
     let mut folder = Folder::new();
     folder.process_env.search_path = None;
     folder.accept("[bulkhead.a]\nexec = [\"sh\"]\n");

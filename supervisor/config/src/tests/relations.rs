@@ -22,7 +22,7 @@ fn deadline_cannot_exceed_deadline_max() {
 }
 
 #[test]
-fn rule_violation_is_reported_at_key_of_bulkhead() {
+fn rule_violation_is_reported_at_the_bulkheads_key() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
     folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
@@ -52,10 +52,10 @@ fn run_limit_cannot_exceed_longest_deadline() {
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
     folder.reject_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
-    // A client can request a deadline of `deadline_max`.
+    // A client can ask for a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
-    // A `run_limit` in `[defaults]` is ignored for bulkheads whose deadline is shorter.
+    // Ignored for bulkheads with a shorter deadline.
     let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
     let config = folder.accept(&text);
     assert_eq!(config.bulkheads[0].run_limit, None);
@@ -211,7 +211,7 @@ fn jobs_and_admin_sockets_must_differ() {
 }
 
 #[test]
-fn misspelt_key_is_not_reported_as_missing() {
+fn misspelt_key_is_not_also_reported_as_missing() {
     let folder = Folder::new();
     folder.reject_one(
         "[bulkhead.a]\nexce = [\"tool\"]\n",

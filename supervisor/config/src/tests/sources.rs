@@ -62,7 +62,7 @@ fn fragments_add_bulkheads_and_access_in_order_of_names() {
 }
 
 #[test]
-fn main_file_needs_no_bulkhead_of_its_own() {
+fn main_file_can_leave_bulkheads_to_fragments() {
     let folder = Folder::new();
     let config =
         load(&folder.configured("[supervisor]\nsocket = \"s\"\n", &[("b.toml", &named("b"))])).unwrap();
@@ -73,7 +73,7 @@ fn main_file_needs_no_bulkhead_of_its_own() {
 }
 
 #[test]
-fn relative_paths_start_at_folder_of_own_file() {
+fn relative_paths_are_resolved_against_their_own_file() {
     let folder = Folder::new();
     let main = "[supervisor]\nsocket = \"s\"\n[defaults]\nenv_files = { MAIN = \"token\" }\n\
                 [defaults.sandbox]\nread = [\"work\"]\n";
@@ -157,7 +157,7 @@ fn wrong_types_in_fragments_are_errors() {
         ("1.toml", "unknown key `other` at the top of the file"),
     ];
     assert_eq!(messages, expected.map(|(file, message)| (file.to_owned(), message.to_owned())));
-    // The types in the main file are wrong.
+    // The main file has wrong types.
     let problems =
         folder.problems("bulkhead = 5\n[supervisor]\nsocket = \"s\"\n", &[("1.toml", &named("b"))]);
     assert_eq!(problems.len(), 1, "{problems:?}");
@@ -165,12 +165,12 @@ fn wrong_types_in_fragments_are_errors() {
 }
 
 #[test]
-fn fragments_that_others_can_change_are_refused() {
+fn fragments_writable_by_others_are_rejected() {
     let folder = Folder::new();
     let path = folder.configured(MAIN, &[("1.toml", &named("b")), ("2.toml", &named("c")), ("3.toml", "x")]);
     let file = |name: &str| folder.path("conf.d").join(name);
     mode(&file("1.toml"), 0o646);
-    // Group write permission matters only if the group is another than the supervisor's own.
+    // Group write permission does not matter if the group is the supervisor's own.
     mode(&file("2.toml"), 0o664);
     let errors = load(&path).unwrap_err();
     let told: Vec<_> = errors.problems().iter().map(|problem| (problem.file.clone(), problem.at)).collect();
@@ -206,7 +206,7 @@ fn unreadable_fragments_are_errors() {
     fs::write(folder.path("conf.d/5.toml"), b"# \xff").unwrap();
     fs::create_dir(folder.path("conf.d/1.toml")).unwrap();
     std::os::unix::fs::symlink("nowhere", folder.path("conf.d/2.toml")).unwrap();
-    // A link to a regular file is followed, as in a mounted ConfigMap.
+    // A link to a regular file is followed, because ConfigMaps are mounted like that.
     std::os::unix::fs::symlink("real", folder.path("conf.d/3.toml")).unwrap();
     let errors = load(&path).unwrap_err();
     let told: Vec<_> = errors
@@ -227,7 +227,7 @@ fn unreadable_fragments_are_errors() {
 }
 
 #[test]
-fn number_of_fragments_is_bounded() {
+fn number_of_fragments_is_limited() {
     let folder = Folder::new();
     let path = folder.configured(MAIN, &[]);
     (0..=defaults::FRAGMENTS_MAX)

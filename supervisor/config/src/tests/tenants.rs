@@ -118,7 +118,7 @@ fn isolation_keys_require_isolated_tenants() {
 }
 
 #[test]
-fn isolation_rejects_shares_of_common_workers() {
+fn isolation_rejects_limits_on_shared_workers() {
     let folder = Folder::new();
     for name in ["max_in_flight", "max_queue"] {
         folder.reject_one(
@@ -255,7 +255,7 @@ fn invalid_tenant_names_are_rejected() {
 }
 
 #[test]
-fn error_suggests_tenants_table_for_common_keys() {
+fn error_suggests_tenants_table_for_misplaced_keys() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("[bulkhead.a.tenant]\nmax_queue = 3"),
@@ -320,7 +320,7 @@ fn rate_limit_of_tenant_requires_rate_per_tenant() {
 }
 
 #[test]
-fn isolated_tenants_obey_rules_of_bulkheads() {
+fn rules_of_bulkheads_apply_to_isolated_tenants() {
     let folder = Folder::new();
     folder.reject_one(
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
@@ -376,8 +376,7 @@ fn configuration_summary_has_section_per_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// Parses a file that contains every kind of table, a bulkhead with isolated tenants, and a bulkhead whose
-/// tenants share workers.
+/// Parses a file with every kind of table, with both isolated tenants and tenants that share workers.
 #[test]
 fn configuration_with_every_table_is_accepted() {
     let text = r#"

@@ -290,7 +290,7 @@ fn variable_cannot_be_in_env_and_env_files() {
     let (env, files) = ("env = { A = \"x\", B = \"y\" }", "env_files = { A = \"token\" }");
     let message = "`A` is in both `env` and `env_files`";
     folder.reject_one(&bulkhead(&format!("{env}\n{files}")), (4, 19), message, "remove the variable");
-    // The position is in the bulkhead's own table.
+    // Reported in the bulkhead's own table.
     folder.reject_one(&format!("[defaults]\n{env}\n{}", bulkhead(files)), (5, 19), message, "");
     folder.reject_one(&format!("[defaults]\n{files}\n{}", bulkhead(env)), (5, 13), message, "");
     let merged = format!("[defaults]\n{files}\n{}", bulkhead("env_files = { C = \"jobs-token\" }"));
@@ -300,7 +300,7 @@ fn variable_cannot_be_in_env_and_env_files() {
 }
 
 #[test]
-fn env_files_can_name_credentials_of_the_unit() {
+fn env_files_can_name_systemd_credentials() {
     let mut folder = Folder::new();
     let of = |name: &str| bulkhead(&format!("env_files = {{ A = \"credential:{name}\" }}"));
     let message = "`env_files.A` names a credential, but CREDENTIALS_DIRECTORY is not set";

@@ -1,8 +1,7 @@
-//! Names of system calls, so that rules and reports of violations can use names.
+//! Names of system calls, for rules and for reports of violations.
 //!
-//! The table covers all supported architectures. It includes calls that the current architecture does not
-//! have, so that the same rules can be used everywhere. A call that is not in the table is newer than the
-//! table, or was removed from the kernel.
+//! The table covers all supported architectures, so that the same rules can be used everywhere. A call that is missing
+//! from the table is newer than the table, or was removed from the kernel.
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("workers can be confined on x86_64 and aarch64; another architecture needs a table here");
@@ -97,8 +96,7 @@ const TABLE: &[Row] = rows! {
         SYS_umount2 SYS_uname SYS_unlinkat SYS_unshare SYS_userfaultfd SYS_utimensat SYS_vhangup
         SYS_vmsplice SYS_wait4 SYS_waitid SYS_write SYS_writev
     }
-    // Calls that exist only on x86_64. Newer calls replaced them before Linux supported the other
-    // architectures.
+    // Calls that exist only on x86_64. All other architectures have only their replacements.
     x86_64 {
         SYS_access SYS_alarm SYS_arch_prctl SYS_chmod SYS_chown SYS_creat SYS_dup2 SYS_epoll_create
         SYS_epoll_wait SYS_eventfd SYS_fork SYS_futimesat SYS_get_thread_area SYS_getdents
@@ -107,7 +105,7 @@ const TABLE: &[Row] = rows! {
         SYS_rmdir SYS_select SYS_set_thread_area SYS_signalfd SYS_stat SYS_symlink SYS_sysfs
         SYS_time SYS_unlink SYS_uselib SYS_ustat SYS_utime SYS_utimes SYS_vfork
     }
-    // Calls that are missing from some C libraries. Numbers from 424 are the same on all architectures.
+    // Calls that some C libraries do not define. From 424 on, numbers are the same on all architectures.
     numbered {
         "io_pgetevents": 333, 292;
         "kexec_file_load": 320, 294;
@@ -149,12 +147,12 @@ const fn number_max() -> u32 {
     last
 }
 
-/// Returns true if a system call has this name on any of the architectures in the table.
+/// Returns true if any architecture in the table has a system call of this name.
 pub fn is_known(name: &str) -> bool {
     TABLE.iter().any(|(known, _)| *known == name)
 }
 
-/// Returns the number of a system call, or `None` if this architecture does not have the call.
+/// Returns the number of a system call on this architecture, or `None` if there is no such call.
 pub fn number(name: &str) -> Option<u32> {
     TABLE.iter().find(|(known, _)| *known == name)?.1
 }

@@ -1,4 +1,4 @@
-//! A fork whose child sends no SIGCHLD, so that other code in the process does not notice the child.
+//! A fork whose child sends no SIGCHLD, so that other code in this process does not notice the child.
 #![expect(unsafe_code, reason = "a fork without an exit signal has no safe wrapper")]
 
 use rustix::io::Errno;
@@ -7,9 +7,9 @@ use crate::errno;
 
 /// Forks a child without an exit signal. Returns the child's pid, and zero in the child.
 ///
-/// The child's exit raises no SIGCHLD, and a `waitpid(-1)` in another thread does not find the child. Even if
-/// SIGCHLD is ignored, the caller can wait for the child with `__WALL`. This matters in an application that
-/// embeds a supervisor, because the supervisor cannot know how the application handles signals.
+/// The child's exit raises no SIGCHLD, and a `waitpid(-1)` in another thread does not find the child. The caller waits
+/// for the child with `__WALL`, which works even if SIGCHLD is ignored. An embedded supervisor needs this, because it
+/// cannot know how the application handles signals.
 ///
 /// # Errors
 /// Fails if `clone(2)` fails.
@@ -40,7 +40,7 @@ mod tests {
             unsafe { libc::_exit(7) };
         }
         let mut status = 0;
-        // SAFETY: the pointer is to a local. The pid is given because other tests of this process can have
+        // SAFETY: the pointer is to a local. Waits for this pid only, because other tests of this process can have
         // ordinary children.
         let reaped = unsafe { libc::waitpid(pid, &mut status, 0) };
         assert_eq!((reaped, errno::last()), (-1, Errno::CHILD));

@@ -1,5 +1,5 @@
-//! A descriptor that reports the exit of another program. Either the other end of the descriptor is closed
-//! when the program exits, or the descriptor is the program's pidfd.
+//! A descriptor that reports the exit of another program: an inherited pipe, socket or terminal whose other end closes
+//! with the program, or the program's pidfd.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -9,9 +9,8 @@ use rustix::fs::FileType;
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::SocketType;
 
-/// An inherited pipe, socket, terminal or pidfd. A pipe, socket or terminal ends when its other end is
-/// closed. A pidfd ends when its process exits. Programs that are started later do not inherit the
-/// descriptor.
+/// An inherited pipe, socket, terminal or pidfd. The first three end when the other end is closed, a pidfd when its
+/// process exits. Programs that are started later do not inherit the descriptor.
 #[derive(Debug)]
 pub struct LivenessDescriptor {
     descriptor: OwnedFd,

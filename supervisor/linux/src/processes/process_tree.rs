@@ -1,9 +1,8 @@
 //! Finds and kills the descendants of this process, even if they try to escape.
 //!
-//! The supervisor's keeper and the host for plain programs are both *child subreapers*. When a process below
-//! a subreaper dies, the dead process's children become children of the subreaper. So a child that the
-//! subreaper did not start is an orphan of a dead descendant, and must be killed. A process that forks as
-//! fast as possible is first stopped with all its descendants, and then killed.
+//! The keeper, and the host for plain programs, are *child subreapers*: they become the parents of orphans below them.
+//! A child that a subreaper did not start is therefore an orphan of a dead descendant, and must be killed. Against
+//! processes that fork as fast as possible, all descendants are stopped before any is killed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,15 +15,13 @@ mod killer;
 
 pub use killer::{DescendantKiller, Progress};
 
-/// Maximum number of ancestors read for one process. In ordinary sessions, a process has at most about twenty
-/// ancestors.
+/// Maximum number of ancestors to read for one process. An ordinary process has fewer than twenty.
 const ANCESTORS_MAX: usize = 64;
 
-/// Maximum number of attempts to read the ancestors of a process while some of them die.
+/// Maximum number of attempts to read the ancestors of a process, some of which may die meanwhile.
 const READ_ATTEMPTS_MAX: usize = 8;
 
-/// Initial capacity of the buffer for a process's file in `/proc`, in bytes. A file up to this size is read
-/// with one call.
+/// Initial buffer capacity for a process's file in `/proc`, in bytes. Up to this size, one call reads the whole file.
 const INITIAL_BYTES: usize = 4 * 1024;
 
 /// Maximum number of bytes read from a process's file in `/proc`.
@@ -46,12 +43,12 @@ impl Process {
     }
 }
 
-/// Kills every descendant of this process, except children for which `is_spared` returns true and their
-/// descendants. Returns the number of processes killed. Call this function until it returns 0, because the
-/// children of a killed process are reparented to a surviving ancestor.
+/// Kills every descendant of this process, except children for which `is_spared` returns true and their descendants.
+/// Returns the number of processes killed. Must be repeated until it returns 0, because the children of a killed
+/// process get a new parent.
 ///
-/// Reads every process on the machine, which takes some microseconds per process. [`DescendantKiller`] does
-/// the same work in small steps. Fails if `/proc` cannot be read.
+/// Reads every process on the machine, which takes some microseconds per process. [`DescendantKiller`] does the same in
+/// small steps. Fails if `/proc` cannot be read.
 pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
     let mut killer = DescendantKiller::default();
     killer.begin()?;
@@ -79,8 +76,8 @@ pub struct ProcessIdentity {
     pub started: u64,
 }
 
-/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each descendant comes
-/// with the pid of the child of this process from which it descends. Fails if `/proc` cannot be read.
+/// Lists the descendants of this process, including zombies, up to 64 generations deep, each with the pid of this
+/// process's child that it descends from. Fails if `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
     let (table, own) = (read_all_processes()?, std::process::id());
     let child_above = |pid: u32| {
@@ -116,10 +113,9 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
     }
 }
 
-/// Returns the pids of a process and its ancestors, nearest first. The list ends with `root`, or with the
-/// outermost visible ancestor if `root` is not an ancestor. The caller must ensure that the process stays
-/// alive during the call. The list is then a consistent snapshot: at some point during the call, each process
-/// was the parent of the one before it.
+/// Returns the pids of a process and its ancestors, nearest first. The list ends with `root`, or with the outermost
+/// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call. The list is
+/// then consistent: at some point during the call, each process was the parent of the one before it.
 ///
 /// Takes some microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there
 /// are more than 64 ancestors, or if the ancestors keep changing.
@@ -129,7 +125,7 @@ pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
         match read_ancestors(pid, root) {
             Ok(chain) if is_unchanged(&chain) => return Ok(chain),
             Ok(_) => last_error = None,
-            // An ancestor can have died just before it was read.
+            // An ancestor may have died just before it was read.
             Err(error) => last_error = Some(error),
         }
     }
@@ -152,13 +148,11 @@ fn read_ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     Ok(chain)
 }
 
-/// Returns true if each process in `chain` is still a child of the next one. Checks the outermost ancestor
-/// first.
+/// Returns true if each process in `chain` is still a child of the next one. Checks the outermost ancestor first.
 ///
-/// If a process has the same parent in both reads, the parent was alive between the two reads. So the
-/// parent's pid still belonged to the parent when the parent's own parent was read. The same pid cannot
-/// belong to a new parent. An orphan is reparented to an ancestor, which was alive at the same time as the
-/// dead parent.
+/// If both reads show the same parent, the parent was alive in between, so its pid was not reused when its own parent
+/// was read. The pid cannot belong to a new parent either, because an orphan's new parent is an ancestor that was alive
+/// at the same time as the dead one.
 fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
@@ -233,8 +227,7 @@ pub fn read_proc_file(path: &str) -> io::Result<String> {
 }
 
 fn parse_stat(stat: &str) -> Option<Process> {
-    // The second field is the program's name in parentheses. The name itself can contain parentheses and
-    // spaces.
+    // The second field is the program's name in parentheses, which can itself contain parentheses and spaces.
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
@@ -249,7 +242,7 @@ mod tests {
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
 
-    /// Sends a signal to a process, unless the pid now belongs to a process with another start time.
+    /// Sends a signal to a process, unless the pid belongs to another process by now.
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
@@ -289,7 +282,7 @@ mod tests {
         };
         let chain = ancestors(deepest, own).unwrap();
         assert_eq!((chain.len(), chain[0], chain[2], chain[3]), (4, deepest, child.id(), own));
-        // No process has the pid 0, so the chain goes up to the outermost process.
+        // No process has pid 0, so the chain ends with the outermost process.
         let whole = ancestors(deepest, 0).unwrap();
         assert!(whole.len() >= 4 && whole[..4] == chain[..], "{whole:?} {chain:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);

@@ -6,10 +6,10 @@ use crate::errno;
 
 /// Requests a shorter time slice for the calling thread and for threads that it starts.
 ///
-/// With shorter slices, other threads get the processor sooner, and so does this thread when it becomes
-/// runnable. The thread's share of the processor time does not change. Does nothing for a thread whose
-/// scheduling policy is neither `SCHED_OTHER` nor `SCHED_BATCH`. Fails if `sched_setattr(2)` fails. Linux
-/// before 6.12 accepts the slice but ignores it.
+/// With shorter slices, this thread gets the processor sooner when it becomes runnable, and so do other threads. The
+/// thread's share of processor time does not change. Does nothing for a thread whose scheduling policy is neither
+/// `SCHED_OTHER` nor `SCHED_BATCH`. Fails if `sched_setattr(2)` fails. Linux before 6.12 accepts the slice but ignores
+/// it.
 #[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
 pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();

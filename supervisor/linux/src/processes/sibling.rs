@@ -1,5 +1,5 @@
-//! Starts a program as a child of this process's parent. A supervisor starts its successor in this way: a child
-//! would be one of the descendants that the supervisor kills after the death of its keeper.
+//! Starts a program as a child of this process's parent. A supervisor starts its successor like this, because a child
+//! would be killed together with the other descendants when the keeper dies.
 
 use std::ffi::{CString, OsString};
 use std::io;
@@ -12,9 +12,9 @@ use rustix::fs::Access;
 use super::vfork::{self, Child};
 use crate::errno;
 
-/// Starts `program` with these arguments, the first of which is the program's name. The program inherits the
-/// environment without the variables `withheld`, the working directory, standard input, output and error, and
-/// the descriptor `inherited` under the same number.
+/// Starts `program` with these arguments, the first of which is the program's name. The program inherits the working
+/// directory, the standard streams, the environment except for the variables in `withheld`, and the descriptor
+/// `inherited` under the same number.
 ///
 /// Returns an error if the program cannot be executed, or if this process is the first process of a PID
 /// namespace (`EINVAL`).
@@ -25,7 +25,7 @@ pub fn spawn(
     withheld: &[&str],
     inherited: BorrowedFd<'_>,
 ) -> io::Result<Child> {
-    // Checked first, because a process that fails to execute the program would be left to the parent.
+    // Checked first, because a process that cannot execute the program would be left for the parent to reap.
     rustix::fs::access(program, Access::EXEC_OK)?;
     let path = CString::new(program.as_os_str().as_bytes())?;
     let arguments: Vec<CString> =
@@ -64,7 +64,7 @@ mod tests {
     #[test]
     fn sibling_is_a_child_of_the_parent() {
         let (mut reader, writer) = std::io::pipe().unwrap();
-        // By path, because `>&10` is a syntax error in shells that accept one digit.
+        // A path, because some shells accept only one digit in `>&10`.
         let script =
             format!("(echo $PPID; echo ${{WITHHELD-none}}) > /proc/self/fd/{}", writer.as_fd().as_raw_fd());
         let arguments = ["sh", "-c", &script].map(OsString::from);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn program_that_cannot_be_executed_is_an_error() {
+    fn spawning_an_unexecutable_program_fails() {
         let (_reader, writer) = std::io::pipe().unwrap();
         let missing = spawn(Path::new("/no/such/program"), &["x".into()], &[], writer.as_fd());
         assert_eq!(missing.unwrap_err().kind(), io::ErrorKind::NotFound);

@@ -1,9 +1,8 @@
-//! Starts a process that shares this process's memory until it executes another program. The page tables are
-//! not copied, which is most of the cost of a fork.
+//! Starts a process that shares this process's memory until it executes another program. This avoids copying page
+//! tables, which is most of the cost of a fork.
 //!
-//! The method is that of the C library's `posix_spawn`. The calling thread is suspended until the child has
-//! executed a program (`CLONE_VFORK`). The child has a separate stack, and runs no signal handlers, because
-//! they would run in the parent's memory.
+//! Works like the C library's `posix_spawn`. The calling thread is suspended until the child has executed a program
+//! (`CLONE_VFORK`). The child has its own stack, and runs no signal handlers, which would run in the parent's memory.
 #![expect(unsafe_code, reason = "clone has no safe wrapper")]
 
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -19,7 +18,7 @@ use crate::{errno, wait};
 /// Size of the child's stack until `execve`, in bytes. The child only makes some system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Exit code of a child that did not execute a program. The error itself is stored in memory.
+/// Exit code of a child that could not execute a program. The error itself is in memory.
 const NOT_EXECUTED: c_int = 127;
 
 /// A child that has executed another program. The caller must reap the child.
@@ -27,7 +26,7 @@ const NOT_EXECUTED: c_int = 127;
 pub struct Child {
     /// Process id.
     pub pid: Pid,
-    /// Refers to this process even when the pid is reused.
+    /// Refers to this process even if the pid is reused.
     pub pidfd: OwnedFd,
 }
 
@@ -81,7 +80,7 @@ unsafe fn spawn_as<F: FnMut() -> Errno>(flag: c_int, execute: F) -> Result<Child
         None => Ok(Child { pid, pidfd }),
         Some(error) if flag & libc::CLONE_PARENT != 0 => Err(error),
         Some(error) => {
-            // Retries if a signal interrupts the wait, so that no zombie is left.
+            // Retries if interrupted, so that no zombie is left.
             wait::wait_for_exit_code(pid.as_raw_pid())?;
             Err(error)
         }
@@ -91,10 +90,9 @@ unsafe fn spawn_as<F: FnMut() -> Errno>(flag: c_int, execute: F) -> Result<Child
 /// Starts a process like [`spawn`], but not as a child of this process. An intermediate child starts the
 /// process and exits immediately, so the process becomes an orphan.
 ///
-/// A `waitpid(-1)` in this process sees neither the intermediate child nor the orphan, and neither raises
-/// SIGCHLD when it exits. This does not hold if this process is a child subreaper, because it then becomes
-/// the orphan's parent. (An exit signal of 0 alone would not be enough, because `execve` changes it to
-/// SIGCHLD.)
+/// A `waitpid(-1)` in this process finds neither the intermediate child nor the orphan, and neither raises SIGCHLD,
+/// unless this process is a child subreaper and so becomes the orphan's parent. (An exit signal of 0 alone would not be
+/// enough, because `execve` changes it to SIGCHLD.)
 ///
 /// # Safety
 /// The requirements of [`spawn`] apply.
@@ -108,8 +106,7 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
         pidfd: -1,
     };
     let top = outer.spare_capacity_mut().as_mut_ptr_range().end;
-    // The child shares the descriptors, so that the orphan's pidfd is created in this process. The child has
-    // no exit signal.
+    // Shares the descriptors, so that the orphan's pidfd is created in this process.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES;
     let blocked = BlockedSignals::all();
     // SAFETY: as in `spawn`: the child has exclusive use of `outer` and `intermediate` until it is gone.
@@ -175,7 +172,7 @@ extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     // SAFETY: `call` belongs to the caller, which is suspended. The child exits without unwinding.
     unsafe {
         let call = &mut *call.cast::<Call<'_, F>>();
-        // All signals stay blocked until every handler is replaced, so that no handler can run.
+        // No handler can run until all are replaced, because all signals stay blocked.
         let default: libc::sigaction = std::mem::zeroed();
         for &signal in call.caught {
             libc::sigaction(signal, &default, std::ptr::null_mut());
@@ -188,8 +185,8 @@ extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     }
 }
 
-/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. The signals are
-/// looked up only once, because all handlers are installed before the first child is started.
+/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. Looked up only once, because
+/// all handlers are installed before the first child is started.
 fn caught_signals() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
     CAUGHT.get_or_init(query_caught_signals)
@@ -259,7 +256,7 @@ mod tests {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
-        // The failed child has been reaped, and this thread still works.
+        // The failed child was reaped, and this thread still works.
         let child = execute(c"/bin/sh", c"kill -TERM $$; exit 1").unwrap();
         assert_eq!(status(&child), libc::SIGTERM);
     }
@@ -301,7 +298,7 @@ mod tests {
         });
     }
 
-    /// SIGPIPE is ignored in this process, and a thread can have blocked any signal.
+    /// SIGPIPE is ignored in this process, and a thread may have blocked any signal.
     #[test]
     fn spawned_child_has_default_signals() {
         let _blocked = BlockedSignals::all();

@@ -1,5 +1,5 @@
-//! Waits for children and descriptors. Waits for children are raw system calls, because no safe wrapper
-//! returns the resource usage or limits the wait to the calling thread's children.
+//! Waits for children and descriptors. Children are waited for with raw system calls, because no safe wrapper returns
+//! the resource usage or considers only the calling thread's children.
 #![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
 
 use std::io;
@@ -24,8 +24,7 @@ fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> 
     }
 }
 
-/// Returns the pid of a child that has exited, without reaping the child. Until the child is reaped, its pid
-/// cannot be reused.
+/// Returns the pid of a child that has exited, without reaping it. The pid cannot be reused until the child is reaped.
 pub fn peek_ended() -> Option<u32> {
     peek_child(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
@@ -35,7 +34,7 @@ pub fn has_ended(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
 }
 
-/// Returns true if this process has a child with this pid, alive or dead, that has not been reaped.
+/// Returns true if this process has an unreaped child with this pid, alive or dead.
 pub fn is_child(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok()
 }
@@ -45,8 +44,8 @@ pub fn thread_has_children() -> bool {
     peek_child(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
 }
 
-/// Calls `wait4` for all kinds of children, including children that send no SIGCHLD. Returns the child's pid
-/// (0 if no child has changed its state yet), the status and the resource usage.
+/// Calls `wait4` for children of all kinds, including those that send no SIGCHLD. Returns the child's pid (0 if no
+/// child has changed state), the status and the resource usage.
 pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let mut status = 0;
     // SAFETY: all zeros is a valid `rusage`.
@@ -63,8 +62,8 @@ pub fn wait_for_exit_code(pid: i32) -> Result<Option<i32>, Errno> {
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
 }
 
-/// Waits at most `timeout` until the descriptor is readable. Returns false if the time has passed. A pidfd
-/// becomes readable when its process has exited.
+/// Waits until the descriptor is readable. Returns false after `timeout`. A pidfd is readable once its process has
+/// exited.
 pub fn wait_until_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
     let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     let mut events = [PollFd::new(&descriptor, PollFlags::IN)];

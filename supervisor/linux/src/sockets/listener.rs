@@ -1,9 +1,8 @@
-//! Listeners that another program shares or continues.
+//! Listeners that are shared with, or taken over from, another program.
 //!
-//! [`stop_new_connections`] closes a TCP listener without losing connections. When a listener is closed, the
-//! kernel resets all connections in its queue. This includes a connection that arrived between the last
-//! `accept` and the close, whose client can already have sent its request. [`inherit`] takes over a listener
-//! that a service manager has opened.
+//! [`stop_new_connections`] closes a TCP listener without losing connections. Closing alone makes the kernel reset all
+//! connections in the queue. Among them may be one that arrived between the last `accept` and the close, and whose
+//! client has already sent a request. [`inherit`] takes over a listener that a service manager has opened.
 
 use std::io;
 use std::net::TcpListener;
@@ -15,7 +14,7 @@ use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use socket2::{SockFilter, SockRef};
 
-/// A listener of another program, by the family of its address.
+/// An inherited listener, by address family.
 #[derive(Debug)]
 pub enum InheritedListener {
     /// A Unix socket.
@@ -65,9 +64,9 @@ const ACK: u32 = 0x10;
 /// Makes a listener drop packets that open a new connection. Connections whose handshake has begun are still
 /// established.
 ///
-/// A client that connects after this call retries after a second. The retry reaches the next program that
-/// listens on the address, or is refused. Proxies use the packet filter of the whole machine for this when
-/// they restart. This function attaches a filter to the socket instead.
+/// A client that connects after this call retries after a second, and then reaches the next program that listens on the
+/// address, or is refused. Proxies that restart use the machine's packet filter for this; a filter on the socket needs
+/// no privileges.
 ///
 /// Fails if `setsockopt(2)` with `SO_ATTACH_FILTER` fails.
 pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
@@ -95,7 +94,7 @@ mod tests {
     const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 
     #[test]
-    fn stopped_listener_accepts_only_earlier_connections() {
+    fn stopped_listener_accepts_only_pending_connections() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(address) else {
                 eprintln!("NOT RUN: this machine does not have the address {address}");
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn only_listening_sockets_are_inherited() {
+    fn inherit_rejects_sockets_that_do_not_listen() {
         let folder = tempfile::tempdir().unwrap();
         let unix = UnixListener::bind(folder.path().join("s")).unwrap().into_raw_fd();
         assert!(matches!(inherit(unix), Ok(InheritedListener::Unix(_))));

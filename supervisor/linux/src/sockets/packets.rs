@@ -1,8 +1,8 @@
-//! Sends and receives whole messages with descriptors over a `SOCK_SEQPACKET` socket. Both ends use this
-//! module: supervisor and keeper, and the two supervisors of an upgrade.
+//! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, between supervisor and keeper and between the two
+//! supervisors of an upgrade.
 //!
-//! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`]. The owner of the
-//! outbox limits the number of messages.
+//! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`], whose owner has to limit
+//! their number.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -23,8 +23,8 @@ pub const DESCRIPTORS_MAX: usize = 3;
 pub fn pair(message_bytes_max: usize) -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // The buffer also has to fit the kernel's overhead. The default buffer is enough for the other direction,
-    // whose messages are small. The kernel caps the size at its own maximum, whose default is large enough.
+    // Leaves room for the kernel's overhead. The default is enough for the other direction, whose messages are small.
+    // The kernel's maximum is large enough by default.
     rustix::net::sockopt::set_socket_send_buffer_size(&here, 2 * message_bytes_max)?;
     Ok((here, there))
 }
@@ -39,7 +39,7 @@ impl Outbox {
         self.0.len()
     }
 
-    /// Returns true if no message waits.
+    /// Returns true if there are no messages.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -56,8 +56,8 @@ impl Outbox {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
-                // A user without privileges can have only a limited number of descriptors in flight. The peer
-                // must first receive the descriptors that were sent before.
+                // An unprivileged user can have only a limited number of descriptors in flight, so the peer must
+                // receive some first.
                 Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
                 Err(Errno::INTR) => {}
                 // The peer has closed its end while messages were still unread.
@@ -82,10 +82,10 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
 
 /// Result of [`receive`].
 pub enum Received {
-    /// A message of this many bytes, with its descriptors. Some descriptors are missing if this process has
-    /// reached its descriptor limit.
+    /// A message of this many bytes, with its descriptors. Descriptors are missing if this process has reached its
+    /// descriptor limit.
     Message(usize, Vec<OwnedFd>),
-    /// No message has arrived yet.
+    /// No message is available yet.
     Nothing,
     /// The peer is gone.
     Closed,

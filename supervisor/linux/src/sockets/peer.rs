@@ -1,8 +1,7 @@
-//! The process at the other end of a socket: its credentials at the time of `connect(2)`, and whether it
-//! descends from this process.
+//! The process at the other end of a socket: its credentials at the time of `connect(2)`, and whether it descends from
+//! this process.
 //!
-//! This module makes no decisions, and no function blocks. Determining the ancestors of a process takes a few
-//! reads of small files in `/proc`.
+//! No function blocks. Determining the ancestors of a process takes a few reads of small files in `/proc`.
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,7 +24,7 @@ const GROUPS_INITIAL: usize = 64;
 /// Maximum number of supplementary groups that Linux allows for a process.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes remembered as unrelated. Older entries are removed first.
+/// Maximum number of processes to remember as unrelated. The oldest are forgotten first.
 const UNRELATED_MAX: usize = 16;
 
 /// The process that connected a socket, with its credentials at the time of `connect(2)`.
@@ -35,7 +34,7 @@ pub struct Peer {
     pub uid: u32,
     /// Effective group id.
     pub gid: u32,
-    /// Process id, or `None` if the process is in a PID namespace that is not visible from this one.
+    /// Process id, or `None` if the process is in a PID namespace that is not visible from here.
     pub pid: Option<u32>,
 }
 
@@ -44,8 +43,8 @@ pub struct Peer {
 pub enum Descent {
     /// The process does not descend from this one.
     Unrelated,
-    /// The process descends from this one, or from the other root. Contains the pids of the process and its
-    /// ancestors, with this process or the root at the end.
+    /// The process descends from this one, or from the other root. Contains the pids of the process and its ancestors,
+    /// up to this process or the other root.
     Descendant(Vec<u32>),
     /// The process has exited, so its ancestors cannot be determined.
     Ended,
@@ -63,10 +62,9 @@ impl Peer {
     /// [`Descent::Ended`] if the connecting process has exited. In that case, it could have been any process,
     /// and could have passed the connection to another process.
     ///
-    /// When a process exits, its children are reparented to the nearest subreaper above. The keeper and this
-    /// process are subreapers. So a descendant of this process cannot leave the tree with any number of forks
-    /// or new sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from
-    /// this one.
+    /// When a process exits, its children are reparented to the nearest subreaper above. The keeper and this process
+    /// are subreapers, so a descendant cannot leave the tree by forking or starting sessions. It cannot hide in a PID
+    /// namespace either, because nested namespaces are visible from here.
     ///
     /// A process in `unrelated` is not looked up again. Fails if the ancestors cannot be read, or if this
     /// process has reached its descriptor limit.
@@ -80,7 +78,7 @@ impl Peer {
         let process = start_time(pid).map(|started| (pid, started));
         let is_known = process.is_some_and(|process| unrelated.contains(process));
         let chain = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
-        // The process is still alive, so the pid belonged to it during the whole lookup.
+        // Still alive, so the pid belonged to this process during the whole lookup.
         if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
@@ -100,19 +98,18 @@ impl Peer {
     }
 }
 
-/// Processes known not to descend from this one, by pid and start time. An unrelated process stays unrelated,
-/// because an orphan is reparented only to another ancestor. So processes that connect often, such as
-/// scrapers, are looked up only once.
+/// Processes known not to descend from this one, by pid and start time. They stay unrelated, because an orphan's new
+/// parent is one of its ancestors. Processes that connect often, such as scrapers, are therefore looked up only once.
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses {
     known: Mutex<VecDeque<(u32, u64)>>,
-    /// Process whose descendants count as descendants of this process, or 0.
+    /// Another process whose descendants count as this process's own, or 0.
     other_root: AtomicU32,
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of another process like those of this process, until the next call. `None` ends this. The
-    /// two supervisors of an upgrade call this, because each has workers.
+    /// Treats the descendants of another process like this process's own, until the next call. `None` ends this. The
+    /// two supervisors of an upgrade need this, because each has workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);
@@ -133,14 +130,13 @@ impl UnrelatedProcesses {
     }
 }
 
-/// Opens a descriptor of the process that connected. Returns `None` if the process is gone.
+/// Opens a pidfd of the process that connected. Returns `None` if the process is gone.
 fn open_pidfd(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     use nix::errno::Errno::{EINVAL, ENODATA, ENOPROTOOPT, ESRCH};
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
         Err(EINVAL | ENODATA | ESRCH) => Ok(None),
-        // Before Linux 6.5, the kernel provides only the pid, which can have been reused since the process
-        // connected.
+        // Before Linux 6.5, the kernel provides only the pid, which may have been reused since.
         Err(ENOPROTOOPT) => {
             let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
             match pidfd_open(pid, PidfdFlags::empty()) {
@@ -169,7 +165,7 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
                 groups.truncate(count);
                 return Ok(groups);
             }
-            // The kernel has set `bytes` to the size needed.
+            // The kernel has set `bytes` to the required size.
             Err(Errno::RANGE) if count > groups.len() && count <= GROUPS_MAX => groups.resize(count, 0),
             Err(error) => return Err(error.into()),
         }
@@ -184,7 +180,7 @@ pub fn check_proc_visibility() -> io::Result<()> {
     if seen.to_str() != Some(&own.to_string()) {
         return Err(io::Error::other("/proc belongs to another PID namespace"));
     }
-    // No process has the pid 0, so this reads all ancestors.
+    // No process has pid 0, so this reads all ancestors.
     ancestors(own, 0).map(drop)
 }
 
@@ -225,8 +221,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
         }
-        // An unrelated process is also identified by its start time, so another process with the same pid does
-        // not match.
+        // The start time is part of the identity, so another process with the same pid does not match.
         let began = start_time(child.id()).unwrap();
         unrelated.remember((child.id(), began + 1));
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
@@ -240,7 +235,7 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Ended);
 
-        // The process is dead, but its pid is still in use, because the process has not been reaped.
+        // Dead but not reaped, so that its pid is still in use.
         let mut child = connecting_process(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();

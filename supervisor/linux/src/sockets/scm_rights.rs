@@ -1,17 +1,15 @@
-//! Sockets to which no peer can pass descriptors. The kernel closes each passed descriptor that the receiver
-//! does not take, and closing can be slow (a TCP socket that lingers, a large memory file).
+//! Sockets that accept no descriptors. The kernel would close each descriptor that the receiver does not take, which
+//! can be slow (a TCP socket that lingers, a large memory file).
 
 use std::os::fd::{AsFd, AsRawFd};
 
 use crate::errno;
 
-/// `SO_PASSRIGHTS`, which no library defines yet. A few architectures number socket options differently, and
-/// have another value.
+/// `SO_PASSRIGHTS`, which no library defines yet. Some architectures number socket options differently.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Makes a Unix socket refuse descriptors. A peer that sends a descriptor gets `EPERM`. Accepted connections
-/// inherit the option from the listener. Fails if `setsockopt(2)` fails, which returns `ENOPROTOOPT` before
-/// Linux 6.16.
+/// Makes a Unix socket refuse descriptors, so that a peer that sends one gets `EPERM`. Accepted connections inherit the
+/// option from the listener. Fails if `setsockopt(2)` fails, with `ENOPROTOOPT` before Linux 6.16.
 #[expect(unsafe_code, reason = "SO_PASSRIGHTS has no safe wrapper")]
 pub fn refuse_descriptors(socket: &impl AsFd) -> rustix::io::Result<()> {
     let (fd, none): (_, libc::c_int) = (socket.as_fd().as_raw_fd(), 0);

@@ -4,12 +4,12 @@ use std::io;
 
 use nix::errno::Errno;
 
-/// The error of a refused attempt.
+/// Error of an attempt that was refused.
 pub(crate) struct Refused {
-    /// Name of the error, or of the signal that killed a child. Other words describe results that are not
-    /// errors of the kernel, such as `NOTHING` for an attempt that did not reach its goal.
+    /// Name of the error, or of the signal that killed a child. Other words are results that are not errors of the
+    /// kernel, such as `NOTHING` for an attempt that did not reach its goal.
     pub(crate) errno: String,
-    /// The attempted action.
+    /// Action that was attempted.
     pub(crate) what: String,
 }
 
@@ -21,7 +21,7 @@ impl Refused {
         Self { errno: word.to_owned(), what: what.into() }
     }
 
-    /// Returns the refusal of an attempt in which no call failed, but which did not reach its goal.
+    /// Returns the refusal for an attempt that did not reach its goal although no call failed.
     pub(crate) fn nothing(what: impl Into<String>) -> Self {
         Self::because("NOTHING", what)
     }
@@ -53,8 +53,8 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call, because attempts must bypass the checks of libraries. The function is safe only
-/// for the arguments that the SAFETY comment lists.
+/// Makes a raw system call, because attempts must bypass the checks of libraries. Safe only with the arguments in the
+/// SAFETY comment.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
@@ -82,8 +82,8 @@ pub(crate) fn close(descriptor: usize) {
     let _ = call(libc::SYS_close, [descriptor]);
 }
 
-/// Classifies the result of a call with intentionally invalid arguments. The errors in `behind` occur only
-/// after the permission checks, so they count as success.
+/// Evaluates a call with intentionally invalid arguments. The errors in `behind` occur only after the permission check,
+/// so they count as success.
 pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str) -> Tried {
     match result {
         Ok(_) => Ok(format!("{what}: done")),
@@ -105,8 +105,8 @@ pub(crate) fn ended(status: i32, what: &str) -> Tried {
     }
 }
 
-/// Creates a child with these flags of `clone(2)`. The task must make only raw system calls, because the
-/// child is a copy of one thread of a multithreaded process. The exit code is zero or the error.
+/// Creates a child with the given flags of `clone(2)`, whose exit code is 0 or the error. The task must make only raw
+/// system calls, because the child has a copy of only one of several threads.
 pub(crate) fn child(flags: i32, task: impl FnOnce() -> Result<(), Errno>) -> Result<i32, Errno> {
     let flags = (flags | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0])?;
@@ -129,7 +129,7 @@ pub(crate) fn wait(pid: usize) -> Result<i32, Errno> {
     }
 }
 
-/// Runs the task on a temporary thread, so that changes to thread attributes do not affect other threads.
+/// Runs the task on a temporary thread, so that it can change attributes of its thread.
 pub(crate) fn thread<T: Send>(task: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| match scope.spawn(task).join() {
         Ok(result) => result,

@@ -33,8 +33,8 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("read-kernel-addresses", |_| read_kernel_addresses()),
 ];
 
-/// Returns the path of this process's cgroup. Lines have the format `NUMBER:CONTROLLERS:PATH`. The root path
-/// reveals nothing.
+/// Returns the path of this process's cgroup, from lines of the form `NUMBER:CONTROLLERS:PATH`. The root path reveals
+/// nothing.
 fn find_its_cgroup() -> Tried {
     let what = "find the own control group";
     let text = fs::read_to_string("/proc/self/cgroup").at(what)?;
@@ -42,7 +42,7 @@ fn find_its_cgroup() -> Tried {
     path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))
 }
 
-/// Returns the first path that exists. If none exists, returns the first path.
+/// Returns the first path that exists, or the first path if none exists.
 fn first<'p>(paths: &[&'p str]) -> &'p str {
     paths.iter().find(|path| Path::new(path).exists()).or(paths.first()).copied().unwrap_or_default()
 }
@@ -54,7 +54,7 @@ fn open(path: &str) -> Tried {
     Ok(format!("opened {path}"))
 }
 
-/// Inserts a character into the input of a new terminal, so that no other process reads the character.
+/// Inserts a character into the input of a new terminal, which no other process reads.
 fn type_into_a_terminal() -> Tried {
     let flags = libc::O_NOCTTY;
     let master = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/ptmx");
@@ -71,7 +71,7 @@ fn type_into_a_terminal() -> Tried {
     Ok("typed".into())
 }
 
-/// Reads kernel addresses, which the kernel shows as zeros to unprivileged readers.
+/// Reads kernel addresses. An unprivileged reader sees zeros.
 fn read_kernel_addresses() -> Tried {
     const ENOUGH: u64 = 4096;
     let what = "read kernel addresses";

@@ -39,7 +39,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("chmod-neighbour", chmod_neighbour),
     ("chmod-configuration", chmod_configuration),
     ("remove-neighbour", |to| {
-        // The folder is not empty, so it cannot be removed. The kernel checks the permission first.
+        // The folder is not empty and stays, but the kernel checks the permission first.
         match fs::remove_dir(parent(to.text("secret")?)?) {
             Err(error) if error.raw_os_error() == Some(libc::ENOTEMPTY) => Ok("it is only not empty".into()),
             other => other.map(|()| "removed".into()).at("remove another's folder"),
@@ -81,7 +81,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
 ];
 
-/// Maximum number of bytes to read, which is enough to prove access.
+/// Maximum number of bytes to read. A few suffice to prove access.
 const ENOUGH: u64 = 4096;
 
 pub(crate) fn read(path: &str) -> Tried {
@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// Lists `/tmp`. Ignores the parents of paths that the worker was given.
+/// Lists `/tmp`, except the parents of paths that the worker was given.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -125,7 +125,7 @@ fn parent(path: &str) -> Result<&Path, Refused> {
     Path::new(path).parent().ok_or_else(|| Refused::because("NOTARGET", "a path has no parent"))
 }
 
-/// Creates a file without a name, which disappears when closed.
+/// Creates a file without a name, which disappears when it is closed.
 fn unnamed_file(folder: &str) -> Tried {
     let mut options = OpenOptions::new();
     let opened = options.write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder);
@@ -222,7 +222,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// Creates a link where other processes may look for programs.
+/// Creates a link where another process might look for a program.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find the own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
@@ -272,9 +272,8 @@ fn give_a_file_away(_: &Targets) -> Tried {
     Ok("given away".into())
 }
 
-/// Fills the temporary folder with entries that are hard to remove, or whose removal could hit other files:
-/// links to other folders, an inaccessible folder, many files, and more levels than the limits of descriptors
-/// and of path lengths allow.
+/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other files: links to
+/// other folders, an inaccessible folder, many files, and more levels than descriptor limits and path lengths allow.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
@@ -324,12 +323,12 @@ fn inherited_descriptors(_: &Targets) -> Tried {
     }
 }
 
-/// Leaves the shared memory behind, so that a second worker would find it.
+/// Leaves the shared memory behind, where the next worker would find it.
 fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");
     made.and_then(|file| file.set_len(4096)).at(what)?;
-    // `sem_open` uses names of this form for its semaphores.
+    // `sem_open` names its semaphores like this.
     fs::hard_link("/dev/shm/bulkhead-attempt", "/dev/shm/sem.bulkhead-attempt").at(what)?;
     Ok("made".into())
 }

@@ -1,4 +1,4 @@
-//! Attempts to make system calls that have been used for kernel exploits, that administer the machine, or that start
+//! Attempts to make system calls that have been used in kernel exploits, that administer the machine, or that start
 //! programs.
 
 use std::ffi::CString;
@@ -60,11 +60,11 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("x32-call", |_| x32_call()),
     #[cfg(target_arch = "x86_64")]
     ("32-bit-call", |_| legacy_call()),
-    // The second magic number is wrong, so the machine does not reboot.
+    // The second magic number is wrong, so that the machine does not reboot.
     ("reboot", |_| {
         reached(call(libc::SYS_reboot, [0xfee1_dead, 0, 0, 0]), &[Errno::EINVAL], "reboot the machine")
     }),
-    // Passes no new time, so the clock does not change.
+    // Passes no time, so that the clock does not change.
     ("set-the-time", |_| {
         call(libc::SYS_settimeofday, [0, 0]).at("set the time")?;
         Ok("permitted".into())
@@ -127,7 +127,7 @@ fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
 
-/// Calls `bpf` in a child. Errors that occur after the filter has allowed the call count as success.
+/// Calls `bpf` in a child. Errors from behind the filter count as success.
 fn load_bpf_in_a_child() -> Tried {
     let what = "load a BPF program in a child";
     let load = || match call(libc::SYS_bpf, [0xffff, 0, 0]) {
@@ -147,7 +147,7 @@ fn add_a_key() -> Tried {
     Ok("kept".into())
 }
 
-/// Makes an x32 system call. Most kernels no longer support them, but a filter has to reject them anyway.
+/// Makes an x32 system call. Few kernels still support them, but a filter has to reject them anyway.
 #[cfg(target_arch = "x86_64")]
 fn x32_call() -> Tried {
     const X32: libc::c_long = 0x4000_0000;

@@ -1,4 +1,4 @@
-//! Attempts that misuse the link to the supervisor.
+//! Attempts to misuse the link to the supervisor.
 
 use std::fs::File;
 use std::io::{IoSlice, Write};
@@ -60,8 +60,8 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// Sends urgent data with `send` and with `sendmsg`. Uses a new pair of sockets if possible, because urgent
-/// data can block the reader of the link.
+/// Sends urgent data with `send` and with `sendmsg`. Prefers a new pair of sockets, because urgent data can block the
+/// reader of the link.
 fn urgent_data() -> Tried {
     let what = "send urgent data";
     let pair = UnixStream::pair();
@@ -75,7 +75,7 @@ fn urgent_data() -> Tried {
     sent.or(sent_by_message).map(|_| "sent".into())
 }
 
-/// Passes a TCP socket that takes ten minutes to close, no matter which process closes it.
+/// Passes a TCP socket whose last close takes ten minutes.
 fn pass_lingering_socket() -> Tried {
     let link = link()?;
     let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
@@ -84,7 +84,7 @@ fn pass_lingering_socket() -> Tried {
     rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).at("linger")?;
     socket.set_nonblocking(true).at("fill the socket")?;
     while socket.write(&[0; 1 << 16]).is_ok() {}
-    // The peer must not read, so that data stays unsent.
+    // Must not read, so that data stays unsent.
     std::mem::forget(listener);
     let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -93,7 +93,7 @@ fn pass_lingering_socket() -> Tried {
     rights.push(SendAncillaryMessage::ScmRights(&descriptors));
     let sent = sendmsg(link, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at("pass the socket");
     if sent.is_err() {
-        // The sender still holds the socket and must not close it.
+        // This process still has the socket and must not close it.
         std::mem::forget(socket);
     }
     sent.map(|_| "passed".into())
@@ -108,7 +108,7 @@ fn garbage_on_the_link() -> Tried {
     }
 }
 
-/// Overwrites the whole journal with garbage and dies, so that the supervisor reads the garbage.
+/// Overwrites the whole journal with garbage and dies, because the supervisor reads the journal of a dead worker.
 fn garbage_in_the_journal() -> Tried {
     let maps = std::fs::read_to_string("/proc/self/maps").at("read its memory map")?;
     let line = maps.lines().find(|line| line.contains("memfd:journal"));

@@ -42,7 +42,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // If there are several paths, takes one outside of this process's temporary folder.
+        // Of several paths, takes one outside of this process's temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -56,7 +56,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // If there are several processes, takes one other than this process.
+        // Of several processes, takes another than this one.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {
@@ -87,7 +87,7 @@ fn attempts() -> impl Iterator<Item = (&'static str, Attempt)> {
     .copied()
 }
 
-/// Descriptors that were open when the program began.
+/// Descriptors that this program has inherited.
 static INHERITED: OnceLock<BTreeSet<i32>> = OnceLock::new();
 
 fn main() -> ExitCode {
@@ -112,8 +112,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during the start, because a sealed worker cannot run them later. The operation `prepared`
-/// returns the results.
+/// Runs attempts during the start that a sealed worker cannot run later. The operation `prepared` returns their
+/// results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];
@@ -157,11 +157,11 @@ fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
             Ok(Value::from(all).to_string().into_bytes())
         }
         "leave-a-runner" => resources::leave_a_runner(),
-        // Leaves a file in the temporary folder and returns its path.
+        // Leaves a file in the temporary folder, and returns its path.
         "leave-a-file" => {
             let path = std::env::temp_dir().join("left");
             std::fs::write(&path, "left")?;
-            // Delays the reply, so that two concurrent jobs go to different processes.
+            // Takes long enough that two concurrent jobs go to different processes.
             let text = String::from_utf8_lossy(payload);
             std::thread::sleep(std::time::Duration::from_millis(text.parse().unwrap_or(0)));
             Ok(path.to_string_lossy().into_owned().into_bytes())

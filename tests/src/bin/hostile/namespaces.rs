@@ -87,13 +87,13 @@ fn enter_a_namespace() -> Tried {
     Ok("entered".into())
 }
 
-/// Mounts a file system of an unknown type. The kernel rejects the type only after the permission check.
+/// Mounts a file system of an unknown type, which the kernel rejects only after the permission check.
 fn mount() -> Tried {
     let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
     reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount something")
 }
 
-/// Unmounts a path that is not a mount point. The kernel rejects the path only after the permission check.
+/// Unmounts a path that is not a mount point, which the kernel rejects only after the permission check.
 fn unmount() -> Tried {
     let place = c"/proc/self".as_ptr() as usize;
     reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount something")

@@ -84,7 +84,7 @@ fn address(to: &Targets) -> Result<std::net::SocketAddr, Refused> {
     to.text("tcp")?.parse().map_err(|_| Refused::because("NOTARGET", "parse the address"))
 }
 
-/// Creates a TCP socket of the family of an address.
+/// Creates a TCP socket of an address's family.
 fn tcp_socket(address: &str, protocol: Option<Protocol>) -> Result<OwnedFd, Refused> {
     let family = if address.starts_with('[') { AddressFamily::INET6 } else { AddressFamily::INET };
     rustix::net::socket(family, SocketType::STREAM, protocol).at("make a stream socket")
@@ -97,7 +97,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// Binds an unused abstract name to a listening socket or, if this fails, to one end of a socket pair.
+/// Binds an unused abstract name to a listening socket or, if that fails, to one end of a socket pair.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());
@@ -111,7 +111,7 @@ fn take_an_abstract_name(like: &str) -> Tried {
     Ok("holds it".into())
 }
 
-/// Sends from a pair of datagram sockets, which needs no `socket` call and can send to any path.
+/// Sends from a pair of datagram sockets. This needs no `socket` call and can reach any path.
 fn send_to_path_socket(to: &Targets) -> Tried {
     let pair = socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
     let (socket, _other) = pair.at("make a pair of datagram sockets")?;
@@ -120,13 +120,13 @@ fn send_to_path_socket(to: &Targets) -> Tried {
     Ok("sent".into())
 }
 
-/// Returns the supervisor's reply, which is empty if the supervisor closes the connection.
+/// Returns the supervisor's reply, or an empty one if it closes the connection.
 fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
     const ENOUGH: usize = 1024;
     let what = "be served by the supervisor";
     let mut socket = UnixStream::connect(path).at(what)?;
     socket.set_read_timeout(Some(PATIENCE)).at(what)?;
-    // The supervisor can already have replied and closed the connection.
+    // The supervisor may already have replied and closed the connection.
     let _ = socket.write_all(question);
     let mut answer = vec![0; ENOUGH];
     let count = socket.read(&mut answer).at(what)?;

@@ -1,5 +1,4 @@
-//! Attempts against other processes: the supervisor, the keeper, a sibling of another bulkhead, or all
-//! processes.
+//! Attempts against other processes: the supervisor, the keeper, a worker of another bulkhead, or all processes.
 
 use std::fs;
 use std::io::Write;
@@ -108,7 +107,7 @@ fn ask_to_be_traced() -> Tried {
     ended(child(0, ask).at(what)?, what)
 }
 
-/// Copies from or to an unmapped address. The error for the address proves that the permission check passed.
+/// Copies from or to an unmapped address. An error about the address proves that the permission check has passed.
 fn between_memories(number: libc::c_long, pid: i32) -> Tried {
     let mut byte = 0_u8;
     let here = [address_mut(&mut byte), 1];
@@ -151,8 +150,8 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     Ok("could be signalled".into())
 }
 
-/// Makes the kernel send SIGIO to a sibling when input arrives. SIGIO kills a process without a handler. The
-/// result is visible only in the sibling.
+/// Makes the kernel send SIGIO to a sibling when input arrives, which kills a process without a handler. Only the
+/// sibling shows the result.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
     let what = "have a sibling told of input";
     let (reader, writer) = rustix::pipe::pipe().at(what)?;
@@ -175,8 +174,8 @@ fn is_in_own_pid_namespace() -> bool {
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
-/// Kills the parent inside a pid namespace, where the first process survives every signal of its children.
-/// Outside of a pid namespace, only checks the permission.
+/// Kills the parent if it is the first process of a pid namespace, which survives all signals of its children.
+/// Otherwise only checks the permission.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
@@ -184,8 +183,7 @@ fn kill_parent(_: &Targets) -> Tried {
     if signal == 0 { Ok("could be killed".into()) } else { Err(Refused::nothing(what)) }
 }
 
-/// Kills every process, but only if no visible process can be signalled, so that the machine certainly
-/// survives.
+/// Kills every process, but only if no visible process can be signalled, so that the machine is safe.
 fn kill_everything(_: &Targets) -> Tried {
     let what = "kill every process";
     let own = std::process::id() as i32;
@@ -203,7 +201,7 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets the limit of processor time to its current value, because a lower limit could kill the supervisor.
+/// Sets the limit of processor time to its current value. A lower limit could kill the supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
@@ -218,7 +216,7 @@ fn limit(pid: i32) -> Tried {
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
     let what = "change another's priority";
-    // The raw system call returns 20 minus the value.
+    // The raw system call returns 20 minus the nice value.
     let nice = call(libc::SYS_getpriority, [libc::PRIO_PROCESS as usize, pid]).at(what)?;
     let nice = 20_isize.wrapping_sub_unsigned(nice);
     call(libc::SYS_setpriority, [libc::PRIO_PROCESS as usize, pid, nice as usize]).at(what)?;
@@ -264,7 +262,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Creates a sibling of this process, which the parent would have to reap.
+/// Creates a sibling of this process, which its parent would have to reap.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("make a child of the own parent")?;

@@ -68,8 +68,8 @@ fn touch_much_memory() -> Tried {
     ))
 }
 
-/// Writes one byte far beyond the end of a file, which uses a single block. Runs on a thread that blocks
-/// SIGXFSZ, because the signal would otherwise kill the process when the limit is exceeded.
+/// Writes one byte far beyond the end of a file, which uses a single block. The thread blocks SIGXFSZ, which would
+/// otherwise kill the process at the limit.
 fn grow_a_file() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-large-{}", std::process::id()));
     let file = File::create(&path).at("make a file in the own temporary folder")?;
@@ -82,8 +82,7 @@ fn grow_a_file() -> Tried {
     Ok("grown".into())
 }
 
-/// Fills the temporary folder. A folder on disk is only checked periodically, so it has to stay full for a
-/// while.
+/// Fills the temporary folder. A folder on disk is checked only periodically, so it has to stay full for a while.
 fn fill_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-full-{}", std::process::id()));
     let file = File::create(&path);
@@ -101,7 +100,7 @@ fn sleep() -> Result<(), Errno> {
     call(libc::SYS_nanosleep, [address(&time), 0]).map(drop)
 }
 
-/// Creates processes until the limit or the maximum number is reached, and then kills them.
+/// Creates processes up to the limit or a maximum number, then kills them.
 fn make_many_processes() -> Tried {
     let (mut made, mut end) = (Vec::new(), Ok(()));
     while made.len() < PROCESSES && end.is_ok() {
@@ -121,7 +120,7 @@ fn make_many_processes() -> Tried {
     Ok(format!("made {PROCESSES}"))
 }
 
-/// Leaves processes behind, each in a separate session and without a parent.
+/// Leaves orphans behind, each in a separate session.
 fn leave_processes_behind() -> Tried {
     const LEFT: usize = 5;
     for _ in 0..LEFT {
@@ -140,8 +139,8 @@ fn leave_processes_behind() -> Tried {
     Ok(format!("left {LEFT}"))
 }
 
-/// Sets the core limit to 0. With a limit of 0, the kernel still passes dumps to a program in `core_pattern`.
-/// With a limit of 1, it does not.
+/// Sets the core limit to 0. With a limit of 0, unlike with 1, the kernel still passes dumps to a program in
+/// `core_pattern`.
 fn lower_the_dump_limit() -> Tried {
     let what = "set the limit of core dumps to 0";
     let mut before = [0_u64; 2];

@@ -1,4 +1,4 @@
-//! A template (`start.mode = "fork"`) that violates the protocol with the keeper, without the SDK.
+//! A template (`start.mode = "fork"`) without the SDK that violates the protocol with the keeper.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,7 +18,7 @@ const LIFETIME_S: u32 = 100;
 /// Number of siblings to fork.
 const SIBLINGS: usize = 50;
 
-/// Runs a template with the misbehaviour `how`.
+/// Runs a template that misbehaves as named by `how`.
 pub(crate) fn run(how: &str) -> ExitCode {
     match play(how) {
         Ok(()) => ExitCode::SUCCESS,
@@ -31,11 +31,11 @@ pub(crate) fn run(how: &str) -> ExitCode {
 
 fn play(how: &str) -> io::Result<()> {
     match how {
-        // Sends status messages without end, and never becomes ready.
+        // Sends status messages forever, and never becomes ready.
         "talks" => loop {
             say(TemplateMessage::Status("and so on"))?;
         },
-        // Sends an empty message, and then oversized messages without end.
+        // Sends an empty message, then oversized ones forever.
         "shouts" => {
             say(TemplateMessage::Ready)?;
             next_order()?;
@@ -44,7 +44,7 @@ fn play(how: &str) -> io::Result<()> {
                 rustix::net::send(keeper(), &[b'S'; 64 * 1024], SendFlags::NOSIGNAL)?;
             }
         }
-        // Forks without an order, and does not fork when ordered.
+        // Forks without an order, and ignores orders.
         "forks-unasked" => {
             say(TemplateMessage::Ready)?;
             for _ in 0..SIBLINGS {
@@ -55,7 +55,7 @@ fn play(how: &str) -> io::Result<()> {
             next_order()?;
             sleep()
         }
-        // A grandchild claims to be the worker.
+        // Reports a grandchild as the worker.
         "names-a-grandchild" => {
             say(TemplateMessage::Ready)?;
             let worker = next_order()?;
@@ -64,7 +64,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // A sibling claims to be a worker that was not ordered.
+        // Reports a worker that was not ordered.
         "invents-a-worker" => {
             say(TemplateMessage::Ready)?;
             let worker = next_order()?;
@@ -73,7 +73,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Two siblings claim to be the same worker.
+        // Two siblings report that they are the same worker.
         "has-twins" => {
             say(TemplateMessage::Ready)?;
             let worker = next_order()?;
@@ -85,7 +85,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Never forks the ordered worker, produces deaths that the keeper has to handle, and floods the
+        // Never forks the ordered worker. Creates processes that die and become the keeper's to reap, and floods the
         // keeper with messages.
         "floods" => {
             say(TemplateMessage::Ready)?;
@@ -119,7 +119,7 @@ fn play(how: &str) -> io::Result<()> {
                 }
             }
         }
-        // Reports forks that did not happen.
+        // Reports forks that never happened.
         "lies" => {
             say(TemplateMessage::Ready)?;
             let worker = next_order()?;
@@ -147,7 +147,7 @@ fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the next order to fork a worker. Returns the worker's number.
+/// Waits for an order to fork a worker. Returns the worker's number.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }

@@ -1,9 +1,8 @@
-//! Kills all descendants of this process in small steps, so that the caller can do other work between the
-//! steps.
+//! Kills all descendants of this process in small steps, between which the caller can do other work.
 //!
-//! A run scans all processes and stops each descendant that is not spared. The scan is repeated until no new
-//! descendant appears. Then all stopped descendants are killed. The killer remembers the processes found by
-//! earlier scans, so that the caller can tell whether a dead worker has left new ones behind.
+//! A run scans all processes and stops each descendant that is not spared, until a scan finds no new descendant. Then
+//! it kills all stopped descendants. The killer remembers which processes earlier scans have found, so that the caller
+//! can tell whether a dead worker has left new ones behind.
 
 use std::collections::HashMap;
 use std::fs::ReadDir;
@@ -13,7 +12,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Process, descendants, read_process};
 
-/// Maximum number of scans for processes that were forked while their parents were being stopped.
+/// Maximum number of scans for processes that were forked while others were being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
 /// Finds and kills the descendants of this process. Works in runs, each of which begins with
@@ -46,7 +45,7 @@ struct Found {
     parent: u32,
     /// Number of the scan that first found the process.
     first_seen: u64,
-    /// True if SIGSTOP was sent to the process, even if sending it failed.
+    /// True if SIGSTOP was sent to the process, successfully or not.
     is_stopped: bool,
 }
 
@@ -55,10 +54,10 @@ struct Found {
 pub enum Progress {
     /// The run is not finished.
     InProgress,
-    /// The run is not finished, but a scan is complete. Only a complete scan can change the result of
-    /// [`DescendantKiller::has_nothing_new_since`].
+    /// The run is not finished, but a scan is complete. Only then can the result of
+    /// [`DescendantKiller::has_nothing_new_since`] change.
     ScanComplete,
-    /// The run is finished. Contains the number of killed processes. 0 means that no descendant was left.
+    /// The run is finished. Contains the number of killed processes, or 0 if no descendant was left.
     Finished(usize),
 }
 
@@ -88,16 +87,15 @@ impl DescendantKiller {
         self.scans
     }
 
-    /// Returns true if the latest scan began after scan `scan_number`, and found only processes that scan
-    /// `scan_number` or an earlier scan had seen. In that case, a process that died during scan `scan_number`
-    /// has left nothing behind. Call this when a scan is complete.
+    /// Returns true if the latest scan began after scan `scan_number` and found no process that is new since then. In
+    /// this case, a process that died during scan `scan_number` has left nothing behind. Call this when a scan is
+    /// complete.
     pub fn has_nothing_new_since(&self, scan_number: u64) -> bool {
         self.scans > scan_number && self.latest_first_seen <= scan_number
     }
 
-    /// Performs one step of the run, which handles at most `processes_max` processes. Spares children for
-    /// which `is_spared` returns true, and their descendants. If `/proc` cannot be read, the step fails and
-    /// the run ends.
+    /// Performs one step of the run, on at most `processes_max` processes. Spares children for which `is_spared`
+    /// returns true, and their descendants. If `/proc` cannot be read, the step fails and the run ends.
     pub fn step(&mut self, processes_max: usize, is_spared: impl FnMut(u32) -> bool) -> io::Result<Progress> {
         match std::mem::take(&mut self.stage) {
             Stage::Idle => Ok(Progress::Finished(self.found.len())),
@@ -146,8 +144,8 @@ impl DescendantKiller {
         Ok(())
     }
 
-    /// Evaluates a complete scan. Stops the processes that have not been stopped yet. If there are none,
-    /// kills all processes that the scan found.
+    /// Evaluates a complete scan. Stops the processes that are not stopped yet or, if there are none, kills all that
+    /// were found.
     fn evaluate_scan(
         &mut self,
         table: &HashMap<u32, Process>,
@@ -155,7 +153,7 @@ impl DescendantKiller {
     ) -> Progress {
         let own = std::process::id();
         let mut before = std::mem::take(&mut self.found);
-        // Parents come before children, so that each process is stopped after its parent.
+        // Parents come first, so that each process is stopped after its parent.
         let mut fresh = Vec::new();
         for (pid, started) in descendants(table, own, is_spared) {
             let known = before.remove(&pid).filter(|found| found.started == started);
@@ -181,14 +179,12 @@ impl DescendantKiller {
         Progress::ScanComplete
     }
 
-    /// Sends a signal to a process that was found, if the pid still belongs to that process. Pids are reused,
-    /// and some time has passed since the scan. A process that was not yet stopped and now has another parent
-    /// might not be a descendant any more, so it is left to the next scan.
+    /// Sends a signal to a process from a scan, unless its pid was reused since. Leaves a process to the next scan if
+    /// it is not stopped yet and has another parent now, because it may not be a descendant any more.
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
-        // From here on, the descriptor identifies the process. So the signal reaches the process that the
-        // following read of `/proc` finds.
+        // From here on, the descriptor refers to one process: the one that the following read of `/proc` finds.
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
         let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
             self.found.remove(&pid);
@@ -196,9 +192,8 @@ impl DescendantKiller {
         };
         let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
         if found.is_stopped || has_its_parent {
-            // The signal fails if the process has exited in the meantime. It also fails for a set-user-id
-            // program, which a subreaper without privileges cannot signal; the next run finds the program
-            // again.
+            // Fails if the process has exited. Also fails for a set-user-id program, which an unprivileged subreaper
+            // cannot signal; the next run finds it again.
             let _ = pidfd_send_signal(&descriptor, signal);
             found.is_stopped = true;
         }
@@ -210,7 +205,7 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// Performs a whole run in small steps.
+    /// Performs a whole run.
     fn run_all(killer: &mut DescendantKiller, is_spared: impl Fn(u32) -> bool) -> usize {
         killer.begin().unwrap();
         loop {
@@ -220,7 +215,7 @@ mod tests {
         }
     }
 
-    /// Runs a test case in a separate process, because a run kills all other descendants of this process.
+    /// Runs a test case in a separate process, because a run kills the descendants of all other tests as well.
     fn in_separate_process(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();
@@ -268,7 +263,7 @@ mod tests {
             while killer.step(usize::MAX, |_| false).unwrap() != Progress::ScanComplete {}
             let scan_number = killer.scan_number();
             assert!(!killer.has_nothing_new_since(scan_number), "the scan began before the number was read");
-            // The process is stopped and scanned again. It is not new, because the first scan has seen it.
+            // The process is stopped and scanned again, but not new, because the first scan has seen it.
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::InProgress);
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::ScanComplete);
             assert!(killer.has_nothing_new_since(scan_number) && !killer.has_nothing_new_since(0));

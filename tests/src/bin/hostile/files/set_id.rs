@@ -1,7 +1,7 @@
 //! Attempts to create files with set-user-id and set-group-id bits. A user outside the sandbox who executes such a
 //! program gains the rights of its owner.
 //!
-//! The files are empty, no user can execute them, and each attempt removes them.
+//! The files are empty and not executable, and each attempt removes them.
 
 use std::ffi::CString;
 use std::fs;
@@ -29,8 +29,8 @@ fn text(path: &Path) -> Result<CString, Refused> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_| Refused::nothing("a path"))
 }
 
-/// Combines several variants of an attempt: it succeeds if any variant succeeds, and otherwise returns the
-/// first refusal. Variants that the kernel or the architecture does not support do not count.
+/// Combines variants of an attempt. Succeeds if any variant succeeds, and otherwise returns the first refusal. Ignores
+/// variants that the kernel or the architecture does not support.
 fn any(ways: impl IntoIterator<Item = (&'static str, Result<usize, Errno>)>) -> Tried {
     let mut refusal = None;
     for (name, result) in ways {
