@@ -83,6 +83,8 @@ def commands(block: str) -> list[Command]:
 
 def normal(text: str) -> str:
     """Replaces numbers, durations, and the widths of columns, because they differ from run to run."""
+    # A bulkhead has at most one report about a late job each second.
+    text = re.sub(r"(fewer jobs concurrently|less work); see `bulkhead crashes [^`]*`", r"\1", text)
     numbers = re.compile(r"\d+(\.\d+)?( ?(µs|ms|s|m)\b)?")
     lines = (re.sub(r"\s+", " ", numbers.sub("N", line)).strip() for line in text.splitlines())
     return "\n".join(lines).strip()

@@ -272,11 +272,12 @@ impl Store {
     }
 
     fn drop_one(&mut self, id: CrashId) {
-        self.remove(id).map(|stored| match (stored.in_memory, &self.folder) {
+        let Some(stored) = self.remove(id) else { return };
+        match (stored.in_memory, &self.folder) {
             (Some((_, bytes)), _) => self.memory_bytes -= bytes,
             (None, Some(folder)) => folder.remove(id),
             (None, None) => {}
-        });
+        }
     }
 
     fn remove(&mut self, id: CrashId) -> Option<StoredReport> {
