@@ -1,6 +1,7 @@
 //! A stand-in for systemd: starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and restarts
 //! the service as with `Restart=on-failure` and `KillMode=mixed`.
 
+use std::collections::BTreeSet;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -18,7 +19,7 @@ use rustix::net::sockopt::set_socket_passcred;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tempfile::TempDir;
 
-use crate::{kill_pid, processes_with, programs, wait_for, write_config};
+use crate::{is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
 
 /// A service, which is killed when dropped.
 pub struct Manager {
@@ -202,10 +203,13 @@ impl Service {
             return false;
         }
         let marker = self.folder.join("workers.toml").display().to_string();
+        // A process that is exiting has no arguments any more, but still holds its locks.
+        let mut killed = BTreeSet::new();
         wait_for("the rest of the service has ended", || {
             let rest = processes_with(&marker);
             rest.iter().for_each(|pid| kill_pid(*pid, Signal::SIGKILL));
-            rest.is_empty().then_some(())
+            killed.extend(rest);
+            killed.iter().all(|pid| !is_alive(*pid) && threads(*pid) <= 1).then_some(())
         });
         let mut state = lock(state);
         if state.is_stopping || matches!(status, WaitStatus::Exited(_, 0)) {
