@@ -121,7 +121,7 @@ pub enum DefaultValue {
     Mode(u32),
     /// A word from a list.
     Word(&'static str),
-    /// A description of the behaviour, for a key whose default is computed or that has none.
+    /// A description of the behaviour, for a key without a default or with a computed default.
     Described(&'static str),
 }
 
