@@ -1,6 +1,6 @@
 //! Samples the stacks of processes that run for too long, without their cooperation.
 //!
-//! Each thread is stopped with `ptrace(2)` for about ten microseconds. The records have the format of
+//! Each thread is stopped briefly with `ptrace(2)`. The records have the format of
 //! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.
 
 use std::fs::File;
