@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -19,9 +20,13 @@ nats = pytest.importorskip("nats", reason="NOT RUN: nats-py is not installed")
 from bulkhead.fleet import AsyncFleet, escape, job_subject  # noqa: E402
 
 PATIENCE = 60.0
+T = TypeVar("T")
 PROGRAMS = Path(os.environ.get("BULKHEAD_SUPERVISOR", "/none")).parent
 SERVER = PROGRAMS.parent / "nats-server" / "2.15.1" / "nats-server"
 AGENT = PROGRAMS / "bulkhead-fleet"
+
+# The server chooses a free port and writes its address to a file `*.ports`.
+NATS = 'listen: "127.0.0.1:-1"\nports_file_dir: "."\njetstream { store_dir: "nats" }\n'
 
 WORKERS = """
 [supervisor]
@@ -38,7 +43,7 @@ profile = "none"
 
 FLEET = """
 [nats]
-servers = ["nats://127.0.0.1:{port}"]
+servers = ["{address}"]
 [agent]
 name = "host-a"
 socket = "jobs.sock"
@@ -58,31 +63,41 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         if not program.exists():
             pytest.skip(f"NOT RUN: {program} does not exist")
     folder = tmp_path_factory.mktemp("fleet")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (folder / "nats.conf").write_text(f'listen: "127.0.0.1:{port}"\njetstream {{ store_dir: "nats" }}\n')
+    (folder / "nats.conf").write_text(NATS)
     (folder / "workers.toml").write_text(WORKERS)
-    (folder / "fleet.toml").write_text(FLEET.format(port=port))
     command = [str(AGENT), "--config", "fleet.toml"]
     processes = [
         subprocess.Popen([str(SERVER), "-c", "nats.conf"], cwd=folder, stderr=subprocess.DEVNULL),
         subprocess.Popen([os.environ["BULKHEAD_SUPERVISOR"], "--config", "workers.toml"], cwd=folder),
     ]
     try:
+        address = wait_for(lambda: server_address(folder))
+        (folder / "fleet.toml").write_text(FLEET.format(address=address))
         wait_for(lambda: subprocess.run([*command, "init"], cwd=folder, capture_output=True).returncode == 0)
         processes.append(subprocess.Popen([*command, "agent"], cwd=folder, stderr=subprocess.DEVNULL))
-        yield f"nats://127.0.0.1:{port}"
+        yield address
     finally:
         for process in reversed(processes):
             process.kill()
             process.wait()
 
 
-def wait_for(condition: object) -> None:
+def server_address(folder: Path) -> str:
+    """The address of the server, or "" while it does not listen."""
+    for path in folder.glob("*.ports"):
+        try:
+            return str(json.loads(path.read_text())["nats"][0])
+        except ValueError:
+            pass  # the server is still writing the file
+    return ""
+
+
+def wait_for(condition: Callable[[], T]) -> T:
     until = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
+    while not (value := condition()):
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.1)
+    return value
 
 
 def test_names_are_escaped_as_in_the_agent() -> None:

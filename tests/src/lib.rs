@@ -10,6 +10,7 @@ pub mod ledger;
 pub mod machine;
 pub mod manager;
 pub mod openmetrics;
+pub mod ports;
 pub mod subuid;
 pub mod tenants;
 

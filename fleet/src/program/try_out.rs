@@ -1,7 +1,6 @@
 //! `try`: demonstrates a whole fleet in a temporary folder, and kills an agent while a hundred jobs run.
 
 use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -9,6 +8,7 @@ use std::time::{Duration, Instant};
 use bulkhead_fleet::operate::Operator;
 use bulkhead_fleet::settings::Settings;
 use bulkhead_fleet::{Fleet, FleetError};
+use serde::Deserialize;
 use tokio::process::{Child, Command};
 
 use super::args::Try;
@@ -21,6 +21,9 @@ const KILLED_AFTER: usize = 40;
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Server version that the error message recommends.
 const VERSION: &str = "2.12.8";
+
+/// Configuration of the server. The server chooses a free port and writes its address to a file `*.ports`.
+const NATS: &str = "listen: \"127.0.0.1:-1\"\nports_file_dir: \".\"\njetstream { store_dir: \"nats\" }\n";
 
 /// Configuration of the supervisor. Each run of a job appends a line to the file `begun`.
 const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n\
@@ -75,22 +78,22 @@ struct Demo {
 
 impl Demo {
     async fn start(server: &Path, folder: &Path) -> Result<Self, Failure> {
-        let port = free_port()?;
         let write = |name: &str, text: &str| {
             std::fs::write(folder.join(name), text)
                 .map_err(|error| Failure::new(exit::FAILED, format!("failed to write {name}: {error}")))
         };
-        write("nats.conf", &format!("listen: \"127.0.0.1:{port}\"\njetstream {{ store_dir: \"nats\" }}\n"))?;
+        write("nats.conf", NATS)?;
         write("workers.toml", WORKERS)?;
-        for name in ["host-a", "host-b"] {
-            write(&format!("{name}.toml"), &configuration(port, name))?;
-        }
         let mut server = Command::new(server);
         let mut supervisor = Command::new(sibling("bulkhead-supervisor")?);
         let others = vec![
             spawn(server.arg("-c").arg("nats.conf"), folder, "nats")?,
             spawn(supervisor.arg("--config").arg("workers.toml"), folder, "supervisor")?,
         ];
+        let address = server_address(folder).await?;
+        for name in ["host-a", "host-b"] {
+            write(&format!("{name}.toml"), &configuration(&address, name))?;
+        }
         let settings = Settings::read(&folder.join("host-a.toml"));
         let settings = settings.map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
         prepare(&settings, folder).await?;
@@ -191,19 +194,40 @@ async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     }
 }
 
-fn configuration(port: u16, name: &str) -> String {
+/// Waits until the server listens. Returns its address.
+async fn server_address(folder: &Path) -> Result<String, Failure> {
+    let began = Instant::now();
+    loop {
+        // The file is incomplete while the server writes it.
+        if let Some(address) = read_address(folder) {
+            return Ok(address);
+        }
+        if began.elapsed() > START_TIMEOUT {
+            return Err(Failure::new(exit::FAILED, format!("the server does not listen:\n{}", logs(folder))));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn read_address(folder: &Path) -> Option<String> {
+    let mut paths = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let path = paths.find(|path| path.extension().is_some_and(|extension| extension == "ports"))?;
+    let ports: Ports = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
+    ports.nats.into_iter().next()
+}
+
+/// Content of the server's `*.ports` file.
+#[derive(Deserialize)]
+struct Ports {
+    nats: Vec<String>,
+}
+
+fn configuration(address: &str, name: &str) -> String {
     format!(
-        "[nats]\nservers = [\"nats://127.0.0.1:{port}\"]\n[agent]\nname = \"{name}\"\nsocket = \"jobs.sock\"\n\
+        "[nats]\nservers = [\"{address}\"]\n[agent]\nname = \"{name}\"\nsocket = \"jobs.sock\"\n\
          [streams]\nhost_lost_after = \"5s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \"64MiB\"\n\
          dead_max_bytes = \"16MiB\"\n[bulkhead.demo]\nshare = 0.5\ndeadline_max = \"5m\"\n"
     )
-}
-
-fn free_port() -> Result<u16, Failure> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
-    listener
-        .map(|address| address.port())
-        .map_err(|error| Failure::new(exit::FAILED, format!("no port: {error}")))
 }
 
 /// Returns the path of another program in the folder of this executable.

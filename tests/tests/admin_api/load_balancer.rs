@@ -2,7 +2,7 @@
 //! job is counted where it runs.
 
 use std::collections::BTreeMap;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bulkhead_tests::http::Place;
+use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{Supervisor, not_run, tally, wait_for};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
@@ -42,8 +43,7 @@ impl Proxy {
             return None;
         }
         let folder = tempfile::tempdir().unwrap();
-        // The port is free again, and no other program of the tests chooses ports by number.
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()));
         let mut text = std::fs::read_to_string(CONFIG).unwrap();
         let places = [
             ("bind :8080", format!("bind {address}")),
@@ -78,7 +78,7 @@ struct Host {
 
 impl Host {
     fn start(keys: &str) -> Self {
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()));
         Self { supervisor: launch(address, keys, ""), address }
     }
 

@@ -5,10 +5,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_fleet::{Fleet, FleetError};
-use bulkhead_tests::fleet::{
-    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, free_port, server_program, streams,
-};
+use bulkhead_tests::fleet::{HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, server_program, streams};
 use bulkhead_tests::machine::is_root;
+use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;

@@ -6,9 +6,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_tests::fleet::{
-    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, cluster, free_port, server_program, streams,
+    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, cluster, server_program, streams,
 };
 use bulkhead_tests::machine::{has_program, is_root};
+use bulkhead_tests::ports::free_port;
 use bulkhead_tests::{heavy, run, wait_for};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::Signal;

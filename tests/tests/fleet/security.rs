@@ -4,8 +4,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use bulkhead_tests::fleet::{NatsServer, TestFleet, VERSIONS, free_port, server_program, streams};
+use bulkhead_tests::fleet::{NatsServer, TestFleet, VERSIONS, server_program, streams};
 use bulkhead_tests::not_run;
+use bulkhead_tests::ports::free_port;
 use nkeys::KeyPair;
 
 use super::jobs::BULKHEADS;
