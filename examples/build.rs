@@ -25,7 +25,7 @@ fn main() {
         .status();
     match status {
         Ok(status) if status.success() => {}
-        Ok(status) => panic!("the C compiler {} ended with {status}", compiler.display()),
+        Ok(status) => panic!("the C compiler {} exited with {status}", compiler.display()),
         Err(error) => panic!("failed to run the C compiler {}: {error}", compiler.display()),
     }
 }

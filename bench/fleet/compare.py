@@ -2,10 +2,10 @@
 
     python bench/fleet/compare.py [--nats-server PATH] [--redis-server PATH] [--programs FOLDER] [SYSTEM...]
 
-Needs the Python packages ``nats-py`` and ``celery[redis]``, and the programs of ``cargo build
---profile dist --workspace``. All systems run the same work in the same run: each of two hosts runs four jobs at once.
-Prints the latency of a job alone, the jobs per second with 128 open jobs, and what became of 1,000 jobs of 50 ms while
-a worker is killed each second and a whole host every four seconds.
+Needs the Python packages ``nats-py`` and ``celery[redis]``, and the programs built by ``cargo build --profile dist
+--workspace``. All systems run the same work in the same run: each of two hosts runs four jobs at once. Prints the
+latency of single jobs, the jobs per second with 128 open jobs, and the outcomes of 1,000 jobs of 50 ms while a worker
+is killed every second and a whole host every four seconds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(ROOT / "python" / "src")]
 HOSTS = 2
-#: Jobs that a host runs at once.
+#: Number of jobs that a host runs at once.
 PROCESSES = 4
-#: Time in seconds after which a silent host counts as lost, in every system.
+#: Time in seconds after which each system considers a silent host lost.
 HOST_LOST_AFTER = 4.0
-#: Longest wait in seconds for the outcome of a job, from the last fault.
+#: Maximum time in seconds to wait for a job's outcome, counted from the last fault.
 PATIENCE = 60.0
 ALONE = 300
 OPEN = 128
@@ -54,7 +54,7 @@ def wait_port(port: int) -> None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
-    raise SystemExit(f"nothing listens on port {port}")
+    raise SystemExit(f"no process is listening on port {port}")
 
 
 def children(pid: int) -> list[int]:
@@ -82,7 +82,7 @@ class System:
     """A system under test."""
 
     name = ""
-    #: True if the system knows which jobs may run twice.
+    #: True if the system knows which jobs can safely run twice.
     knows_idempotent = False
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
@@ -115,7 +115,7 @@ class System:
         raise NotImplementedError
 
     async def submit(self, number: int, seconds: float, is_idempotent: bool) -> Awaitable[str]:
-        """Returns once the system has accepted the job. The awaitable is its outcome."""
+        """Returns once the system has accepted the job. The awaitable yields the job's outcome."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -316,7 +316,7 @@ class Celery(System):
         self.poller = asyncio.create_task(self.poll())
 
     async def poll(self) -> None:
-        """Reads the results of all open jobs. Celery's own waiting reads one result at a time."""
+        """Reads the results of all open jobs. Celery's own wait functions read one result at a time."""
         import json
 
         while True:
@@ -372,13 +372,13 @@ SYSTEMS: dict[str, type[System]] = {
 
 
 async def served(outcome: Awaitable[str]) -> None:
-    """Waits for a job that must end well, since a figure that includes a failure is worthless."""
+    """Waits for a job that must succeed, because a figure that includes a failure is worthless."""
     if (told := await outcome) != "ok":
         raise SystemExit(f"a job ended as {told}")
 
 
 async def measure_alone(system: System, numbers: Iterator[int]) -> list[float]:
-    """Returns the times in ms from submission to outcome, of jobs one after another."""
+    """Returns the times in ms from submission to outcome, for jobs that run one after another."""
     times = []
     for number in (next(numbers) for _ in range(ALONE)):
         began = time.perf_counter()
@@ -405,7 +405,7 @@ def counts(path: Path) -> collections.Counter[int]:
 
 
 async def survive(system: System, numbers: Iterator[int], jobs: int) -> dict[str, int]:
-    """Submits jobs while workers and hosts are killed. Returns what became of the accepted jobs."""
+    """Submits jobs while workers and hosts are killed. Returns the number of accepted jobs with each outcome."""
     waits: dict[int, asyncio.Task[str]] = {}
     is_over = asyncio.Event()
 
@@ -447,7 +447,7 @@ async def survive(system: System, numbers: Iterator[int], jobs: int) -> dict[str
         ),
         "ok, never ran to the end": sum(outcome == "ok" and not ended[number] for number, outcome in outcomes.items()),
         "began twice": sum(begun[number] > 1 for number in waits),
-        "of these not idempotent": sum(begun[number] > 1 and number % 2 for number in waits),
+        "of these, not idempotent": sum(begun[number] > 1 and number % 2 for number in waits),
     }
 
 
@@ -463,7 +463,7 @@ async def run(kind: type[System], arguments: argparse.Namespace) -> dict[str, st
             for host in range(HOSTS):
                 system.start_host(host)
             numbers = iter(range(1, 1 << 40))
-            # All hosts are ready when they have served this many jobs between them.
+            # The hosts count as ready once they have served this many jobs in total.
             await asyncio.gather(*[await system.submit(next(numbers), 0.5, True) for _ in range(4 * HOSTS * PROCESSES)])
             alone = await measure_alone(system, numbers)
             rates = [await measure_rate(system, numbers, arguments.jobs) for _ in range(3)]
@@ -485,7 +485,7 @@ async def run(kind: type[System], arguments: argparse.Namespace) -> dict[str, st
 def program(name: str, path: str | None) -> str:
     found = shutil.which(path or name)
     if found is None:
-        raise SystemExit(f"{path or name} is missing; name it with --{name}, or leave out the systems that need it")
+        raise SystemExit(f"{path or name} is missing; specify it with --{name}, or omit the systems that need it")
     return found
 
 

@@ -1,6 +1,6 @@
-"""The work of the comparison, as a handler of Bulkhead, as a consumer of JetStream and as tasks of Celery.
+"""The work of the comparison, as a Bulkhead handler, a JetStream consumer and Celery tasks.
 
-python tasks.py consume SERVERS PROCESSES    consumes jobs of JetStream in so many processes
+python tasks.py consume SERVERS PROCESSES    consumes JetStream jobs in PROCESSES processes
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 
 def work(payload: str) -> str:
-    """Runs a job: ``NUMBER SECONDS FOLDER``. Appends the number to one file at the begin and to another at the end."""
+    """Runs a job: ``NUMBER SECONDS FOLDER``. Appends the number to one file at the start and another at the end."""
     number, seconds, folder = payload.split(" ", 2)
     _append(f"{folder}/begun", number)
     if float(seconds):
@@ -22,14 +22,14 @@ def work(payload: str) -> str:
 
 
 def _append(path: str, number: str) -> None:
-    # A single write to a file in append mode keeps lines from mixing.
+    # A single write in append mode prevents lines from mixing.
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.write(file, f"{number}\n".encode())
     os.close(file)
 
 
 def bulkhead_handler(payload, context) -> bytes:
-    """Handler of the Bulkhead worker."""
+    """Handles a job in the Bulkhead worker."""
     return work(bytes(payload).decode()).encode()
 
 
@@ -57,7 +57,7 @@ async def consume(servers: list[str]) -> None:
 
 
 def keep_consumers(servers: str, processes: int) -> None:
-    """Runs consumers, and starts a new one for each that ends."""
+    """Runs consumers, and replaces each consumer that exits."""
     while True:
         while processes:
             processes -= 1

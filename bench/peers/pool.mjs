@@ -1,4 +1,4 @@
-// Does the work of the bench with workerpool for Node and one worker process.
+// Does the bench's work with workerpool for Node and one worker process.
 //
 // Reads one order from each line of standard input, and writes one JSON object for each order (see
 // `bench/src/peers.rs`).

@@ -1,4 +1,4 @@
-"""Does the work of the bench with an executor for Python: `executor` (ProcessPoolExecutor), `pebble` or `loky`.
+"""Does the bench's work with a Python executor: `executor` (ProcessPoolExecutor), `pebble` or `loky`.
 
 Reads one order from each line of standard input, and writes one JSON object for each order (see
 `bench/src/peers.rs`).

@@ -17,7 +17,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use crate::Result;
 
-/// Restricts this process to the first processor.
+/// Pins this process to the first processor.
 pub(crate) fn pin() -> Result<()> {
     let mut processors = rustix::thread::CpuSet::new();
     processors.set(0);
@@ -31,7 +31,7 @@ pub(crate) fn spin() -> ! {
     }
 }
 
-/// Runs a hostile client of the jobs socket, or of the admin socket in the same folder.
+/// Runs a hostile client that connects to the jobs socket, or to the admin socket in the same folder.
 pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
@@ -98,7 +98,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// Runs a hostile worker, which follows the protocol until it is ready.
+/// Runs a hostile worker that follows the protocol until it has reported readiness.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
     #[expect(unsafe_code, reason = "the descriptor was inherited for this purpose")]
@@ -126,7 +126,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
         }
         "descriptors" => loop {
             let (held, _peer) = slow_to_close()?;
-            // A descriptor accompanies each heartbeat.
+            // Sends a descriptor with each heartbeat.
             if send_descriptor(link.as_fd(), &frame(self::kind::HEARTBEAT, 0, &Empty)?, held.as_fd()).is_err()
             {
                 std::thread::sleep(Duration::from_millis(1));

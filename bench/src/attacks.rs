@@ -1,5 +1,5 @@
-//! Measures how much an attack slows down honest jobs, in comparison with busy loops. Jobs are sent at fixed times, and
-//! the result is their p99 latency, so that a stall affects every job that it delays.
+//! Measures how much an attack slows down honest jobs, in comparison with busy loops. Jobs are sent at fixed
+//! times, so that a stall affects every job that it delays. The result is the p99 latency.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "attack";
 
-/// Size of these measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. In each pair, one round runs alongside busy loops and the other alongside the
     /// attack.
@@ -30,14 +30,14 @@ pub(crate) struct Plan {
 /// Interval between two honest jobs.
 const JOB_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Interval between two deaths of an honest worker.
+/// Interval between two deaths of honest workers.
 const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Interval between two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Programs that the worker runs. An honest program exits immediately. The hostile program attacks the other programs
-/// and the worker until it dies.
+/// Script for the programs that the worker runs. An honest program exits immediately. The hostile program
+/// attacks the other programs and the worker until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
@@ -51,13 +51,13 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
 /// Latency that is recorded for an honest job with a wrong outcome.
 const WRONG_OUTCOME_LATENCY: Duration = Duration::from_secs(60);
 
-/// User id without privileges (`nobody`).
+/// UID of an unprivileged user (`nobody`).
 const UNPRIVILEGED_UID: u32 = 65_534;
 
 /// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// Kind of hostile client, and number of processes that run it.
+    /// Kind of hostile client, and number of processes that run this client.
     Clients(&'static str, usize),
     /// Kind of hostile worker, and number of these workers in one bulkhead.
     Workers(&'static str, usize),
@@ -68,11 +68,11 @@ enum Attacker {
 /// Work whose latency is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Victim {
-    /// Jobs of another bulkhead.
+    /// Jobs in another bulkhead.
     Jobs,
     /// Jobs that crash their worker. The latency includes the delivery of the outcome.
     Deaths,
-    /// Programs that run in the same worker as the attacker's.
+    /// Programs that run in the same worker as the attacker's programs.
     Programs,
 }
 
@@ -130,8 +130,8 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, next to as many busy
-/// loops.
+/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, alongside
+/// the same number of busy loops.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;
     let mut attackers = Vec::new();
@@ -254,14 +254,14 @@ impl Host {
     }
 }
 
-/// Submits jobs of 4,000 tenants, so that the supervisor has records of them.
+/// Submits jobs of 4,000 tenants, so that the supervisor has a record of each tenant.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();
     for number in 0..4_000 {
         let client = client.clone();
         jobs.spawn_local(async move {
-            // Even a job that is rejected for lack of workers creates a record of its tenant.
+            // Even a job that is rejected because there are no workers creates a record of its tenant.
             let _ = client.job("tenants", "x").tenant(format!("tenant-{number}")).send().await;
         });
         if jobs.len() >= 256 {

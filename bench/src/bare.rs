@@ -1,5 +1,5 @@
-//! The bare chain, which shows the cost of the sockets alone. It has no policy, no deadlines and no checks, and its
-//! framing does no more than match replies to requests.
+//! The bare chain, which shows the cost of the sockets alone. The chain has no policy, no deadlines and no
+//! checks, and its framing only matches replies to requests.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,7 +17,8 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from one of many echo processes. Small, because few requests go to each.
+/// Maximum number of bytes per read from one of many echo processes. Small, because each process gets few
+/// requests.
 const SPREAD_BYTES: usize = 8 * 1024;
 
 /// Size of the header before each payload, in bytes. The header contains the length of the payload and the
@@ -129,11 +130,11 @@ async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Resu
     }
 }
 
-/// Connects to a socket. Waits until the other process listens on it.
+/// Connects to a socket. Waits until the other process is listening on the socket.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
-            // The socket exists, but nothing listens on it yet.
+            // The socket exists, but no process is listening on it yet.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => tokio::task::yield_now().await,
             other => return other,
         }

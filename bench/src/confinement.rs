@@ -15,7 +15,7 @@ use crate::rounds::Rounds;
 /// Prefixes of the names of the measurements in this module.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// Size of these measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     /// Number of workers started under each profile.
     pub(crate) starts: usize,
@@ -23,7 +23,7 @@ pub(crate) struct Plan {
     pub(crate) pairs: usize,
     /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
-    /// Jobs per round, sent one at a time. `many` is the number for [`WIDE`] jobs at a time.
+    /// Number of jobs per round, sent one at a time. `many` is the number for [`WIDE`] jobs at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -36,7 +36,7 @@ const WIDE: usize = 64;
 /// Payload size of each job, in bytes.
 const BYTES: usize = 64;
 
-/// Maximum time for the start of a worker.
+/// Maximum time for a worker to start.
 const START_TIMEOUT: Duration = Duration::from_secs(15);
 
 const STARTUP: &str = "startup: new worker's first answer";
@@ -68,7 +68,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a supervisor. Returns the available profiles as well, or `None` if no profile is available.
+/// Starts a supervisor. Returns it with the available profiles, or `None` if no profile is available.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
     let mut accepted = Vec::new();
@@ -109,7 +109,7 @@ fn config(profiles: &[&str]) -> Result<String> {
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant has a worker, which its first job starts.
+        // Each tenant has a worker, which the tenant's first job starts.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
@@ -117,12 +117,13 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the profile's bulkhead for many concurrent jobs.
+/// Returns the name of the profile's bulkhead that runs many jobs concurrently.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// Submits a tenant's first job, which starts a worker. Returns the time until the result and the worker's process id.
+/// Submits a tenant's first job, which starts a worker. Returns the time until the result, and the worker's
+/// PID.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);
@@ -160,16 +161,16 @@ async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Fi
     Ok(figures)
 }
 
-/// Measures the memory of a worker after one job and, if the worker has a pid namespace, of the namespace's first
-/// process.
+/// Measures the memory of a worker after one job and, if the worker has a PID namespace, of the namespace's
+/// first process.
 async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(first_answer(chain, profile, "idle").await?.1);
     }
     let mut figures = Vec::new();
-    // All workers are started before the first measurement, because the proportional memory of a process decreases with
-    // the number of processes that share its pages.
+    // All workers are started before the first measurement, because a process's proportional memory decreases
+    // as more processes share its pages.
     for (profile, worker) in profiles.iter().zip(workers) {
         figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
         if let Some(init) = processes::init_of(worker)? {
@@ -187,7 +188,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {
-        eprintln!("NOT MEASURED: comparison of none and strict, because `{missing}` is not available");
+        eprintln!("NOT MEASURED: the comparison of none and strict, because `{missing}` is not available");
         return Ok(Vec::new());
     }
     for profile in COMPARED {

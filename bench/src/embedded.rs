@@ -1,5 +1,5 @@
 //! Measures a supervisor that is embedded in this process. A supervisor with its own threads is compared with
-//! the bare chain, and a supervisor on the caller's thread with an echo without a relay.
+//! the bare chain, and a supervisor on the caller's thread with an echo process without a relay.
 
 use std::path::Path;
 use std::rc::Rc;
@@ -65,7 +65,11 @@ async fn calls(client: Client, total: usize) -> Result<Round> {
         let (client, payload) = (client.clone(), payload.clone());
         async move {
             let reply = client.job(real::ONE, payload.as_slice()).send().await?;
-            if reply.payload().len() == BYTES { Ok(()) } else { Err("another payload came back".into()) }
+            if reply.payload().len() == BYTES {
+                Ok(())
+            } else {
+                Err("the result differs from the payload".into())
+            }
         }
     })
     .await

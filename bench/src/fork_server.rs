@@ -44,7 +44,7 @@ impl ForkServer {
         let began = Instant::now();
         dying.write_all(&[KILLS; JOB_BYTES])?;
         if dying.read(&mut [0])? != 0 {
-            return Err("the process answered a job that kills the process".into());
+            return Err("the process replied to a job that should have killed it".into());
         }
         self.one()?;
         Ok(began.elapsed().as_secs_f64() * 1e3)

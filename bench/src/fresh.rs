@@ -17,19 +17,19 @@ pub(crate) const GROUP: &str = "fresh";
 /// Number of jobs in flight.
 const AT_ONCE: usize = 2;
 
-/// Interval between deaths of workers.
+/// Interval between worker deaths.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// Way to get the next worker.
+/// Way in which the next worker is obtained.
 struct Variant {
-    /// Prefix of the names of the bulkheads.
+    /// Prefix of the bulkhead names.
     name: &'static str,
     profile: &'static str,
     /// Description in the names of the measurements.
     description: &'static str,
     keys: &'static str,
-    /// Target for the number of new processes per second. Alternatively, the fraction `OF_BARE` of the rate of a bare
-    /// fork server with the same layers is enough.
+    /// Target for the number of new processes per second. Alternatively, a rate of `OF_BARE` times that of a
+    /// bare fork server with the same layers is enough.
     wanted: Option<f64>,
 }
 
@@ -70,11 +70,14 @@ impl Variant {
     }
 
     fn next(&self) -> String {
-        format!("{GROUP}: worker killed to next answer, {}, {}", self.profile, self.description)
+        format!("{GROUP}: time from worker kill to next reply, {}, {}", self.profile, self.description)
     }
 
     fn hang(&self) -> String {
-        format!("{GROUP}: hang: deadline + grace to next answer, {}, {}", self.profile, self.description)
+        format!(
+            "{GROUP}: hang: time from deadline + grace to next reply, {}, {}",
+            self.profile, self.description
+        )
     }
 
     fn has_spares(&self) -> bool {

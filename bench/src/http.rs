@@ -15,14 +15,14 @@ use crate::{Result, processes};
 /// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "http";
 
-/// Number of clients, each with one job in progress.
+/// Number of clients. Each client has one job in progress.
 const CLIENTS: usize = 16;
 
 const TOKEN: &str = "a-token-of-the-bench";
 
 /// Takes all requested measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    let name = format!("{GROUP}: kept alive against a connection for each job, {CLIENTS} clients");
+    let name = format!("{GROUP}: persistent connections over one connection per job, {CLIENTS} clients");
     if !report.wants(&name) {
         return Ok(());
     }

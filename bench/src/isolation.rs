@@ -1,5 +1,5 @@
-//! Measures how much an attacker slows down honest jobs in the same bulkhead, as p50 and p99 latencies, alternately
-//! with and without the attack. `attacks.rs` measures attacks on the supervisor itself.
+//! Measures how much an attacker slows down honest jobs in the same bulkhead, as p50 and p99 latencies.
+//! Rounds with and without the attack alternate. `attacks.rs` measures attacks on the supervisor itself.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "isolation";
 
-/// Size of these measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     /// Number of pairs of rounds. In each pair, one round runs without the attack and the other with the
     /// attack.
@@ -30,7 +30,7 @@ pub(crate) struct Plan {
 /// Number of honest jobs per burst.
 const BURST: usize = 60;
 
-/// Deadline of an honest job. Missing it is an error and ends the measurement.
+/// Deadline of an honest job. A missed deadline is an error and ends the measurement.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Deadline of a job that attacks its template.
@@ -45,14 +45,14 @@ const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 /// An attack, and a comparable load without it.
 struct Scene {
     name: &'static str,
-    /// Configuration keys of the bulkhead, without and with the attack.
+    /// Configuration of the bulkhead, without and with the attack.
     keys: [&'static str; 2],
-    /// The worker, as arguments or as the lines of a Python module.
+    /// The worker: the role of a Rust program, or the source of a Python module.
     worker: Worker,
     /// Operation and deadline of the attacker's jobs, without and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
-    /// Number of jobs that the attacker keeps in flight. With 0, the attacker sends one job before each burst of honest
-    /// jobs.
+    /// Number of jobs that the attacker keeps in flight. If this is 0, the attacker sends one job before each
+    /// burst of honest jobs.
     attackers: usize,
     /// Operation of the honest jobs.
     operation: &'static str,
@@ -67,7 +67,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// Handlers of which `hold` keeps the interpreter's lock for about half a second in a single C call.
+/// Module whose operation `hold` keeps the interpreter's lock for about half a second in a single C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \
@@ -165,8 +165,8 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the honest jobs, all of which must succeed. `way` is 0 without the attack and 1 with the
-/// attack.
+/// Returns the latencies of the honest jobs, all of which must succeed. `way` is 0 for a round without the
+/// attack and 1 for a round with the attack.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
     // Warms up the workers, and lets the supervisor learn their run times.
@@ -183,7 +183,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Sends bursts of honest jobs, each right after a job of the attacker.
+/// Sends bursts of honest jobs, each immediately after one of the attacker's jobs.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {

@@ -1,4 +1,4 @@
-//! Sends requests, one or many at a time, and measures their latencies.
+//! Sends requests, one or many at a time, and measures the latencies.
 
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,9 @@
 //! `bulkhead-bench` measures the cost of the supervisor, as ratios to a bare chain of sockets.
 //!
-//! The bare chain consists of a client in which each request waits for its own reply, a relay, and an echo.
-//! These three processes forward bytes over Unix sockets, and read and write all available bytes at once. The real
-//! chain consists of a client, the supervisor, and a worker built with the SDK. The two chains run alternately,
-//! round by round, so that other load on the machine affects both. The medians of the rounds are compared.
+//! The bare chain consists of a client in which each request waits for its own reply, a relay, and an echo. These
+//! three processes forward bytes over Unix sockets, and read and write all available bytes at once. The real chain
+//! consists of a client, the supervisor, and a worker built with the SDK. The two chains run in alternating
+//! rounds, so that other load on the machine affects both. The medians of the rounds are compared.
 
 mod attackers;
 mod attacks;
@@ -40,7 +40,8 @@ use tokio::task::LocalSet;
 use crate::plan::Plan;
 use crate::report::Report;
 
-/// Result of a measurement. An error ends it, because a figure that includes a failure is worthless.
+/// Result of a measurement. An error ends the measurement, because a figure that includes a failure is
+/// worthless.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Measures the supervisor and compares it with a bare chain of sockets.
@@ -126,7 +127,7 @@ enum Role {
         #[arg(long)]
         pin: bool,
     },
-    /// Serves metrics and events that have no meaning.
+    /// Serves meaningless metrics and events.
     #[command(hide = true)]
     Watched {
         /// Socket on which this process listens.

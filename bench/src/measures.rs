@@ -83,10 +83,10 @@ async fn measure(plan: &Plan, report: &Report) -> Result<()> {
             report.add(one_at_a_time(&chains, plan, name, bulkhead).await?);
         }
     }
-    if report.wants("worker killed to next answer") {
+    if report.wants("time from worker kill to next reply") {
         report.add(recovery(&chains, plan).await?);
     }
-    if report.wants("hang: deadline + grace to next answer") {
+    if report.wants("hang: time from deadline + grace to next reply") {
         report.add(hang(&chains, plan).await?);
     }
     embedded::all(&chains, plan, report).await?;
@@ -113,8 +113,8 @@ async fn latency(
     ])
 }
 
-/// Measures large payloads that the worker returns: copied at both ends, and in mapped files, which are written once
-/// and copied once.
+/// Measures large payloads that the worker returns. The payloads are copied at both ends, or are in mapped
+/// files, which are written once and copied once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
@@ -131,7 +131,7 @@ async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: us
     ])
 }
 
-/// Measures jobs per second, and the CPU time per job of the relay and of the supervisor.
+/// Measures jobs per second, and the CPU time per job in the relay and in the supervisor.
 async fn throughput(
     chains: &Chains,
     plan: &Plan,
@@ -186,7 +186,7 @@ async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
         while chains.real.call(real::ONE, b"x").await.is_err() {}
         pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
     }
-    Ok(paired("worker killed to next answer".into(), "ms", &pairs, Target::AtMost, 2.0))
+    Ok(paired("time from worker kill to next reply".into(), "ms", &pairs, Target::AtMost, 2.0))
 }
 
 fn bare_recovery() -> Result<Duration> {
@@ -196,7 +196,7 @@ fn bare_recovery() -> Result<Duration> {
     socket.read_exact(&mut byte)?;
     let began = Instant::now();
     processes::kill(victim.pid())?;
-    // Both end of file and a reset mean that the echo process is gone.
+    // Both an end of file and a reset mean that the echo process is gone.
     let _ = socket.read(&mut byte);
     let (_next, mut socket) = Process::echo()?;
     socket.write_all(b"x")?;
@@ -204,15 +204,15 @@ fn bare_recovery() -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// Measures the time from the end of a hanging job's grace period to the result of the next job, including the start of
-/// a worker.
+/// Measures the time from the end of a hanging job's grace period to the result of the next job, including
+/// the start of a new worker.
 async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut over = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
     // The target is 10 ms more than the start of a worker, which is the previous figure.
-    let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
+    let figure = Figure::alone("hang: time from deadline + grace to next reply", "ms", median(over));
     Ok(figure.with_target(Target::AtMost, 12.0))
 }
 

@@ -1,4 +1,4 @@
-//! Measures how much a bulkhead whose workers die slows down the jobs of other bulkheads.
+//! Measures how much a bulkhead whose workers die slows down jobs in other bulkheads.
 
 use std::cell::Cell;
 use std::process::Command;
@@ -16,11 +16,12 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval at which a program that dies immediately is started. The supervisor restarts the workers of a bulkhead at
-/// the same interval if every job crashes.
+/// Interval between starts of a program that dies immediately. If every job crashes, the supervisor restarts
+/// a bulkhead's workers at the same interval.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Number of concurrent jobs of the three honest bulkheads together. `CRASH_LANES` is the number for the crashing one.
+/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number in the crashing
+/// bulkhead.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
@@ -52,7 +53,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Tasks that send jobs that crash their workers, until [`Crashes::end`] is called.
+/// Tasks that send worker-crashing jobs until [`Crashes::end`] is called.
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -84,7 +85,7 @@ impl Crashes {
     }
 }
 
-/// Compares the p99 of a bulkhead with and without another bulkhead, whose worker dies on every job.
+/// Compares a bulkhead's p99 with and without another bulkhead whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
@@ -97,7 +98,7 @@ async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, S
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Maximum number of rounds in [`crowd`], because each round takes long.
+/// Maximum number of rounds in [`crowd`]. Low, because each round takes a long time.
 const CROWD_ROUNDS_MAX: usize = 5;
 
 /// Runs jobs for four bulkheads, 64 at a time. In one round of each pair, every job of the fourth bulkhead
@@ -114,7 +115,7 @@ async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the latencies of the jobs of the three honest bulkheads.
+/// Returns the latencies of the jobs in the three honest bulkheads.
 async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> Result<Round> {
     let next = Rc::new(Cell::new(0));
     let chain = chains.real.clone();
@@ -157,7 +158,7 @@ async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     };
     Ok(vec![
         figure("crashes on every job, and none", &over_quiet),
-        figure("100 programs a second that die, and none", &starts_over_quiet),
+        figure("100 dying programs a second, and none", &starts_over_quiet),
         figure("crashes on every job, and such programs", &over_starts),
     ])
 }

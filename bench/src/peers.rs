@@ -5,9 +5,10 @@
 //!
 //! - `latency BYTES TOTAL`: sends `TOTAL` requests one at a time; `{"us": median latency}`.
 //! - `rate LANES BYTES TOTAL`: sends `TOTAL` requests, `LANES` at a time; `{"rate": answers per second}`.
-//! - `recovery TOTAL`: kills the worker by SIGKILL `TOTAL` times; `{"ms": median time to the next answer}`.
+//! - `recovery TOTAL`: kills the worker with SIGKILL `TOTAL` times; `{"ms": median time to the next answer}`.
 //!
-//! In all peers, one worker process returns its input. A driver restarts peers that have no supervision.
+//! In all peers, one worker process returns its input. The driver restarts the worker of a peer that has no
+//! supervision.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -31,7 +32,7 @@ const GROUP: &str = "peers";
 /// Folder for the peers, relative to the workspace.
 const FOLDER: &str = "target/bench-peers";
 
-/// Software with which the supervisor is compared.
+/// Software that is compared with the supervisor.
 struct Peer {
     name: &'static str,
     from: Source,
@@ -56,7 +57,7 @@ const PEERS: [Peer; 7] = [
     Peer { name: "workerpool", from: Source::Npm, arguments: &[] },
 ];
 
-/// Work that all peers do.
+/// A workload that every peer runs.
 #[derive(Clone, Copy)]
 struct Work {
     name: &'static str,
@@ -75,7 +76,7 @@ const WORKS: [Work; 4] = [
     Work { name: "64 B, 1 in flight: p50", unit: "µs", kind: Kind::Latency { bytes: 64 } },
     Work { name: "64 B, 64 in flight", unit: "jobs/s", kind: Kind::Rate { lanes: 64 } },
     Work { name: "1 MiB, 1 in flight: p50", unit: "µs", kind: Kind::Latency { bytes: 1 << 20 } },
-    Work { name: "worker dies to next answer", unit: "ms", kind: Kind::Recovery },
+    Work { name: "time from worker death to next reply", unit: "ms", kind: Kind::Recovery },
 ];
 
 /// Takes all requested measurements. Must be called within a `LocalSet`. Prints the peers that are not
@@ -164,7 +165,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the order for a peer, and the number of requests or deaths in it.
+    /// Returns the order for a peer, and the number of requests or deaths in the order.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -179,7 +180,7 @@ impl Kind {
         }
     }
 
-    /// Measures the supervisor with the same work.
+    /// Measures the supervisor with the same workload.
     async fn ours(self, chain: &Rc<Chain>, count: usize) -> Result<f64> {
         match self {
             Self::Latency { bytes } => Ok(echoes(chain, real::ONE, 1, count, bytes).await?.quantile(0.5)),
@@ -248,7 +249,7 @@ impl Driver {
         writeln!(self.orders, "{order}")?;
         let mut line = String::new();
         if self.answers.read_line(&mut line)? == 0 {
-            return Err(format!("the peer has ended: {}", self.process.wait()?).into());
+            return Err(format!("the peer exited: {}", self.process.wait()?).into());
         }
         let answer: serde_json::Value = serde_json::from_str(&line)?;
         let value = answer.as_object().and_then(|object| object.values().next()?.as_f64());

@@ -18,15 +18,15 @@ pub(crate) struct Plan {
     duration: Option<Duration>,
     /// Number of requests of 64 B and of 4 KiB per round, sent one at a time.
     pub(crate) small: usize,
-    /// Number of requests of 1 MiB per round. For 64 MiB, a 32nd of this number.
+    /// Number of requests of 1 MiB per round. The number for 64 MiB is a 32nd of this number.
     pub(crate) large: usize,
     /// Number of requests per round when many are in flight.
     pub(crate) many: usize,
     /// Maximum number of deaths, and maximum number of hangs, per measurement.
     pub(crate) deaths: usize,
-    /// Number of jobs per round, for four bulkheads together.
+    /// Total number of jobs per round for all four bulkheads.
     pub(crate) crowd: usize,
-    /// Number of jobs per round for three bulkheads while the fourth crashes its workers.
+    /// Total number of jobs per round for three bulkheads while the workers of the fourth crash.
     pub(crate) storm: usize,
     /// Number of jobs per round in measurements of decisions alone.
     pub(crate) decisions: usize,

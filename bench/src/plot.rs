@@ -1,4 +1,4 @@
-//! Draws the ratios of figures. Each figure has a row with a dot per round, the median, and the target.
+//! Draws the ratios of the figures. Each figure has a row with one dot per round, the median, and the target.
 
 use std::fmt::Write;
 

@@ -31,11 +31,12 @@ const PERMITS: u32 = 64;
 /// Simulated time per cycle. Too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs before most of them are cancelled. `STAYING` jobs remain at each end of the queue.
+/// Number of waiting jobs before most of these jobs are cancelled. `STAYING` jobs remain at each end of the
+/// queue.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Record of a job. Has the size of a pointer, like the supervisor's.
+/// Record of a job. The record has the size of a pointer, like the supervisor's record.
 type Record = u64;
 
 /// Takes all requested measurements.
@@ -101,8 +102,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. Each large number that should have no effect has a small counterpart. All permits but one are
-/// in use, unless the setting is about something else.
+/// Returns all settings. Each large number that should have no effect has a small counterpart. Unless the
+/// setting is about something else, all permits but one are in use.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",
@@ -205,7 +206,7 @@ impl Scene {
         if self.effects.running.len() == wanted {
             Ok(())
         } else {
-            Err("some jobs wait that should run".into())
+            Err("some jobs that should be running are waiting".into())
         }
     }
 
@@ -228,7 +229,7 @@ impl Scene {
     fn cycle(&mut self) {
         let index = self.submit();
         let subject = &mut self.subjects[index as usize];
-        // The bulkheads take turns, so the oldest running job is one of this bulkhead.
+        // The bulkheads take turns, so the oldest running job belongs to this bulkhead.
         if let Some(job) = self.effects.running.pop_front() {
             subject.reply(self.now, job, &mut self.effects);
         }
@@ -250,7 +251,7 @@ impl Scene {
     }
 }
 
-/// Performs those actions of the bulkheads that matter for the measurement.
+/// Performs only the bulkhead actions that matter for the measurement.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,
@@ -289,7 +290,7 @@ impl Subject {
         let mut bulkhead = Bulkhead::new(limits, 7);
         let mut actions = Vec::new();
         bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
-        let Some(Action::Spawn { worker, .. }) = actions.pop() else { return Err("no worker starts".into()) };
+        let Some(Action::Spawn { worker, .. }) = actions.pop() else { return Err("no Spawn action".into()) };
         bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 1 }, &mut actions);
         bulkhead.apply(
             Time::ZERO,
@@ -328,7 +329,8 @@ impl Subject {
     }
 }
 
-/// Cancels nine tenths of a full queue, in random order and leaving both ends. Returns the time per job in nanoseconds.
+/// Cancels nine tenths of the jobs in a full queue, in random order, but none at either end. Returns the time
+/// per job in nanoseconds.
 fn cancel() -> Result<f64> {
     let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
     let mut effects = Effects::default();
@@ -346,8 +348,8 @@ fn cancel() -> Result<f64> {
     if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }
 }
 
-/// Tenant names in random order, adjacent in memory so that the measurement does not include cache misses. (A real name
-/// arrives with its job and is in the cache.)
+/// Tenant names in random order. The names are adjacent in memory, so that the measurement does not include
+/// cache misses. (A real name arrives with its job and is in the cache.)
 struct Names {
     text: String,
     at: usize,
@@ -362,7 +364,7 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// Returns the next name, starting over at the end, or an empty name if there are no tenants.
+    /// Returns the next name, wrapping around at the end, or an empty name if there are no tenants.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;

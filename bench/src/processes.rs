@@ -10,10 +10,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
 
-/// Maximum time for any wait. Usually, waits end almost immediately.
+/// Maximum time for any wait. Most waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package that contains the parts of the chains, and name of its program.
+/// Name of the package that contains the parts of the chains, and of its program.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -65,7 +65,7 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for the program with the parts of the chains, which [`programs`] builds next to this program.
+/// Returns a command that runs the parts of the chains. [`programs`] builds this program next to the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
@@ -95,14 +95,15 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
     let began = Instant::now();
     while !path.exists() {
         if began.elapsed() > TIMEOUT {
-            return Err(format!("waited {TIMEOUT:?} for {}", path.display()).into());
+            return Err(format!("{} did not appear within {TIMEOUT:?}", path.display()).into());
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
 }
 
-/// Builds the programs of the workspace in the profile of this program. Returns the folder with the programs.
+/// Builds the workspace's programs with this program's build profile. Returns the folder that contains the
+/// programs.
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
@@ -142,19 +143,25 @@ fn scheduled(thread: &Path) -> Result<Duration> {
 /// Returns the proportional set size (PSS) of a process in bytes.
 pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).ok_or("no Pss")?;
+    let line = rollup
+        .lines()
+        .find_map(|line| line.strip_prefix("Pss:"))
+        .ok_or("`smaps_rollup` has no line `Pss:`")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
 /// Returns the anonymous memory of a process in bytes.
 pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).ok_or("no Anonymous")?;
+    let line = rollup
+        .lines()
+        .find_map(|line| line.strip_prefix("Anonymous:"))
+        .ok_or("`smaps_rollup` has no line `Anonymous:`")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// Returns the first process in the pid namespace of `pid`. Returns `None` if that is `pid` itself, or if the bench
-/// runs in the same namespace.
+/// Returns the first process in the PID namespace of `pid`. Returns `None` if `pid` itself is the first
+/// process, or if the bench runs in the same namespace.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;
@@ -164,7 +171,7 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     if own.len() < 2 || own.last() == Some(&1) {
         return Ok(None);
     }
-    // In a worker's namespace, the parent of the worker is the first process.
+    // In a worker's namespace, the worker's parent is the first process.
     let parent = field(pid, "PPid:")?.trim().parse()?;
     if numbers(parent)?.last() == Some(&1) {
         Ok(Some(parent))
@@ -176,17 +183,17 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
 fn field(pid: u32, name: &str) -> Result<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let found = status.lines().find_map(|line| line.strip_prefix(name));
-    found.map(str::to_owned).ok_or_else(|| format!("no {name} in the status of process {pid}").into())
+    found.map(str::to_owned).ok_or_else(|| format!("`/proc/{pid}/status` has no line `{name}`").into())
 }
 
 /// Sends SIGKILL to a process.
 pub(crate) fn kill(pid: u32) -> Result<()> {
-    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
+    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("the PID is 0")?;
     Ok(kill_process(pid, Signal::KILL)?)
 }
 
 /// Sends SIGTERM to a process.
 pub(crate) fn terminate(pid: u32) -> Result<()> {
-    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
+    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("the PID is 0")?;
     Ok(kill_process(pid, Signal::TERM)?)
 }

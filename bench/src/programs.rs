@@ -1,5 +1,5 @@
-//! Measures how many `true` processes per second an `exec` bulkhead runs, in comparison with threads that spawn them
-//! and wait for them.
+//! Measures how many `true` processes per second an `exec` bulkhead runs, in comparison with threads that
+//! spawn and wait for such processes.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;

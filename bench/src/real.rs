@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Bulkheads that run one job at a time, with a queue for all lanes: with and without prefetching.
+/// Bulkheads, with and without prefetching, that run one job at a time and can queue the jobs of all lanes.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
@@ -23,7 +23,7 @@ pub(crate) const CRASHES: &str = "crashes";
 /// Like [`CRASHES`], with workers forked from a template.
 pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
 
-/// Three honest bulkheads, and a fourth one that crashes in some measurements.
+/// Three honest bulkheads, and a fourth whose workers crash in some measurements.
 pub(crate) const CROWD: [&str; 4] = ["crowd-a", "crowd-b", "crowd-c", "crowd-d"];
 
 /// Returns the name of the bulkhead that runs `in_flight` jobs at once.
@@ -43,7 +43,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bench's bulkheads. Waits until the workers of most of them are ready.
+    /// Starts a supervisor with the bench's bulkheads. Waits until the workers of most bulkheads are ready.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
@@ -52,7 +52,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with this configuration, which must name the jobs socket `jobs.sock`.
+    /// Starts a supervisor with this configuration. The configuration must name the jobs socket `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -94,7 +94,7 @@ impl Chain {
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
         let next = self.client.job(bulkhead, "").deadline(Duration::from_secs(10)).start().await?;
         if hanging.await.is_ok() {
-            return Err("a job that should hang has succeeded".into());
+            return Err("a job that should have hung succeeded".into());
         }
         next.await?;
         Ok(began.elapsed().saturating_sub(HANG_DEADLINE + HANG_GRACE).as_secs_f64() * 1e3)
@@ -105,14 +105,14 @@ impl Chain {
         self.folder.path().join("admin.sock")
     }
 
-    /// Returns the process id of a bulkhead's only worker.
+    /// Returns the PID of a bulkhead's only worker.
     pub(crate) async fn worker(&self, bulkhead: &str) -> Result<u32> {
         let reply = self.client.job(bulkhead, "").send().await?;
         Ok(reply.outcome().worker_pid.ok_or("no worker served the job")?)
     }
 }
 
-/// Lets the supervisor check a configuration. The inner error is the supervisor's report about an invalid
+/// Runs the supervisor to check a configuration. The inner error is the supervisor's report about an invalid
 /// configuration.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;

@@ -40,10 +40,10 @@ pub(crate) struct Difference {
 pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) unit: &'static str,
-    /// Figure of the bare counterpart, if there is one.
+    /// Figure for the bare counterpart, if there is one.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
-    /// Median of the ratios of real to bare figures, over all rounds.
+    /// Median of the ratios of real to bare figures over all rounds.
     pub(crate) ratio: Option<f64>,
     pub(crate) target: Target,
     /// Limit for the target, or NaN if there is no target.
@@ -113,7 +113,7 @@ impl Figure {
 /// The figures measured so far. In table format, each figure is printed immediately.
 pub(crate) struct Report {
     only: Option<String>,
-    /// True if slow measurements were requested in addition to the usual ones.
+    /// True if slow measurements were requested in addition to the usual measurements.
     wants_slow: bool,
     is_json: bool,
     figures: RefCell<Vec<Figure>>,

@@ -1,11 +1,11 @@
-//! Numbers of rounds of the measurements.
+//! Number of rounds in a measurement.
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of rounds, however long they take, because a median of fewer would be meaningless.
+/// Minimum number of rounds, however long the rounds take. A median of fewer rounds would be meaningless.
 const ROUNDS_MIN: usize = 3;
 
-/// The rounds of a measurement, numbered from 0. Ends early if the rounds take too long.
+/// Iterator over the rounds of a measurement, numbered from 0. Ends early if the rounds take too long.
 pub(crate) struct Rounds {
     done: usize,
     most: usize,
@@ -13,7 +13,7 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Creates `most` rounds of a measurement that starts now. After `duration`, no rounds beyond
+    /// Creates at most `most` rounds of a measurement that starts now. After `duration`, no rounds beyond
     /// [`ROUNDS_MIN`] are started.
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }

@@ -1,5 +1,5 @@
-//! Measures the costs of a job, an idle worker and a scrape with 1,000 bulkheads and 10,000 tenants, and of
-//! 100,000 waiting jobs from 1,000 clients.
+//! Measures the cost of a job, an idle worker and a scrape with 1,000 bulkheads and 10,000 tenants, and the
+//! cost of 100,000 waiting jobs from 1,000 clients.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -29,10 +29,10 @@ const SHARED: &str = "shared";
 /// Bulkhead in which jobs have to wait.
 const WAITS: &str = "waits";
 
-/// Size of these measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
-    /// Jobs per round, sent one at a time. `many` is the number for many jobs at a time.
+    /// Number of jobs per round, sent one at a time. `many` is the number for many jobs at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
@@ -82,7 +82,7 @@ async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
 }
 
 /// Returns the supervisor's CPU time per job in µs, with `lanes` jobs in flight. `names` returns the bulkhead
-/// and tenant of each job.
+/// and the tenant of each job.
 async fn cpu(
     chain: &Rc<Chain>,
     (lanes, total): (usize, usize),
@@ -133,8 +133,9 @@ fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     move || (SHARED.into(), names())
 }
 
-/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to another worker, every read
-/// and write moves fewer bytes. A bare relay with as many echo processes shows how much that costs.
+/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to a different
+/// worker, every read and write moves fewer bytes. A bare relay with the same number of echo processes shows
+/// how much this costs.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;
@@ -278,11 +279,11 @@ async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures many clients, each with its own tenant and waiting jobs. The figures are the cost of a job's
-/// arrival, of a cancellation, and of an outcome at shutdown. They are measured with a tenth of the jobs and
-/// with all jobs. If they are equal, the cost per job does not grow with the number of jobs.
+/// Measures many clients, each with its own tenant and waiting jobs. The figures are the costs of a job's
+/// arrival, of a cancellation, and of an outcome at shutdown. The costs are measured with a tenth of the jobs
+/// and with all jobs. If they are equal, the cost per job does not grow with the number of jobs.
 async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
-    let name = format!("scale: {} clients, {} jobs wait", plan.clients, plan.clients * plan.waiting);
+    let name = format!("scale: {} clients, {} waiting jobs", plan.clients, plan.clients * plan.waiting);
     if !report.wants(&name) {
         return Ok(());
     }
@@ -328,15 +329,19 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
             rejected += usize::from(ended?.is_err_and(|error| error.to_string().contains("draining")));
         }
         let took = began.elapsed().as_secs_f64() * 1e6 / count as f64;
-        report.add(Figure::alone(format!("{name}: half of the clients notified of a stop"), "µs/job", took));
+        report.add(Figure::alone(
+            format!("{name}: half of the clients notified of a shutdown"),
+            "µs/job",
+            took,
+        ));
         if rejected < count {
             return Err(format!("only {rejected} of {count} jobs were rejected as `draining`").into());
         }
     }
     hangs.abort();
     let compared = [
-        ("to come, supervisor CPU", "µs/job", coming),
-        ("to be cancelled, supervisor CPU", "µs/job", cancelled),
+        ("arrival, supervisor CPU", "µs/job", coming),
+        ("cancellation, supervisor CPU", "µs/job", cancelled),
     ];
     for (quantity, unit, figures) in compared.into_iter().chain([("memory of each", "bytes", held)]) {
         let pairs: Vec<_> =
@@ -358,7 +363,7 @@ async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
             return Ok(());
         }
         if Instant::now() > until {
-            return Err(format!("{} jobs wait instead of {count}", told["queued"]).into());
+            return Err(format!("{} jobs are waiting instead of {count}", told["queued"]).into());
         }
     }
 }

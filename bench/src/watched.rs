@@ -1,6 +1,6 @@
-//! Measures the cost of readers that scrape metrics ten times per second and follow fifty event streams. The same load
-//! runs without readers, with readers of the supervisor, and with readers of another server, which shows the cost of
-//! the readers themselves.
+//! Measures the cost of readers that scrape metrics ten times per second and follow fifty event streams. The
+//! same load runs without readers, with readers of the supervisor, and with readers of another server. The
+//! readers of the other server show the cost of the readers themselves.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -20,12 +20,12 @@ use crate::report::Report;
 /// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "watched";
 
-/// Size of these measurements.
+/// Sizes of these measurements.
 pub(crate) struct Plan {
     /// Number of rounds of each kind: without readers, with readers of another server, and with readers of the
     /// supervisor.
     pub(crate) pairs: usize,
-    /// Jobs per round, sent one at a time. `many` is the number for [`LANES`] jobs at a time.
+    /// Number of jobs per round, sent one at a time. `many` is the number for [`LANES`] jobs at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -45,7 +45,8 @@ const EVENT_BYTES: usize = 700;
 /// Number of jobs in flight when every processor is busy.
 const LANES: usize = 64;
 
-/// Reads metrics and events with as little work as possible, until it is killed. Prints a line once it has started.
+/// Reads metrics and events with as little work as possible, until this process is killed. Prints a line once
+/// reading has started.
 pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
@@ -54,7 +55,7 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
         // The response head shows that the stream has begun.
         if stream.read(&mut buffer)? == 0 {
-            return Err("a stream of events has ended".into());
+            return Err("an event stream ended".into());
         }
         stream.set_nonblocking(true)?;
         streams.push(stream);
@@ -66,7 +67,7 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
         page.clear();
         request(admin, "/metrics", "close")?.read_to_end(&mut page)?;
         if !page.ends_with(b"# EOF\n") {
-            return Err("a scrape does not end with `# EOF`".into());
+            return Err("the scraped page does not end with `# EOF`".into());
         }
         for stream in &mut streams {
             while stream.read(&mut buffer).is_ok_and(|count| count == buffer.len()) {}
@@ -75,8 +76,9 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// The other server, which runs no jobs. Serves metrics and events with as little work as possible, until it is killed.
-/// Sends a page for each request for metrics, and an event to each follower every [`CRASH_INTERVAL`].
+/// Runs the other server, which runs no jobs. Serves metrics and events with as little work as possible,
+/// until the process is killed. Sends a page for each metrics request, and an event to each follower every
+/// [`CRASH_INTERVAL`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -109,12 +111,12 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
 fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(admin)?;
     let head = format!("GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n");
-    // One write for the whole request, as scrapers do.
+    // Sends the whole request in one write, as scrapers do.
     stream.write_all(head.as_bytes())?;
     Ok(stream)
 }
 
-/// Cost of the jobs in one round.
+/// Costs measured in one round.
 struct Cost {
     /// p99 latency with one job in flight, in µs. `p99` is the latency with [`LANES`] jobs in flight.
     p99_alone: f64,

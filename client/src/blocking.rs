@@ -67,7 +67,7 @@ impl Client {
         Ok(Self { client, server: Arc::new(server) })
     }
 
-    /// Creates a client of a supervisor in the same process; see [`crate::Client::in_process`]. Returns an
+    /// Creates a client for a supervisor in the same process; see [`crate::Client::in_process`]. Returns an
     /// error if the thread that serves the connection cannot be started.
     pub fn in_process(connector: crate::Connector) -> io::Result<Self> {
         let server = Server::start()?;
@@ -75,7 +75,7 @@ impl Client {
         Ok(Self { client, server: Arc::new(server) })
     }
 
-    /// Sets whether the jobs of this client are retried; see [`crate::Client::retry`].
+    /// Sets whether this client's jobs are retried; see [`crate::Client::retry`].
     #[must_use = "returns a client with this setting"]
     pub fn retry(self, retries: bool) -> Self {
         Self { client: self.client.retry(retries), server: self.server }
@@ -162,8 +162,8 @@ impl Job {
         self.server.wait(self.job.send())
     }
 
-    /// Sends the job and returns a handle for progress and outcome, without waiting for the outcome. Dropping
-    /// the handle cancels the job.
+    /// Sends the job and returns a handle to the job's progress and outcome, without waiting for the outcome.
+    /// Dropping the handle cancels the job.
     ///
     /// Returns only errors that the client detects before the supervisor replies.
     ///
@@ -183,7 +183,7 @@ impl Job {
     }
 }
 
-/// Handle of a submitted job; see [`crate::JobHandle`].
+/// Handle to a submitted job; see [`crate::JobHandle`].
 #[must_use = "dropping the handle cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {

@@ -1,4 +1,4 @@
-//! Budget for the retries of a client. Retries are limited to a share of the recent jobs, so that callers do not
+//! Budget for a client's retries. Retries are limited to a share of the recent jobs, so that callers do not
 //! multiply the load on a supervisor that rejects jobs. The share within a window is taken from Finagle's
 //! `RetryBudget`; Envoy's `retry_budget` uses the same default.
 
@@ -14,7 +14,7 @@ const RETRIES_PERCENT: u64 = 20;
 /// at all. The supervisor uses the same minimum for its own retries.
 const RETRIES_FLOOR: u64 = 10;
 
-/// Counter of the jobs and retries of one client.
+/// Counts one client's jobs and retries.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
     /// Counts per second, indexed by the second's number modulo [`WINDOW_SECONDS`].
@@ -59,7 +59,7 @@ impl RetryBudget {
 mod tests {
     use super::*;
 
-    /// Retries until the budget is exhausted. Returns the number of retries.
+    /// Charges retries until the budget is exhausted. Returns the number of retries.
     fn spend(budget: &mut RetryBudget, now: Duration) -> u64 {
         (0..10_000).take_while(|_| budget.try_retry(now)).count() as u64
     }

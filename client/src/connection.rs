@@ -36,7 +36,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const OVERDUE_CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
 
 /// Pause before the second attempt to reconnect. The pause doubles after each attempt, up to
-/// [`RECONNECT_PAUSE_MAX`]. It is reset by a connection that lasts at least [`RECONNECT_PAUSE_MAX`].
+/// [`RECONNECT_PAUSE_MAX`]. A connection that lasts at least [`RECONNECT_PAUSE_MAX`] resets the pause.
 const RECONNECT_PAUSE_MIN: Duration = Duration::from_millis(10);
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -62,7 +62,7 @@ pub enum ConnectError {
         path: PathBuf,
         /// Suggested fix.
         hint: &'static str,
-        /// Error of the operating system.
+        /// Error from the operating system.
         source: io::Error,
     },
     /// The supervisor refused this client.
@@ -99,7 +99,7 @@ bulkhead_shared::debug_by_display!(ConnectError);
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
-    /// Default of [`Job::retry`](crate::Job::retry).
+    /// Default for [`Job::retry`](crate::Job::retry).
     pub(crate) retries: bool,
     /// Maximum time that jobs wait for a reconnection, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,
@@ -165,8 +165,8 @@ struct Shared {
 pub(crate) enum SubmitAttempt {
     Sent(JobHandle),
     Rejected(JobError),
-    /// The job must wait for space or for a connection. Contains the connection if it is broken and must not be used
-    /// again.
+    /// The job must wait for space or for a connection. Contains the current connection if it is broken and
+    /// must not be used again.
     Waits(Option<Arc<Requests>>),
 }
 
@@ -209,8 +209,8 @@ impl Client {
         Ok(client)
     }
 
-    /// Creates a client of a supervisor in the same process. The supervisor serves the other endpoint of each
-    /// connection that `connector` opens; see `Supervisor::client` of `bulkhead-supervisor`. The client
+    /// Creates a client for a supervisor in the same process. The supervisor serves the other endpoint of
+    /// each connection that `connector` opens; see `Supervisor::client` of `bulkhead-supervisor`. The client
     /// connects in the background, and jobs wait for the connection. In all other respects the client behaves
     /// as with [`Client::connect`]. Must be called within a tokio runtime.
     pub fn in_process(connector: Connector) -> Self {
@@ -219,7 +219,7 @@ impl Client {
         client
     }
 
-    /// Creates a client of a supervisor in the same process, and a future that serves the client's
+    /// Creates a client for a supervisor in the same process, and a future that serves the client's
     /// connection. The future must be polled within a tokio runtime.
     pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
         Self::of(Target::InProcess(connector), None)
@@ -245,8 +245,8 @@ impl Client {
         (Self { shared, retries: false, reconnect_timeout: None }, driver.run())
     }
 
-    /// Sets the default of [`Job::retry`](crate::Job::retry) for the jobs of this client. Other
-    /// clones of the client keep their setting. All clones share one retry budget.
+    /// Sets the default for [`Job::retry`](crate::Job::retry) for this client's jobs. Other clones of the
+    /// client keep their setting. All clones share one retry budget.
     ///
     /// ```no_run
     /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -262,9 +262,9 @@ impl Client {
         self
     }
 
-    /// Sets the maximum time that jobs of this client wait for a reconnection after a loss, in addition to their
-    /// deadline. With zero, jobs end when the connection is lost, and no job is sent again. Other clones of the
-    /// client keep their setting.
+    /// Sets the maximum time that this client's jobs wait for a reconnection after a loss, in addition to
+    /// their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent again.
+    /// Other clones of the client keep their setting.
     #[must_use = "returns a client with this setting"]
     pub fn reconnect_timeout(mut self, limit: Duration) -> Self {
         self.reconnect_timeout = Some(limit);
@@ -277,7 +277,7 @@ impl Client {
         use_budget(&mut self.shared.budget.lock().unwrap_or_else(PoisonError::into_inner), now)
     }
 
-    /// Sends a job, after waiting for a connection or for space if necessary. Progress reports of the job are
+    /// Sends a job, after waiting for a connection or for space if necessary. The job's progress reports are
     /// sent to `progress`.
     pub(crate) async fn submit(
         &self,
@@ -320,7 +320,7 @@ impl Client {
             let requests = self.wait_for_connection(broken.as_ref(), job).await?;
             let mut position = requests.queue();
             let mut space = pin!(requests.space.notified());
-            // Registers for notifications before the first attempt, so that none is missed.
+            // Registers for notifications before the first attempt, so that no notification is missed.
             space.as_mut().enable();
             loop {
                 job.update_remaining()?;
@@ -342,8 +342,8 @@ impl Client {
         }
     }
 
-    /// Waits for a connection other than `broken`. Once the reconnection limit has passed, waits for only one more
-    /// attempt.
+    /// Waits for a connection other than `broken`. Once the reconnection time limit has passed, waits for
+    /// only one more attempt.
     async fn wait_for_connection(
         &self,
         broken: Option<&Arc<Requests>>,
@@ -434,7 +434,7 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     }
 }
 
-/// Connects to a Unix socket. Retries on `WouldBlock`, which means that the backlog of the socket is full.
+/// Connects to a Unix socket. Retries on `WouldBlock`, which means that the socket's backlog is full.
 async fn connect(path: &Path) -> io::Result<UnixStream> {
     let until = Instant::now() + HANDSHAKE_TIMEOUT;
     let mut pause = RECONNECT_PAUSE_MIN;
@@ -460,8 +460,8 @@ impl From<String> for HandshakeError {
     }
 }
 
-/// Performs the handshake. Returns the maximum size in bytes of a frame that the supervisor accepts, and the
-/// capabilities of the supervisor.
+/// Performs the handshake. Returns the maximum size, in bytes, of a frame that the supervisor accepts, and
+/// the supervisor's capabilities.
 async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> {
     let text = |error: &dyn std::fmt::Display| HandshakeError::Protocol(error.to_string());
     let hello = Hello {
@@ -535,14 +535,15 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
     }
 }
 
-/// Serves the connection of a client, and reconnects after a loss, as long as the client or a job exists.
+/// Serves a client's connection, and reconnects after a loss, as long as the client or a job exists.
 struct Driver {
     target: Target,
     /// `None` before the first connection.
     requests: Option<Arc<Requests>>,
-    /// Lost connections, oldest first, with jobs that wait to be sent over the next connection.
+    /// Lost connections, oldest first, whose jobs are waiting to be sent over the next connection.
     lost: Vec<Arc<Requests>>,
-    /// Connections that the supervisor is closing with GOAWAY. It finishes their jobs but takes no more.
+    /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these
+    /// connections but accepts no more.
     leaving: Vec<Arc<Requests>>,
     /// Notified when a leaving connection has closed.
     left: Arc<Notify>,
@@ -556,8 +557,8 @@ impl Driver {
         loop {
             if let Some(requests) = self.requests.clone() {
                 let began = Instant::now();
-                // Joins the queue before the connection is announced, so that lost jobs are sent before those of
-                // waiting callers.
+                // Joins the queue before the connection is announced, so that lost jobs are sent before the
+                // jobs of waiting callers.
                 let mut first_place = (!self.lost.is_empty()).then(|| requests.queue());
                 self.current.send_replace(Connection::Up(requests.clone()));
                 let mut serving = Box::pin(serve(requests.clone()));
@@ -603,7 +604,7 @@ impl Driver {
     /// Waits until all handles that can submit jobs are dropped and no job is pending.
     async fn wait_until_unused(&self) {
         self.current.closed().await;
-        // Jobs move from a lost connection to the present one.
+        // Jobs move from a lost connection to the current connection.
         for requests in self.lost.iter().chain(&self.leaving).chain(&self.requests) {
             requests.idle().await;
         }
@@ -616,8 +617,8 @@ impl Driver {
     }
 
     /// Closes the connection. Marks the connection as lost before the pending jobs get an error, so that a
-    /// caller that retries at once does not use the broken connection. If `is_replaced` is true, jobs that can
-    /// be sent again wait for the next connection.
+    /// caller that retries immediately does not use the broken connection. If `is_replaced` is true, jobs
+    /// that can be sent again wait for the next connection.
     fn disconnect(&mut self, message: &str, is_replaced: bool) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = self.requests.take() {
@@ -627,7 +628,7 @@ impl Driver {
         self.lost.retain(|lost| lost.has_detached_jobs());
     }
 
-    /// Handles GOAWAY. The connection stays open until its last job has ended, and later jobs wait for a new
+    /// Handles GOAWAY. The connection stays open until its last job has ended. Later jobs wait for a new
     /// connection.
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
@@ -646,7 +647,8 @@ impl Driver {
         });
     }
 
-    /// Forgets leaving connections that have closed. Their jobs that can be sent again wait for another connection.
+    /// Forgets leaving connections that have closed. Jobs on these connections that can be sent again wait
+    /// for another connection.
     fn forget_left(&mut self) {
         for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
             if requests.has_detached_jobs() && !self.lost.iter().any(|lost| Arc::ptr_eq(lost, &requests)) {

@@ -1,4 +1,4 @@
-//! The handle of a submitted job.
+//! The handle to a submitted job.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -9,7 +9,7 @@ use crate::job_request::JobRequest;
 use crate::reply::{JobError, Progress, Reply};
 use crate::requests::PendingOutcome;
 
-/// Handle of a submitted job, which is also a future that resolves to the outcome. The handle remains valid
+/// Handle to a submitted job. The handle is also a future that resolves to the outcome, and remains valid
 /// after the [`Client`](crate::Client) is dropped.
 #[must_use = "dropping the handle cancels the job"]
 #[derive(Debug)]
@@ -30,9 +30,9 @@ impl JobHandle {
         self.progress.as_mut()?.recv().await
     }
 
-    /// Asks the supervisor to cancel the job. An outcome still arrives: `cancelled`, or another outcome if the job
-    /// ended first. While there is no connection, the job ends immediately. To cancel without waiting for the outcome,
-    /// drop the handle.
+    /// Asks the supervisor to cancel the job. An outcome still arrives: `cancelled`, or another outcome if
+    /// the job ends first. If there is no connection, the job ends immediately. To cancel without waiting for
+    /// the outcome, drop the handle.
     pub fn cancel(&self) {
         self.outcome.cancel(false);
     }
@@ -44,7 +44,7 @@ impl JobHandle {
         self.outcome.cancel(true);
     }
 
-    /// Takes the job back after its outcome was received, so that it can be retried.
+    /// Returns the job, so that it can be retried. Must be called after the outcome was received.
     pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
         self.outcome.take_request()
     }

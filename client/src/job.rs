@@ -22,7 +22,8 @@ pub(crate) const PROGRESS_MAX: usize = 16;
 /// Maximum number of retries of a job; see [`Job::retry`].
 const RETRIES_MAX: u32 = 3;
 
-/// Pause before the first retry of a job, if the supervisor gave no time. The pause doubles with each retry.
+/// Pause before the first retry of a job, if the supervisor did not specify a time. The pause doubles with
+/// each retry.
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(100);
 
 /// Builder for a job. Nothing is sent until [`Job::send`] or [`Job::start`] is called.
@@ -60,9 +61,9 @@ fn read_whole(file: &File) -> io::Result<Vec<u8>> {
 
 impl Job {
     /// Uses the contents of a file as the payload, replacing the payload given to [`Client::job`]. This call fixes the
-    /// size of the payload. The file is read when the job is sent, on the thread that sends the job, and read again if
-    /// the job is sent again over another connection. If the client has a memory file, the payload is read directly
-    /// into shared memory.
+    /// size of the payload. The file is read when the job is sent, on the thread that sends the job, and is read once
+    /// more if the job is sent again over another connection. If the client has a memory file, the payload is read
+    /// directly into shared memory.
     ///
     /// Only regular files are accepted. Pipes, sockets and devices have no known size and cause an error of
     /// kind `InvalidInput`. Files that report a size of 0, such as those in `/proc`, are read immediately.
@@ -180,11 +181,12 @@ impl Job {
     /// retryable](crate::JobError::is_retryable). The default is [`Client::retry`](crate::Client::retry).
     /// [`Job::start`] never retries.
     ///
-    /// A retry waits for the time that the supervisor [asks for](crate::JobError::retry_after), otherwise for
-    /// 100 ms, then 200 ms, then 400 ms. A job is retried at most three times, and never beyond its deadline. In
-    /// any ten seconds, a client retries at most 20 % of the jobs for which retries are enabled, but ten
-    /// retries are always allowed. If there is no further retry, the last error is returned; if an attempt
-    /// [may have run](crate::JobError::executed) and later ones did not, the error of that attempt.
+    /// A retry waits for the time that the supervisor [asks for](crate::JobError::retry_after). If the
+    /// supervisor specifies no time, the retries wait for 100 ms, 200 ms and 400 ms. A job is retried at most
+    /// three times, and never beyond its deadline. In any ten seconds, a client retries at most 20 % of the
+    /// jobs for which retries are enabled, but ten retries are always allowed. If there is no further retry,
+    /// the last error is returned. If an attempt [may have run](crate::JobError::executed) and later attempts
+    /// did not, the error of the attempt that may have run is returned instead.
     ///
     /// ```no_run
     /// # use std::time::Duration;
@@ -262,7 +264,7 @@ impl Job {
         result
     }
 
-    /// Sends the job and retries it; see [`Job::retry`].
+    /// Sends the job, and retries the job if necessary; see [`Job::retry`].
     async fn send_with_retries(mut self) -> Result<Reply, JobError> {
         self.client.with_budget(RetryBudget::job);
         let ran = |error: &JobError| error.executed() != Executed::No;
@@ -281,7 +283,8 @@ impl Job {
                 && error.is_retryable()
                 && self.request.deadline.is_none_or(fits)
                 && self.client.with_budget(RetryBudget::try_retry);
-            // If an earlier attempt may have run, the error of a later attempt that did not run would hide this.
+            // If an earlier attempt may have run, the error of a later attempt that did not run would obscure
+            // this.
             let error = match reported.take() {
                 Some(earlier) if ran(&earlier) && !ran(&error) => earlier,
                 _ => error,
@@ -297,8 +300,8 @@ impl Job {
         }
     }
 
-    /// Sends the job and returns a handle for progress and outcome, without waiting for the outcome. Dropping
-    /// the handle cancels the job.
+    /// Sends the job and returns a handle to the job's progress and outcome, without waiting for the outcome.
+    /// Dropping the handle cancels the job.
     ///
     /// Returns only errors that the client detects before the supervisor replies.
     ///

@@ -13,8 +13,8 @@ use bulkhead_shared::{Executed, JobOptions, Outcome, RejectReason, Verdict};
 
 use crate::reply::JobError;
 
-/// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The limits of the
-/// supervisor are lower.
+/// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The supervisor's limits
+/// are lower.
 const TEXT_BYTES_MAX: usize = 1024;
 
 /// Source of a payload.
@@ -59,8 +59,8 @@ pub(crate) const RESENDS_MAX: u32 = 3;
 /// Maximum time that a job without a deadline waits for a reconnection.
 pub(crate) const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The payload of a job, kept until the outcome because the job may be sent again. A large payload is shared with the
-/// send queue instead of being copied.
+/// The payload of a job, kept until the outcome arrives because the job may have to be sent again. A large
+/// payload is shared with the send queue instead of being copied.
 #[derive(Clone, Debug)]
 pub(crate) enum KeptPayload {
     Owned(Vec<u8>),
@@ -133,7 +133,7 @@ pub(crate) struct JobRequest {
     pub(crate) payload: KeptPayload,
     /// Source of the payload; `None` if `payload` contains the payload.
     pub(crate) source: Option<Source>,
-    /// The deadline, from the first submission. [`JobOptions::deadline`] is the remaining time.
+    /// The deadline, counted from the first submission. [`JobOptions::deadline`] is the remaining time.
     pub(crate) deadline: Option<Deadline>,
     /// Maximum time to wait for a reconnection, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,
@@ -161,14 +161,14 @@ impl JobRequest {
 
     /// Starts the job's time limit.
     pub(crate) fn begin(&mut self) {
-        // A limit beyond the range of the clock is no limit for the client.
+        // The client treats a limit beyond the range of the clock as no limit.
         self.deadline = self
             .options
             .deadline
             .and_then(|limit| Instant::now().checked_add(limit).map(|at| Deadline { limit, at }));
     }
 
-    /// Prepares the job for a retry. The caller must have checked that time is left.
+    /// Prepares the job for a retry. The caller must have checked that the deadline has not passed.
     pub(crate) fn begin_again(&mut self) {
         (self.losses, self.waits_until) = (0, None);
         if let Some(deadline) = self.deadline {

@@ -10,14 +10,14 @@ use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping, is_whole
 /// Maximum number of pending requests for leases.
 const LEASE_REQUESTS_MAX: usize = 4;
 
-/// Maximum idle time after which a lease can be reused without checking for an unread recall. Must be shorter than the
-/// five seconds after which the supervisor revokes a recalled lease.
+/// Maximum time for which a lease can be idle and still be reused without a check for an unread recall. Must
+/// be shorter than the five seconds after which the supervisor revokes a recalled lease.
 const FRESH_TIME: Duration = Duration::from_secs(4);
 
 /// Time after a refused request before the client requests another lease.
 const LEASE_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
-/// A lease, used by one job at a time.
+/// A lease. Only one job uses a lease at a time.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) number: u64,
@@ -131,7 +131,8 @@ impl Leases {
         if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
             return Some(self.free.swap_remove(at).number);
         }
-        // Ignores unknown numbers, because the client may have returned the lease before the recall arrived.
+        // Ignores unknown lease numbers, because the client may have returned the lease before the recall
+        // arrived.
         if let Some(is_recalled) = self.in_use.get_mut(&number) {
             *is_recalled = true;
         }
@@ -155,7 +156,7 @@ impl Leases {
         None
     }
 
-    /// Forgets a lease in use, because it is being returned to the supervisor.
+    /// Forgets a lease in use, because the lease is being returned to the supervisor.
     pub(crate) fn forget(&mut self, number: u64) {
         self.in_use.remove(&number);
     }

@@ -18,9 +18,9 @@
 //! # }
 //! ```
 //!
-//! A client has a single connection, which any number of concurrent jobs and all clones of the client share.
-//! Dropping the future or handle of a job cancels the job. When the connection is lost, the client reconnects,
-//! and sends unsent and idempotent jobs again; all others end as [`JobError::Disconnected`]. [`Job::retry`]
+//! A client has a single connection, shared by all clones of the client and any number of concurrent jobs.
+//! Dropping a job's future or handle cancels the job. When the connection is lost, the client reconnects, and
+//! sends unsent and idempotent jobs again; all other jobs end as [`JobError::Disconnected`]. [`Job::retry`]
 //! retries rejected jobs within a budget. [`blocking`] provides the same functions without async.
 
 pub mod blocking;

@@ -48,10 +48,10 @@ impl MappedResult {
         }
     }
 
-    /// Returns true if the supervisor has not revoked the file. In this case, all bytes read before this call
-    /// were valid, including those read through [`MappedResult::as_ptr`]. The supervisor can revoke the file
-    /// five seconds after the end of the job or later, or when the connection is lost. A revoked file
-    /// contains zeros.
+    /// Returns true if the supervisor has not revoked the file. If so, all bytes read before this call were
+    /// valid, including those read through [`MappedResult::as_ptr`]. The supervisor can revoke the file five
+    /// seconds after the end of the job or later, or when the connection is lost. A revoked file contains
+    /// zeros.
     pub fn is_whole(&self) -> bool {
         self.lease.as_ref().is_none_or(|lease| lease.is_whole())
     }

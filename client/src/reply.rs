@@ -1,4 +1,4 @@
-//! Replies and errors of jobs.
+//! Job replies and job errors.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use bulkhead_shared::{CrashReason, Executed, Outcome, Verdict};
 use crate::mapped::MappedResult;
 use crate::success::SuccessRecord;
 
-/// A progress report of a job.
+/// A progress report from a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Progress {
     /// Completed fraction, from 0 to 1.
@@ -126,7 +126,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Returns the error for a job that waited without success for a connection.
+    /// Returns the error for a job that waited for a connection in vain.
     pub(crate) fn unreachable(executed: Executed, problem: &str) -> Self {
         let advice = match executed {
             Executed::No => {

@@ -28,8 +28,8 @@ use crate::waiters::{Decision, Ended, JobResult, Move, Polled, Taken, Waiter, Wa
 
 pub(crate) use frames::Frames;
 
-/// Size of the send queue in bytes at which further jobs have to wait. A job submitted below this size is queued
-/// completely, so the queue can exceed this size by one payload.
+/// Size of the send queue in bytes at which further jobs have to wait. A job that is submitted while the
+/// queue is below this size is queued completely, so the queue can exceed this size by one payload.
 const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 
 /// Upper bound on the size of a SUBMIT frame without the payload, in bytes. Names that would make the frame
@@ -60,7 +60,8 @@ enum Phase {
     /// All clones of the client were dropped, so no further job can be submitted. The driver is notified when
     /// the last job ends.
     Ending,
-    /// The supervisor takes no further job on this connection. The driver is notified when the last job ends.
+    /// The supervisor accepts no further jobs on this connection. The driver is notified when the last job
+    /// ends.
     Leaving,
     /// A write has failed. The driver will determine the reason.
     Broken,
@@ -85,7 +86,7 @@ struct State {
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
-    /// Numbers of the jobs to send over another connection, in the order in which they were submitted.
+    /// Numbers of the jobs to send over another connection, in order of submission.
     detached: VecDeque<u64>,
 }
 
@@ -93,7 +94,7 @@ struct State {
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) transport: Transport,
-    /// Id of the process that opened the connection. A forked process shares the socket and must not close
+    /// PID of the process that opened the connection. A forked process shares the socket and must not close
     /// the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
@@ -228,7 +229,7 @@ impl Requests {
         Ok(PendingOutcome { requests: Some(self.clone()), number, request: None })
     }
 
-    /// Returns a free lease that fits the job. If there is none, requests a lease for later jobs from the
+    /// Returns a free lease that fits the job. If no lease is free, requests a lease for later jobs from the
     /// supervisor and returns `None`.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
@@ -423,7 +424,7 @@ impl Requests {
         self.space.notify_waiters();
         state = self.lock();
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
-        // Releases the payloads, which the jobs keep.
+        // Releases the queued payloads. The jobs keep their own references.
         let unsent = std::mem::take(&mut state.outbox);
         let ended = state.detach(reason, |waiter, job| {
             // The supervisor begins a job only after the complete frame has arrived.
@@ -441,7 +442,8 @@ impl Requests {
         ended.wake();
     }
 
-    /// Handles GOAWAY: the supervisor has taken only the first `taken` jobs. Sends the others over another connection.
+    /// Handles GOAWAY: the supervisor has accepted only the first `taken` jobs. Sends the others over another
+    /// connection.
     fn go_away(&self, taken: u64) {
         let mut state = self.lock();
         if !matches!(state.phase, Phase::Open | Phase::Ending) {
@@ -465,7 +467,7 @@ impl Requests {
         self.leaving.notify_one();
     }
 
-    /// Waits until the supervisor takes no further job on this connection.
+    /// Waits until the supervisor accepts no further jobs on this connection.
     pub(crate) async fn leaving(&self) {
         self.leaving.notified().await;
     }
@@ -478,7 +480,7 @@ impl Requests {
         let to = place.requests;
         let mut space = pin!(to.space.notified());
         loop {
-            // Registers for notifications before the attempt, so that none is missed.
+            // Registers for notifications before the attempt, so that no notification is missed.
             space.as_mut().enable();
             match self.move_next(place) {
                 Moved::One => {
@@ -555,7 +557,7 @@ impl Requests {
         detached.iter().filter_map(ends).min()
     }
 
-    /// Ends the detached jobs whose waiting time is over. `problem` says why there is no connection.
+    /// Ends the detached jobs that have waited too long. `problem` says why there is no connection.
     pub(crate) fn end_overdue(&self, problem: &str) {
         let now = Instant::now();
         let mut state = self.lock();
@@ -591,8 +593,8 @@ pub(crate) struct QueuePosition<'r> {
 }
 
 impl QueuePosition<'_> {
-    /// Tries to send a job. The first call fails if other submitters were already queued when this one joined. Later
-    /// calls, after `Requests::space` has woken the caller, ignore the length of the queue.
+    /// Tries to send a job. The first call fails if other submitters were already queued when this submitter
+    /// joined. Later calls, after `Requests::space` has woken the caller, ignore the length of the queue.
     pub(crate) fn submit(
         &mut self,
         job: &mut JobRequest,
@@ -620,7 +622,7 @@ impl LeaseOwner for Requests {
 }
 
 impl State {
-    /// Decides about every pending job. Jobs that are sent again are added to `detached`.
+    /// Makes a decision about every pending job. Jobs that are sent again are added to `detached`.
     fn detach(
         &mut self,
         problem: &str,
@@ -645,7 +647,7 @@ impl State {
         if self.queued_submitters > queued_max || !self.has_space() { Err(SubmitError::Full) } else { Ok(()) }
     }
 
-    /// Queues a frame that has only a kind and a number.
+    /// Queues a frame that consists only of a kind and a number.
     fn push_empty(&mut self, kind: u8, number: u64) {
         // An empty message always fits in a frame.
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
@@ -713,7 +715,7 @@ impl State {
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
     number: u64,
-    /// A job that may be retried, once the outcome was taken.
+    /// The job, if it may be retried. Set when the outcome is taken.
     request: Option<Box<JobRequest>>,
 }
 
@@ -744,7 +746,7 @@ impl PendingOutcome {
         }
     }
 
-    /// Takes a job that may be retried, after the outcome was taken.
+    /// Takes the job, if it may be retried. Must be called after the outcome was taken.
     pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
         self.request.take()
     }

@@ -1,5 +1,5 @@
-//! Compact record of a successful outcome. Most callers never read the outcome, so the [`Outcome`] is built
-//! only on demand.
+//! Compact record of a successful outcome. The [`Outcome`] is built only on demand, because most callers
+//! never read it.
 
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -23,8 +23,8 @@ impl Transport {
         match self {
             Self::Socket(socket) => socket.readable().await,
             Self::InProcess(end) => {
-                // Consumes tokio's cooperative budget, as its sockets do, so that a busy connection does not starve
-                // other tasks.
+                // Consumes tokio's cooperative budget, as tokio's sockets do, so that a busy connection does
+                // not starve other tasks.
                 tokio::task::coop::consume_budget().await;
                 poll_fn(|context| end.poll_readable(context)).await;
                 Ok(())

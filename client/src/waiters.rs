@@ -1,10 +1,10 @@
 //! Slots for pending jobs. The number of a request contains the index of a slot, so that finding the slot
-//! needs no search. A slot keeps the job, so that the job can be sent again over another connection, and keeps
-//! the outcome until the handle of the job takes it.
+//! needs no search. A slot holds the job, so that the job can be sent again over another connection, and
+//! holds the outcome until the job's handle takes it.
 //!
-//! The caller must release the lock before dropping values taken from a slot, because dropping them can take
-//! the lock: a waker can hold the last reference to a task that owns job handles, and a mapped result returns
-//! the lease to the connection.
+//! The caller must release the lock before dropping values taken from a slot, because dropping them can
+//! acquire the lock: a waker can hold the last reference to a task that owns job handles, and a mapped result
+//! returns the lease to the connection.
 
 use std::task::{Context, Poll, Waker};
 
@@ -32,7 +32,7 @@ pub(crate) struct Waiter {
     /// Lease whose memory files contain the payload, and possibly the result.
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) maps_result: bool,
-    /// True if the caller has asked for a cancellation. The job is then not sent again.
+    /// True if the caller has requested cancellation. The job is then not sent again.
     pub(crate) is_cancelled: bool,
     /// True if an earlier connection was lost after the job had been sent over that connection.
     pub(crate) may_have_run: bool,
@@ -61,7 +61,7 @@ struct Slot<M> {
     state: SlotState<M>,
     /// Waker of the waiting task.
     waker: Option<Waker>,
-    /// The job, until the outcome was taken. The task that takes the outcome drops the job, because memory is
+    /// The job, until the outcome is taken. The task that takes the outcome drops the job, because memory is
     /// freed faster on the thread that allocated it.
     request: JobRequest,
 }
@@ -105,14 +105,14 @@ pub(crate) enum Polled<M> {
 
 /// Decision about a pending job when its connection is lost or replaced.
 pub(crate) enum Decision {
-    /// The job stays, because the supervisor has accepted it.
+    /// The job stays on this connection, because the supervisor has accepted it.
     Stays,
     /// The job is sent again over another connection.
     SentAgain,
     Ends(JobError),
 }
 
-/// Values to drop and wakers to call after the lock is released, when jobs have ended.
+/// Wakers of ended jobs to call, and values to drop, after the lock is released.
 #[derive(Default)]
 pub(crate) struct Ended {
     _waiters: Vec<Waiter>,
@@ -172,7 +172,7 @@ impl<M> Waiters<M> {
         self.get_with_request(number).map(|(waiter, _)| waiter)
     }
 
-    /// Returns the waiter of a request, and the job.
+    /// Returns the waiter and the job of a request.
     #[inline]
     pub(crate) fn get_with_request(&mut self, number: u64) -> Option<(&mut Waiter, &mut JobRequest)> {
         let slot = self.slot(number)?;
@@ -273,9 +273,9 @@ impl<M> Waiters<M> {
 
     // Jobs that leave the connection.
 
-    /// Decides about every job that waits. `decide` gets `None` for a job whose outcome was being processed when
-    /// the connection failed. Returns the numbers of the jobs to send again, in the order in which they were
-    /// sent.
+    /// Makes a decision about every waiting job. `decide` gets `None` for a job whose outcome was being
+    /// processed when the connection failed. Returns the numbers of the jobs to send again, in the order in
+    /// which they were sent.
     pub(crate) fn detach(
         &mut self,
         mut decide: impl FnMut(Option<(&mut Waiter, &mut JobRequest)>) -> Decision,
@@ -370,7 +370,7 @@ impl<M> Waiters<M> {
 pub(crate) enum Move<M> {
     Sent(M),
     Ended(JobError),
-    /// The job could not be sent and stays where it is.
+    /// The job could not be sent and stays in its slot.
     PutBack(Box<JobRequest>, Option<mpsc::Sender<Progress>>),
 }
 
@@ -500,7 +500,7 @@ mod tests {
         for unless_begun in [false, true] {
             let number = insert(&mut waiters, None);
             let (request, progress) = waiters.begin_move(number).unwrap();
-            assert!(waiters.begin_move(number).is_none(), "a job is moved once");
+            assert!(waiters.begin_move(number).is_none(), "a job is moved only once");
             assert!(waiters.cancel_elsewhere(number, unless_begun).is_none());
             waiters.end_move(number, Move::PutBack(Box::new(request), progress));
             let error = outcome(&mut waiters, number, &cx).unwrap().unwrap_err();

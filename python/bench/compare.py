@@ -2,7 +2,7 @@
 
     BULKHEAD_SUPERVISOR=... python bench/compare.py [--rounds 5] [--json FILE]
 
-Prints medians over the rounds, and compares them with the design's limits (docs/performance.md has the figures).
+Prints medians over the rounds, and compares the medians with the design's limits (docs/performance.md has the figures).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def array_ms(pool: Rival, call: Callable[[Any], Any], size: int, count: int) -> 
 
 
 def fresh_rate(pool: Any, jobs: int = 300) -> float:
-    """Returns the number of calls per second when each call has a fresh process."""
+    """Returns the number of calls per second when each call runs in a fresh process."""
     assert pool.submit(work, 0).result(60) == 1
     began = time.perf_counter()
     for number, future in enumerate([pool.submit(work, number) for number in range(jobs)]):
@@ -134,7 +134,7 @@ serve(lambda payload, context: payload)
 
 @contextlib.contextmanager
 def echo_supervisor(processes: int = WORKERS, max_in_flight: int = 1) -> Iterator[str]:
-    """Runs a supervisor whose workers echo their payload. Yields the socket."""
+    """Runs a supervisor whose workers echo the payload. Yields the socket's path."""
     from bulkhead._private import PrivateSupervisor
 
     keys = {"processes": processes, "max_in_flight": max_in_flight, "max_queue": 1000}
@@ -173,7 +173,7 @@ def client_mib_s(client: Any) -> float:
 
 
 async def async_rate(socket: str) -> float:
-    """Returns the number of calls per second of AsyncClient with 64 outstanding calls."""
+    """Returns the number of calls per second through AsyncClient with 64 outstanding calls."""
     from bulkhead import AsyncClient
 
     async with AsyncClient(socket) as client:
@@ -181,7 +181,7 @@ async def async_rate(socket: str) -> float:
 
 
 async def pool_rate_in_loop(pool: Any) -> float:
-    """Returns the number of calls per second of run_in_executor with 64 outstanding calls."""
+    """Returns the number of calls per second through run_in_executor with 64 outstanding calls."""
     loop = asyncio.get_running_loop()
     return await _in_loop(lambda number: loop.run_in_executor(pool, work, number))
 
@@ -254,7 +254,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         for name, make in [*((name, RIVALS[name]) for name in there), (SPAWN, lambda: ProcessPool("spawn"))]:
             start, leave = start_and_exit_ms(make)
             note("first result, ms", name, start)
-            note("leaving a pool, ms", name, leave)
+            note("pool shutdown, ms", name, leave)
         for name, fresh in fresh_pools().items():
             note(FRESH, name, fresh_rate(fresh, 50 if "spawn" in name else 600))
     note("import, ms of CPU", "bulkhead", import_cpu_ms("import bulkhead"))
@@ -313,7 +313,7 @@ def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, boo
             1.2,
             False,
         ),
-        ("leaving a pool, at most 50 ms", figures["leaving a pool, ms"]["BulkheadExecutor"], 50.0, False),
+        ("pool shutdown, at most 50 ms", figures["pool shutdown, ms"]["BulkheadExecutor"], 50.0, False),
     ]
     return [(words, value, value >= bound if is_least else value <= bound) for words, value, bound, is_least in rows]
 

@@ -39,7 +39,7 @@ class ProcessPool(Rival):
 
 
 class Loky(Rival):
-    """loky's executor. A broken executor is only replaced when a new one is requested."""
+    """loky's executor. A broken executor is replaced only when a new executor is requested."""
 
     def __init__(self) -> None:
         loky = importlib.import_module("loky")

@@ -2,7 +2,7 @@
 
     python bench/survival.py [POOL...]
 
-Prints two tables. Each case runs in a separate interpreter. A case of the first table runs an honest job, then a bad
+Prints two tables. Each case runs in a separate interpreter. Each case in the first table runs an honest job, then a bad
 job, then honest jobs again.
 """
 
@@ -24,11 +24,11 @@ from typing import Any
 
 from rivals import RIVALS, installed, installed_modules
 
-#: Maximum number of seconds until a pool reports the outcome of a job. billiard takes ten to notice a death.
+#: Maximum number of seconds until a pool reports the outcome of a job. billiard takes ten seconds to notice a death.
 RESPONSE_SECONDS_MAX = 15.0
-#: Time limit of a job in seconds, for pools that support one.
+#: Time limit of a job in seconds, for pools that support time limits.
 TIMEOUT_SECONDS = 0.5
-#: Time limit of a case in seconds. The case is then killed.
+#: Time limit of a case in seconds, after which the case is killed.
 CASE_SECONDS_MAX = 45.0
 #: Time limit of a case that builds a program.
 BUILD_SECONDS_MAX = 300.0
@@ -55,7 +55,7 @@ def hangs() -> None:
 
 
 class TwoArguments(Exception):
-    """Cannot be unpickled, because pickle passes one argument to the constructor."""
+    """An exception that cannot be unpickled, because pickle passes only one argument to the constructor."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one)
@@ -100,7 +100,7 @@ def write_and_wait(path: str) -> None:
 
 
 def cancelled(name: str, folder: str) -> str:
-    """Returns the number of calls that run although the pool is shut down as soon as the first call is running."""
+    """Returns the number of calls that ran although the pool was shut down as soon as the first call was running."""
     pool = RIVALS[name]()
     assert pool.submit(honest, 1).result(30) == 2
     calls = [pool.submit(write_and_wait, f"{folder}/{number}") for number in range(CALLS)]
@@ -169,21 +169,21 @@ def frozen(name: str, folder: str) -> str:
             os.killpg(program.pid, signal.SIGKILL)
 
 
-#: Number of calls that are submitted before the shutdown cancels them.
+#: Number of calls submitted before the shutdown cancels them.
 CALLS = 40
 
 SURROUNDINGS: dict[str, Callable[[str, str], str]] = {
     "calls cancelled by `shutdown(cancel_futures=True)`": cancelled,
     "mode of a new file, umask 0027": masked,
     "call measured by coverage.py": traced,
-    "program of PyInstaller": frozen,
+    "program built with PyInstaller": frozen,
 }
 
 
 def outcome_of(future: Any, limit: float) -> tuple[str, float]:
     """Waits for a future.
 
-    Returns "a value", the name of its error, or "nothing" after ``limit`` seconds; and the time.
+    Returns "a value", the name of the error, or "nothing" after ``limit`` seconds; and the time waited.
     """
     began = time.monotonic()
     try:
@@ -219,7 +219,7 @@ def one(name: str, case: str) -> str:
     if job is hangs_with_a_grandchild:
         return grandchild_fate(note)
     if said == "nothing":
-        return "for ever" if is_endless else f"no answer{'' if serves(pool) else ', pool dead'}"
+        return "forever" if is_endless else f"no answer{'' if serves(pool) else ', pool dead'}"
     words = "timeout" if is_endless else "its error"
     if not serves(pool):
         return "pool broken"
@@ -239,7 +239,7 @@ def grandchild_fate(note: str) -> str:
         with open(note) as file:
             pid = int(file.read())
     except FileNotFoundError:
-        return "ended before it had a grandchild"
+        return "ended before the grandchild started"
     os.unlink(note)
     give_up = time.monotonic() + 2
     while time.monotonic() < give_up:

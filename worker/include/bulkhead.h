@@ -22,9 +22,9 @@
  * and the jobs in it.
  *
  * A process that the library forks is not the worker. A forked process must
- * end with _exit(), also when exec() fails. If it returns from the handler,
- * the host ends it with status 1. The library must close only descriptors
- * that it has opened, because a worker that loses its link ends immediately
+ * terminate with _exit(), even if exec() fails. If it returns from the handler,
+ * the host terminates it with status 1. The library must close only descriptors
+ * that it has opened, because a worker that loses its link exits, immediately
  * or at the next heartbeat.
  */
 #ifndef BULKHEAD_H

@@ -1,10 +1,10 @@
 //! Async handlers (feature `tokio`).
 //!
-//! As in every worker, each job in flight has a handler thread. The thread blocks on the handler's future,
-//! which need not be `Send`. A blocked thread uses little memory, because most of its stack is never touched.
-//! One runtime per worker drives timers and I/O.
+//! As in every worker, each job in flight occupies one handler thread. The thread blocks on the handler's
+//! future, which need not be `Send`. A blocked thread uses little memory, because most of its stack is never
+//! touched. One runtime per worker drives timers and I/O.
 //!
-//! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. This ends
+//! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. This stops
 //! the handler, so that the supervisor does not have to kill the worker.
 
 use std::process::ExitCode;
@@ -80,7 +80,8 @@ fn runtime() -> std::io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if RUNTIME.get().is_none() {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-        // If another thread was faster, this drops the unused runtime. That is safe here, outside of any async context.
+        // If another thread has already stored its runtime, this drops the unused one. That is safe here,
+        // outside of any async context.
         let _ = RUNTIME.set(runtime);
     }
     RUNTIME.get().ok_or_else(|| std::io::Error::other("no runtime"))

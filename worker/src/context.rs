@@ -27,7 +27,8 @@ pub struct Job {
 }
 
 impl Job {
-    /// Returns the payload as the client sent it. A payload in a memory file is copied on the first call.
+    /// Returns the payload exactly as the client sent it. A payload in a memory file is copied on the first
+    /// call.
     pub fn payload(&self) -> &[u8] {
         self.loan.as_ref().map_or(&self.payload, |loan| loan.copy())
     }
@@ -77,7 +78,7 @@ impl fmt::Debug for Job {
     }
 }
 
-/// Cancellation flag and progress of a running job, shared with other threads.
+/// Cancellation flag and progress of a running job, shared between threads.
 #[derive(Default)]
 pub(crate) struct Handle {
     cancelled: AtomicBool,
@@ -99,8 +100,8 @@ impl Handle {
 
     #[cfg(feature = "tokio")]
     pub(crate) async fn cancelled(&self) {
-        // Created before the check, because a `Notified` receives notifications from its creation on, even before its
-        // first poll.
+        // Created before the check, because a `Notified` receives every notification sent after its creation,
+        // even before its first poll.
         let notified = self.notify.notified();
         if !self.is_cancelled() {
             notified.await;
@@ -131,7 +132,7 @@ pub(crate) struct JobMetadata {
 
 /// The context of a job: operation, tenant, deadline, and the state that [`crate::Server::init`] created.
 pub struct Ctx<S = ()> {
-    // Replaced for each job. The other fields stay the same for all jobs of a thread.
+    // Replaced for each job. The other fields are the same for all jobs on a thread.
     pub(crate) metadata: JobMetadata,
     pub(crate) result_bytes_max: u64,
     pub(crate) writer: Arc<Writer>,
@@ -144,7 +145,7 @@ impl<S> Ctx<S> {
         &self.metadata.operation
     }
 
-    /// Returns the tenant that the job belongs to, or an empty string if the client set none.
+    /// Returns the tenant that the job belongs to, or an empty string if the client set no tenant.
     pub fn tenant(&self) -> &str {
         &self.metadata.tenant
     }
@@ -154,13 +155,13 @@ impl<S> Ctx<S> {
         self.metadata.traceparent.as_deref()
     }
 
-    /// Returns the id of the job as a number. Outcomes, events, logs and crash reports contain this number in
+    /// Returns the job ID as a number. Outcomes, events, logs and crash reports contain this number in
     /// hexadecimal, which is the format in which [`id`](Self::id) prints it.
     pub fn number(&self) -> u64 {
         self.metadata.number
     }
 
-    /// Returns the id of the job, which prints in hexadecimal as in events and logs.
+    /// Returns the job ID. It is displayed in hexadecimal, as in events and logs.
     pub fn id(&self) -> JobId {
         JobId(self.metadata.number)
     }
@@ -181,8 +182,8 @@ impl<S> Ctx<S> {
         self.result_bytes_max
     }
 
-    /// Returns true if no client is waiting for the result any more. The supervisor does not have to kill the
-    /// worker if the handler checks this regularly and returns early.
+    /// Returns true if no client is waiting for the result any more. A handler that checks this regularly and
+    /// returns early prevents the supervisor from killing the worker.
     pub fn is_cancelled(&self) -> bool {
         self.metadata.handle.is_cancelled()
     }
@@ -223,7 +224,7 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Destination of status messages and time extensions while the worker starts.
+/// Destination of status messages and requests for more time while the worker starts.
 pub(crate) enum StatusReceiver {
     /// The supervisor, for a worker.
     Supervisor(Arc<Writer>),

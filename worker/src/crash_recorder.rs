@@ -1,8 +1,9 @@
-//! Records the state of a thread that receives a fatal signal: see [`bulkhead_shared::crash_record`].
+//! Records the state of a thread that receives a fatal signal; see [`bulkhead_shared::crash_record`].
 //!
 //! The signal handler makes only system calls, and never allocates memory or takes a lock. It copies memory
-//! with `pwrite(2)`, which returns an error where a copy in user space would fault again. After the record, the
-//! previous action of the signal takes effect, so that the worker dies as it would without a recorder.
+//! with `pwrite(2)`, which returns an error where a copy in user space would fault again. After the record is
+//! written, the previous action for the signal takes effect, so that the worker dies as it would without a
+//! recorder.
 #![expect(unsafe_code, reason = "signal handlers have no safe form")]
 
 use std::cell::UnsafeCell;
@@ -31,14 +32,14 @@ const DONE: u8 = 2;
 
 /// State that the signal handler needs.
 struct Recorder {
-    /// Process that the supervisor welcomed as a worker.
+    /// PID of the process that received the supervisor's welcome.
     process: u32,
     file: BorrowedFd<'static>,
     /// Device and inode number of the file, to detect that the worker's code has closed the descriptor and reused its
     /// number.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
-    /// Previous action of each of the [`RECORDED_SIGNALS`].
+    /// Previous action for each of the [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
     /// Scratch buffer of the recording thread. Signal stacks are too small for it.
@@ -67,7 +68,7 @@ pub(crate) fn install(file: OwnedFd) {
     };
     let mut previous = [EMPTY_ACTION; RECORDED_SIGNALS.len()];
     for (signal, action) in RECORDED_SIGNALS.iter().zip(&mut previous) {
-        // SAFETY: reads the current action of the signal into a valid place.
+        // SAFETY: reads the current action for the signal into a valid place.
         if unsafe { libc::sigaction(*signal, std::ptr::null(), action) } != 0 {
             return;
         }

@@ -84,7 +84,7 @@ pub(crate) struct Loan {
     copy: OnceLock<Vec<u8>>,
     /// Reusable buffer for the copy of the payload.
     pub(crate) copy_buffer: Mutex<Vec<u8>>,
-    /// Size of the result written in place, in bytes; 0 if there is none.
+    /// Size of the result written in place, in bytes; 0 if no result was written in place.
     in_place: AtomicU64,
 }
 
@@ -183,7 +183,7 @@ impl<'j> ResultInPlace<'j> {
         (bytes <= file.len() && bytes > 0).then_some(Self { loan, file, bytes })
     }
 
-    /// Marks the result as complete. The value that the handler returns with `Ok` is then ignored.
+    /// Marks the result as complete. The value inside the handler's `Ok` is then ignored.
     pub fn finish(self) {
         self.loan.in_place.store(self.bytes as u64, Ordering::Release);
     }

@@ -25,8 +25,8 @@ impl Claims {
         arrival <= u64::from_le(self.recalled.load(Ordering::Acquire))
     }
 
-    /// Recalls all jobs up to the arrival number `up_to`, in the role of the supervisor. Returns the arrival number of
-    /// the last job that had begun.
+    /// Recalls all jobs up to the arrival number `up_to`, in the role of the supervisor. Returns the arrival
+    /// number of the last job that had begun.
     #[cfg(test)]
     pub(crate) fn recall(self, up_to: u64) -> u64 {
         self.recalled.store(up_to.to_le(), Ordering::Release);
@@ -39,7 +39,7 @@ impl Claims {
     pub(crate) fn begin(self, arrival: u64) -> bool {
         self.begun.store(arrival.to_le(), Ordering::Release);
         // The supervisor stores `recalled` before it loads `begun`. The fences ensure that at least one side
-        // sees the value that the other has stored.
+        // sees the value stored by the other.
         fence(Ordering::SeqCst);
         !self.is_recalled(arrival)
     }
@@ -108,7 +108,7 @@ impl Journal {
         true
     }
 
-    /// Removes all frames. Called once they have been sent.
+    /// Removes all frames. Called once the frames have been sent.
     pub(crate) fn clear(&mut self) {
         if self.used > 0 {
             self.used = 0;

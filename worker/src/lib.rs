@@ -7,8 +7,8 @@
 //! ```
 //!
 //! `bulkhead-supervisor` starts the worker, runs at most `max_in_flight` jobs in the worker at a time, and
-//! kills the worker if a job does not end. `max_in_flight` can change while the worker is running. The SDK
-//! starts handler threads when jobs need them, and ends surplus threads after their current job.
+//! kills the worker if a job hangs. `max_in_flight` can change while the worker is running. The SDK starts
+//! handler threads when jobs need them, and stops surplus threads after their current job.
 //!
 //! A handler can block, use much CPU time, crash or leak memory. This affects only the worker process and the
 //! jobs in it. [`Server`] supports several operations and state that is initialised once for all jobs. With

@@ -57,7 +57,7 @@ pub(crate) struct Welcome {
     pub(crate) result_bytes_max: u64,
 }
 
-/// Returns the maximum number of handler threads for `max_in_flight`, which is at least one and at most
+/// Returns the maximum number of handler threads for `max_in_flight`. The result is at least one and at most
 /// [`IN_FLIGHT_CEILING`].
 pub(crate) fn threads_max(max_in_flight: u32) -> usize {
     max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
@@ -163,12 +163,12 @@ pub(crate) fn end_without_link(error: rustix::io::Errno) -> ! {
         Errno::BADF | Errno::NOTSOCK | Errno::INVAL | Errno::PERM | Errno::NOTCONN => {
             ownership::exit_with_message(&format!(
                 "code in this worker closed or replaced the worker's link to the supervisor, or another \
-                 descriptor that the code did not open ({error}); the worker ends here. Close only \
+                 descriptor that the code did not open ({error}); the worker exits. Close only \
                  descriptors that you opened\n"
             ))
         }
         error => ownership::exit_with_message(&format!(
-            "the worker's link to the supervisor cannot be used ({error}); the worker ends here\n"
+            "the worker's link to the supervisor cannot be used ({error}); the worker exits\n"
         )),
     }
 }
@@ -191,8 +191,8 @@ struct Unsent {
 }
 
 impl Unsent {
-    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent. An error ends the
-    /// worker.
+    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent. The worker exits
+    /// on an error.
     fn flush(&mut self, link: &OwnedFd) -> bool {
         let is_sent = self
             .outbox
@@ -210,7 +210,7 @@ impl Writer {
         Ok(Self { link: link.try_clone()?, identity: identity(link)?, unsent: Mutex::default() })
     }
 
-    /// Ends the worker if `other` or the writer's descriptor no longer refers to the link's socket.
+    /// Exits if `other` or the writer's descriptor no longer refers to the link's socket.
     pub(crate) fn check_link(&self, other: &OwnedFd) {
         for link in [&self.link, other] {
             match identity(link) {
@@ -247,7 +247,7 @@ impl Writer {
 
     /// Queues a frame with extensions, each of which consists of a tag and a value. Returns true if the next
     /// job can begin before the frame is sent. With a journal, this requires that the frame is a reply and is
-    /// in the journal. Otherwise the reply would be lost if the next job ended this process.
+    /// in the journal. Otherwise the reply would be lost if the next job terminated this process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,

@@ -29,18 +29,18 @@ pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Exits with an error if called in a forked process, whose code returned from the handler instead of exiting.
+/// Exits with an error if called in a forked process that returned from the handler instead of exiting.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(
-            "a process forked by this worker returned from its handler; the process ends here. End forked \
+            "a process forked by this worker returned from its handler; the process exits. End forked \
              processes with _exit(), also when exec() fails\n",
         );
     }
 }
 
-/// Kills this process. Called when the worker can get no more jobs, because the supervisor is gone or has violated the
-/// protocol.
+/// Kills this process. Called when the worker can receive no more jobs because the supervisor is gone or has
+/// violated the protocol.
 pub(crate) fn kill_self() -> ! {
     // Not `exit`, which would run the exit handlers of C libraries and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

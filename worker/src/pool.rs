@@ -1,4 +1,4 @@
-//! Threads of a worker. Where possible, a job runs on the thread that has read the job from the link, so that
+//! A worker's threads. Where possible, a job runs on the thread that has read the job from the link, so that
 //! no other thread has to be woken.
 //!
 //! Waking a thread takes longer than most jobs, so the pool works in two modes, depending on how long
@@ -14,15 +14,15 @@
 //! heartbeats.
 //!
 //! **Quick handlers** take a few microseconds and return before another thread could wake up. Several threads
-//! would only contend for locks. So a single thread waits for the link, runs the jobs that it has read one
-//! after the other, and sends the replies together. The other threads are parked until the backlog is long
-//! enough to justify waking them. The *watchdog*, a timer of the dispatch thread, detects a job that takes
-//! unexpectedly long. Handlers then count as slow again.
+//! would only contend for locks. Therefore a single thread waits for the link, runs the jobs that it has read
+//! one after the other, and sends the replies together. The other threads are parked until the backlog is
+//! long enough to justify waking them. The *watchdog*, a timer of the dispatch thread, detects a job that
+//! takes unexpectedly long. Handlers then count as slow again.
 //!
 //! **The number of threads** is limited by the welcome, and later by LIMITS frames. Threads are started when
-//! jobs need them. While there are more threads than allowed, a thread that finishes a job ends instead of
-//! taking another. Only the first thread, which ran `init`, stays permanently. If there are more jobs than
-//! threads, jobs wait in the order of arrival.
+//! jobs need them. While there are more threads than allowed, a thread that finishes a job exits instead of
+//! taking another job. Only the first thread, which ran `init`, is permanent. If there are more jobs than
+//! threads, jobs wait in order of arrival.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -67,9 +67,9 @@ const WATCHDOG: u64 = 3;
 /// quick.
 const SLOW_HANDLER_NS: u64 = 20_000;
 
-/// Estimated run time of all pending quick jobs, in nanoseconds, above which another thread is woken. For
-/// handlers that take at most `TINY_HANDLER_NS`, no thread is woken, because lock contention would cost more
-/// than a second thread saves.
+/// Estimated run time of all pending quick jobs, in nanoseconds, above which another thread is woken. If
+/// handlers take at most `TINY_HANDLER_NS`, no thread is woken, because lock contention would cost more than
+/// a second thread saves.
 const BACKLOG_NS_MAX: u64 = 100_000;
 const TINY_HANDLER_NS: u64 = 3_000;
 
@@ -80,7 +80,7 @@ const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 /// Interval of the watchdog while quick jobs run.
 const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Approximate maximum time for which a reply is held back to be sent together with later replies.
+/// Approximate maximum time to hold back a reply so that it can be sent together with later replies.
 const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Interval between attempts to send STOPPING while the link is busy.
@@ -124,7 +124,7 @@ struct State {
     loans: Loans,
     /// Handles of all jobs that were received and have no reply yet, by job id.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
-    /// Number of jobs begun.
+    /// Number of jobs that have begun.
     begun: u64,
     pace: Pace,
     /// Number of handler threads that are waiting for work.
@@ -143,7 +143,7 @@ struct State {
     is_draining: bool,
 }
 
-/// State of the STOPPING message, which tells the supervisor that this worker takes no more jobs.
+/// State of the STOPPING message, which tells the supervisor that this worker accepts no more jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shutdown {
     No,
@@ -158,7 +158,7 @@ enum Shutdown {
 enum Lifetime {
     /// The thread lives as long as the process, because resources created by `init` may depend on it.
     Permanent,
-    /// The thread ends when there are more threads than allowed and it is not running a job.
+    /// The thread exits if it is not running a job while there are more threads than allowed.
     WhileNeeded,
 }
 
@@ -249,7 +249,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }))
     }
 
-    /// Runs `init` on the first handler thread, then runs jobs until the supervisor ends the worker.
+    /// Runs `init` on the first handler thread, then runs jobs until the supervisor stops the worker.
     pub(crate) fn run<I>(self: &Arc<Self>, signals: &OwnedFd, init: I) -> ExitCode
     where
         I: FnOnce(&StartCtx) -> Result<S, HandlerError> + Send + 'static,
@@ -313,7 +313,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn handle_jobs(self: &Arc<Self>, lifetime: Lifetime) {
         let mut ctx = None;
         let mut done = None;
-        // End of the previous job, if the next one follows without a pause.
+        // Time at which the previous job ended, if the next job follows without a pause.
         let mut ended = None;
         // Time of the oldest unsent reply.
         let mut unwritten_since = None;
@@ -335,7 +335,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            // Bounds the delay of an unsent reply, whether the following handlers are slow or many.
+            // Bounds the delay of an unsent reply, whether the next handlers are slow or numerous.
             let is_late = unwritten_since.is_some_and(|since| began - since > REPLY_DELAY_MAX);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
@@ -400,8 +400,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Classifies handlers as slow or quick. The dispatch thread waits for the link only while handlers count
-    /// as slow.
+    /// Classifies handlers as slow or quick. Only while handlers count as slow does the dispatch thread wait
+    /// for the link.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {
@@ -473,8 +473,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Removes the calling thread from the thread count and returns true if it is surplus. The caller must not be
-    /// running a job, and must end if this returns true.
+    /// If the calling thread is surplus, removes it from the thread count and returns true. The caller must
+    /// not be running a job, and must exit if this returns true.
     fn leave_if_surplus(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_surplus() {
@@ -489,9 +489,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         true
     }
 
-    /// Lets surplus idle threads end before the permanent thread waits in the same epoll instance. Otherwise
+    /// Lets surplus idle threads exit before the permanent thread waits in the same epoll instance. Otherwise
     /// the kernel could wake the permanent thread for every wake request, and the surplus threads would never
-    /// end.
+    /// exit.
     fn end_surplus_threads(&self) {
         let mut state = lock(&self.state);
         while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
@@ -522,8 +522,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Marks the calling thread as no longer idle, and takes over a pending wake request, because the thread
-    /// looks for jobs next. So no wake request is ever pending without an idle thread. Returns true if a wake
-    /// request was pending. In this case the caller must flush, so that no client waits for an unsent reply.
+    /// looks for jobs next. As a result, no wake request is ever pending without an idle thread. Returns true
+    /// if a wake request was pending. In this case the caller must flush, so that no client waits for an
+    /// unsent reply.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
         state.idle -= 1;
@@ -687,7 +688,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Returns to the supervisor a job that was recalled just before it began. Sends the frame before any
-    /// later job begins, because that job could end the process.
+    /// later job begins, because a later job could kill the process.
     fn return_job(&self, state: &mut State, job: &Pending) {
         state.remove_live(&job.metadata);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
@@ -814,8 +815,8 @@ impl State {
         }
     }
 
-    /// Returns true if there are more threads than allowed. Surplus threads end instead of taking another
-    /// job. The permanent thread never ends.
+    /// Returns true if there are more threads than allowed. Surplus threads exit instead of taking another
+    /// job. The permanent thread never exits.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max
     }
@@ -905,8 +906,8 @@ fn wait_one(epoll: &impl AsFd, timeout: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// Runs user code and converts a panic to an error. If the code has forked, ends the forked process instead of
-/// returning in it.
+/// Runs user code and converts a panic to an error. If the code has forked, terminates the forked process
+/// instead of returning in it.
 pub(crate) fn run_user_code<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

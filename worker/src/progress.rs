@@ -1,4 +1,4 @@
-//! Limits the progress reports of a job to ten per second, so that a handler can report progress in every
+//! Limits each job's progress reports to ten per second, so that a handler can report progress in every
 //! iteration of a loop. The last report before the result is always sent.
 
 use std::sync::{Mutex, PoisonError};

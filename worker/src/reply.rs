@@ -80,7 +80,7 @@ pub enum Reply {
     },
     /// The program that ran the job was killed by a signal.
     ProgramCrashed {
-        /// Process id of the program, in the worker's pid namespace.
+        /// PID of the program, in the worker's PID namespace.
         process: u32,
         /// Signal number.
         signal: i32,

@@ -1,15 +1,16 @@
-//! Landlock rules for each program of `exec`, in addition to the worker's rules. They isolate the programs of
-//! a worker from each other and from the host. A worker forked by a template gets additional rules in the
-//! same way. For such a worker, "program" in this module means the worker, and "worker" means the template.
+//! Landlock rules for each program run by `exec`, in addition to the worker's rules. The additional rules
+//! isolate a worker's programs from each other and from the host. A worker forked by a template gets
+//! additional rules in the same way. For such a worker, "program" in this module means the worker, and
+//! "worker" means the template.
 //!
-//! Additional Landlock rules can only remove rights. The rules of a program therefore repeat the grants of
-//! the worker, with the program's temporary folder in place of the worker's. The rules also set scopes, so
-//! that a program cannot signal or trace processes that are not its descendants, or connect to their abstract
-//! sockets.
+//! Additional Landlock rules can only remove rights. A program's rules therefore repeat the worker's grants,
+//! with the program's temporary folder in place of the worker's temporary folder. The rules also set scopes,
+//! so that a program cannot signal or trace processes that are not its descendants, or connect to their
+//! abstract sockets.
 //!
-//! The keeper passes the grants of the worker (see [`bulkhead_shared::program_rules`]). The host opens the
-//! granted paths once, when it starts, so that starting a program takes one system call per granted path and
-//! no path lookup. If paths in a system folder are granted, the host opens only the top-level folder.
+//! The keeper passes the worker's grants (see [`bulkhead_shared::program_rules`]). The host opens the granted
+//! paths once, when it starts, so that starting a program costs one system call per granted path and no path
+//! lookup. If paths in a system folder are granted, the host opens only the top-level folder.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -40,7 +41,8 @@ const IOCTL_DEV: u64 = 1 << 15;
 const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
-/// Environment variables that are set to the temporary folder, unless the configuration key `env` sets them.
+/// Environment variables that are set to the path of the temporary folder, unless the configuration key `env`
+/// sets them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// No flags, so that the kernel logs denied accesses.
@@ -69,7 +71,7 @@ pub(crate) struct Temporary {
 
 impl Rules {
     /// Reads the rules that the keeper has passed on standard input. If there are no rules, standard input is
-    /// the null device. The rules of a program only have to withhold the folders of other programs, because
+    /// the null device. A program's rules only have to deny access to the folders of other programs, because
     /// the worker's rules still apply. System folders are therefore granted as a whole, which keeps the
     /// number of open descriptors low.
     pub(crate) fn inherited() -> io::Result<Self> {
@@ -129,7 +131,7 @@ impl Rules {
         self.handled != 0 && self.temporary.as_ref().is_some_and(|temporary| !temporary.is_hidden)
     }
 
-    /// Creates the rules of a program with the temporary folder `folder`. Returns `None` if there are no
+    /// Creates the rules for a program with the temporary folder `folder`. Returns `None` if there are no
     /// rules to enforce.
     pub(crate) fn for_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
         if !self.has_rules() {
@@ -227,8 +229,8 @@ impl Ruleset {
 }
 
 impl Temporary {
-    /// Returns the temporary folder of the worker, which a program cannot list if the program's rules are in
-    /// force. Used to verify the rules. Returns `None` if a grant covers the folder.
+    /// Returns the temporary folder of the worker, which a program cannot list if the program's rules are
+    /// enforced. Used to verify the rules. Returns `None` if a grant covers the folder.
     pub(crate) fn hidden_folder(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }
@@ -240,8 +242,8 @@ impl Temporary {
         rustix::fs::openat(&self.folder, name, FOLDER_FLAGS | OFlags::PATH, Mode::empty())
     }
 
-    /// Restores the owner's rights on the folder. Programs run as the host's user, so they can remove these
-    /// rights.
+    /// Restores the owner's permissions on the folder. Programs run as the host's user, so they can remove
+    /// these permissions.
     fn restore_owner_rights(&self) {
         let is_open = rustix::fs::fstat(&self.folder)
             .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));

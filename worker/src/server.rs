@@ -21,7 +21,7 @@ use crate::template::{self, Template};
 /// Exit status of a program that was not started as a worker.
 const USAGE: u8 = 2;
 
-/// Serves jobs of all operations with one function until the supervisor ends the worker.
+/// Serves jobs of all operations with one function until the supervisor stops the worker.
 ///
 /// Returns only if the program was not started as a worker, or if the worker cannot start.
 pub fn serve<R, F>(handler: F) -> ExitCode
@@ -84,8 +84,8 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// Method that was called twice, which `serve` reports as an error because the second call replaced the value of
-    /// the first.
+    /// Method that was called twice. `serve` reports this as an error, because the second call replaced the
+    /// value set by the first.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
 }
@@ -112,9 +112,9 @@ impl Server<(), Blank> {
 
     /// Sets the function that runs before the first job and creates the state that all handlers share.
     /// Handlers access the state with [`Ctx::state`]. `init` runs on the first handler thread, which lives as
-    /// long as the worker. Other handler threads are started and ended as needed.
+    /// long as the worker. Other handler threads start and exit as needed.
     ///
-    /// `init` can take as long as `start.ready`, and can ask for more time. If `init` fails, the worker does
+    /// `init` can run for as long as `start.ready`, and can ask for more time. If `init` fails, the worker does
     /// not start, and operators see the reason.
     ///
     /// Must be called before handlers and hooks are added, because these depend on the type of the state.
@@ -169,8 +169,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
 
     /// Sets a hook that runs in each forked worker before the first job, on the first handler thread
     /// (`start.mode = "fork"`). All forked workers start with the same state in the program's random number
-    /// generators, and share file offsets and connections. They do not inherit threads, timers or file locks
-    /// of the template. The hook must recreate whatever the worker needs. If the hook fails, the worker does
+    /// generators, and share file offsets and connections. They do not inherit the template's threads, timers
+    /// or file locks. The hook must recreate whatever the worker needs. If the hook fails, the worker does
     /// not start.
     #[must_use]
     pub fn after_fork<E, F>(self, hook: F) -> Server<S>
@@ -196,8 +196,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         server.set(is_again, || format!("operation({name:?})"))
     }
 
-    /// Sets the handler for all operations without a specific handler. If no such handler is set, jobs with
-    /// other operations fail with the code `unknown_operation`.
+    /// Sets the handler for all operations that have no handler of their own. If this handler is not set,
+    /// jobs with such operations fail with the code `unknown_operation`.
     #[must_use]
     pub fn handler<R, F>(self, handler: F) -> Server<S>
     where
@@ -217,7 +217,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         self.configured().with_fallback(Box::new(handler))
     }
 
-    /// Serves jobs until the supervisor ends the worker. Returns only if the program was not started as a
+    /// Serves jobs until the supervisor stops the worker. Returns only if the program was not started as a
     /// worker, or if the worker cannot start.
     pub fn serve(mut self) -> ExitCode {
         let Some(link) = link::inherited(LINK_VARIABLE).filter(link::is_socket) else {

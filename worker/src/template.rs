@@ -2,12 +2,12 @@
 //! workers of a bulkhead. Each worker becomes a child of the keeper. A template runs no jobs.
 //!
 //! `fork` copies only the calling thread, so a template must have a single thread. A template with more
-//! threads reports their names and exits. A forked worker replaces the template's socket with its link, and
-//! sets a new session, parent-death signal and child-subreaper attribute.
+//! threads reports the thread names and exits. A forked worker replaces the template's socket with its link,
+//! and sets a new session, parent-death signal and child-subreaper attribute.
 //!
 //! In a sandbox, each worker applies additional Landlock rules, so that it cannot reach the template or other
-//! workers. Before the first job, the seal (`seal.rs`) takes away the right to fork siblings, which only the
-//! template needs.
+//! workers. Before the first job, the seal (`seal.rs`) takes away the ability to fork siblings, which only
+//! the template needs.
 #![expect(unsafe_code, reason = "forking a sibling and renumbering descriptors have no safe form")]
 
 use std::collections::VecDeque;
@@ -42,7 +42,7 @@ pub(crate) fn is_wanted() -> bool {
 pub(crate) struct Template {
     /// Socket to the keeper. A forked worker reuses its descriptor number for the link.
     socket: ManuallyDrop<OwnedFd>,
-    /// The keeper, or the first process of the pid namespace.
+    /// The keeper, or the first process in the PID namespace.
     parent: Option<Pid>,
     /// Landlock rules for each worker.
     rules: Rules,
@@ -81,7 +81,7 @@ impl Template {
         rustix::io::retry_on_intr(send).map(drop)
     }
 
-    /// Sends a message to the keeper. Does nothing in a process that was forked by the initialisation.
+    /// Sends a message to the keeper. Does nothing in a process that was forked during initialisation.
     pub(crate) fn report(&self, message: TemplateMessage<'_>) {
         if ownership::is_worker() {
             // Fails only if the keeper is gone, in which case the kernel kills this process.
@@ -89,7 +89,7 @@ impl Template {
         }
     }
 
-    /// Reports that the template is ready, then forks a worker for each order to fork. In each forked worker,
+    /// Reports that the template is ready, then forks a worker for each fork order. In each forked worker,
     /// returns the link. In the template, returns only on an error.
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
@@ -177,7 +177,7 @@ impl Template {
         }
     }
 
-    /// Removes some entries of the first folder in `removals`, which contains folders of dead workers.
+    /// Removes some entries of the first folder in `removals`, which contains the folders of dead workers.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();
@@ -254,7 +254,7 @@ impl Template {
         if let Some(ruleset) = ruleset {
             ruleset.restrict(hidden_folder.as_ref().map(AsFd::as_fd)).map_err(failed)?;
         }
-        // Verifies that the rules are in force: this process must not be able to signal the template.
+        // Verifies that the rules are enforced: this process must not be able to signal the template.
         match rustix::process::test_kill_process(template) {
             Err(Errno::PERM) => {}
             Err(errno) => return Err(("the worker's template has ended", errno)),
@@ -277,7 +277,7 @@ fn fork() -> Result<u32, Errno> {
     const NONE: usize = 0;
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     // SAFETY: without a new stack and without shared memory, `clone` is a fork. This process has one thread,
-    // so the child holds no lock of a thread that does not exist there.
+    // so no lock in the child is held by a thread that does not exist there.
     let pid = unsafe { libc::syscall(libc::SYS_clone, flags, NONE, NONE, NONE, NONE) };
     errno::check(pid).map(|()| pid as u32)
 }

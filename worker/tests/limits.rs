@@ -21,7 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Environment variable that makes this program run as a worker. The value selects the role of the worker.
 const ROLE: &str = "LIMITS_TEST_WORKER";
 
-/// Number of `meet` jobs that wait for each other.
+/// Number of `meet` jobs that wait for one another.
 const MEETING_SIZE: usize = 3;
 
 #[test]
@@ -54,7 +54,7 @@ fn helper_child_runs_as_worker() {
     }
 }
 
-/// A worker process, and the supervisor's side of its link. Killed when dropped.
+/// A worker process, and the supervisor's end of its link. The process is killed on drop.
 struct Worker {
     child: Child,
     link: UnixStream,
@@ -136,12 +136,12 @@ impl Worker {
         assert!(outbox.flush(&self.link, &mut BufferPool::default()).unwrap());
     }
 
-    /// Returns kind, number and metadata of the next frame.
+    /// Returns the kind, number and metadata of the next frame.
     fn next(&mut self) -> (u8, u64, Vec<u8>) {
         while self.read.is_empty() {
             let patience = Timespec::try_from(TIMEOUT).unwrap();
             let count = poll(&mut [PollFd::new(&self.link, PollFlags::IN)], Some(&patience)).unwrap();
-            assert_eq!(count, 1, "the worker sends nothing");
+            assert_eq!(count, 1, "the worker sent nothing");
             let (_, mut batch) = self.inbox.receive(&self.link, &mut self.scratch).unwrap();
             while let Some(Item::Frame { header, metadata, .. }) = batch.next().unwrap() {
                 self.read.push((header.kind, header.number, metadata.to_vec()));
@@ -183,7 +183,7 @@ impl Worker {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(began.elapsed() < TIMEOUT, "the worker does not exit");
+            assert!(began.elapsed() < TIMEOUT, "the worker did not exit");
             std::thread::park_timeout(Duration::from_millis(2));
         }
     }

@@ -1,6 +1,6 @@
 //! The bare fork server: a single-threaded process that receives sockets and forks a child for each. The child replies
-//! to one job on the socket and exits. With confinement layers, the server is confined like a template, and each child
-//! like a forked worker (`layers.rs`).
+//! to one job on the socket and exits. If confinement layers are requested, the server is confined like a template,
+//! and each child like a forked worker (`layers.rs`).
 
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;

@@ -1,6 +1,6 @@
-//! Confinement layers like those of a template and its workers, with as few system calls as possible and without
-//! verification. The server gets namespaces, Landlock rules and a seccomp filter. Each child gets a session, Landlock
-//! rules, a temporary folder and a seccomp filter.
+//! Confinement layers like those of a template and its workers, but with as few system calls as possible and
+//! without verification. The server gets namespaces, Landlock rules and a seccomp filter. Each child gets a
+//! session, Landlock rules, a temporary folder and a seccomp filter.
 #![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe wrapper")]
 
 use std::collections::HashMap;
@@ -31,7 +31,7 @@ const FOLDERS: [&str; 12] =
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Names of temporary folders, by process id.
+    /// Names of temporary folders, by PID.
     folders: HashMap<Pid, String>,
     next: u64,
 }
@@ -46,7 +46,7 @@ pub(crate) fn fork() -> io::Result<Option<Pid>> {
 }
 
 impl Layers {
-    /// Confines the server. Returns in a new process, which is the first one of a new pid namespace.
+    /// Confines the server. Returns in a new process, which is the first process in a new PID namespace.
     pub(crate) fn enter(profile: &str, folder: &Path) -> Result<Self> {
         let namespaces = match profile {
             "strict" => {
@@ -59,7 +59,7 @@ impl Layers {
             _ => libc::CLONE_NEWNS | libc::CLONE_NEWPID,
         };
         let user = if rustix::process::geteuid().is_root() { 0 } else { libc::CLONE_NEWUSER };
-        // SAFETY: `unshare` only takes a number, and this process has one thread.
+        // SAFETY: the argument of `unshare` is a plain number, and this process has one thread.
         check(unsafe { libc::unshare(namespaces | user) }.into())?;
         if let Some(pid) = fork()? {
             rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty())?;
@@ -81,7 +81,7 @@ impl Layers {
         rustix::process::setsid()?;
         rustix::process::set_child_subreaper(Some(Pid::INIT))?;
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // SAFETY: with this option, `prctl` only takes numbers.
+        // SAFETY: with this option, all arguments of `prctl` are plain numbers.
         check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }.into())?;
         let name = self.next.to_string();
         rustix::fs::mkdirat(&self.folder, &name, Mode::RWXU)?;

@@ -1,12 +1,13 @@
-//! Programs that the bench starts repeatedly: a worker, and its counterparts in bare chains. They are separate from the
-//! bench program, because its supervisor and client would add pages and relocations to each start and each fork.
+//! Programs that the bench starts repeatedly: a worker, and its counterparts in bare chains. These programs
+//! are separate from the bench program, because the bench's supervisor and client would add pages and
+//! relocations to each start and each fork.
 
 pub mod echo;
 pub mod fork_server;
 mod layers;
 pub mod worker;
 
-/// Result type of `main`. Errors are printed and end the program.
+/// Result type of `main`. An error is printed, and the program exits.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Maximum number of bytes per read or write in the bare chain.
@@ -15,5 +16,5 @@ pub const READ_BYTES: usize = 256 * 1024;
 /// Size of a job for the bare fork server and of its reply, in bytes.
 pub const JOB_BYTES: usize = 64;
 
-/// First byte of a job that makes its process kill itself.
+/// First byte of a job that tells its process to kill itself.
 pub const KILLS: u8 = b'k';

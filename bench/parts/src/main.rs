@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         ["echo", socket] => echo::echo(Some(Path::new(socket))),
         ["fork-server"] => fork_server::serve(None),
         ["fork-server", profile, folder] => fork_server::serve(Some((profile, Path::new(folder)))),
-        _ => Err("this program is a part of `bulkhead-bench`: run `bulkhead-bench` instead".into()),
+        _ => Err("this program is part of `bulkhead-bench`: run `bulkhead-bench` instead".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -8,7 +8,7 @@ use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 /// Initialisation time of the slow worker.
 const SLOW_START: Duration = Duration::from_secs(1);
 
-/// Initialises for one second, then runs jobs until the supervisor ends the worker.
+/// Initialises for one second, then runs jobs until the supervisor stops the worker.
 pub fn serve_slowly() -> ExitCode {
     Server::new()
         .init(|_| {
@@ -19,7 +19,7 @@ pub fn serve_slowly() -> ExitCode {
         .serve()
 }
 
-/// Runs jobs until the supervisor ends the worker.
+/// Runs jobs until the supervisor stops the worker.
 pub fn serve() -> ExitCode {
     bulkhead_worker::serve(|job: &Job, ctx: &Ctx| handle(job, ctx))
 }
@@ -48,7 +48,7 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        // Stops all threads of the worker, like a call that holds an interpreter's lock.
+        // Stops all threads of the worker, as does a call that holds an interpreter's lock.
         "hold" => {
             let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;

@@ -19,7 +19,7 @@ use crate::reply::{JobError, Progress, Reply};
 use crate::success::SuccessRecord;
 use crate::waiters::{JobResult, Waiter};
 
-/// Maximum number of outcomes that are delivered before the lock is released.
+/// Maximum number of outcomes to deliver before the lock is released.
 const OUTCOMES_PER_LOCK_MAX: usize = 64;
 
 /// Handles the frames of one read. Delivers many outcomes while holding the lock, then releases the lock and

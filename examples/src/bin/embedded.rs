@@ -1,5 +1,5 @@
-//! An application with an embedded supervisor. The same program is the application, the worker, and the keeper that
-//! starts, confines and ends the worker.
+//! An application with an embedded supervisor. The same program is the application, the worker, and the
+//! keeper that starts, confines and stops the worker.
 
 use std::error::Error;
 use std::path::Path;
@@ -46,7 +46,8 @@ fn application() -> Result<(), Box<dyn Error>> {
         grace = \"100ms\"
         "
     );
-    // The path only determines the folder at which relative paths start. To read a file, use `config::load_embedded`.
+    // The path only determines the folder to which relative paths refer. To read a file, use
+    // `config::load_embedded`.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
     let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;
@@ -54,7 +55,7 @@ fn application() -> Result<(), Box<dyn Error>> {
     ask(&client, "crash", "");
     ask(&client, "hang", "");
     ask(&client, "words", "still here");
-    // Returns after all processes and threads of the supervisor have ended.
+    // Returns after all of the supervisor's processes and threads have exited.
     Ok(supervisor.shutdown()?)
 }
 

@@ -52,7 +52,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
 fn segfault() -> ! {
     let nowhere = std::ptr::without_provenance_mut::<u8>(8);
     #[expect(unsafe_code, reason = "this operation demonstrates a memory bug")]
-    // SAFETY: none. The first page is never mapped, so this write does nothing but end the process.
+    // SAFETY: none. The first page is never mapped, so this write does nothing but kill the process.
     unsafe {
         nowhere.write_volatile(1);
     }

@@ -1,10 +1,11 @@
-//! A real SQL engine behind a bulkhead. SQLite runs arbitrary SQL that tenants send. Each tenant has a
-//! separate in-memory database.
+//! A real SQL engine behind a bulkhead. SQLite runs arbitrary SQL sent by tenants. Each tenant has a separate
+//! in-memory database.
 //!
-//! - By default, the worker does not monitor its queries. A query that does not end is killed at its deadline, together
-//!   with the worker.
-//! - With the operation `polite`, the worker stops a query that no client waits for any more, and continues to run.
-//! - A query that uses too much memory ends at a limit of SQLite itself.
+//! - By default, the worker does not monitor its queries. A query that does not finish is killed at its deadline,
+//!   together with the worker.
+//! - With the operation `polite`, the worker stops a query when no client is waiting for it any more, and continues
+//!   to run.
+//! - A query that uses too much memory is stopped by a limit in SQLite itself.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -40,7 +41,7 @@ fn prepare() -> rusqlite::Result<Databases> {
     Ok(Databases::default())
 }
 
-/// Runs the query until it ends or no client waits for the rows any more.
+/// Runs the query until it finishes or no client is waiting for the rows any more.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {
@@ -48,7 +49,7 @@ fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     })
 }
 
-/// Runs the query until it ends.
+/// Runs the query until it finishes.
 fn query(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     answer(job, ctx, |database| database.progress_handler(0, None::<fn() -> bool>))
 }
@@ -102,8 +103,8 @@ fn value(value: ValueRef<'_>) -> Value {
     }
 }
 
-/// Decides who is at fault for an error. Errors in the query are the caller's fault. Only internal errors of SQLite
-/// count against the bulkhead.
+/// Decides who is at fault for an error. Errors in the query are the caller's fault. Only internal SQLite
+/// errors count against the bulkhead.
 fn blame(error: rusqlite::Error) -> HandlerError {
     use ErrorCode as C;
     let message = error.to_string();

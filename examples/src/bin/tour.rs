@@ -28,7 +28,7 @@ struct Case {
     payload: Vec<u8>,
     /// Outcomes that are acceptable.
     expected: &'static [&'static str],
-    /// True if the job never ends by itself.
+    /// True if the job never ends on its own.
     is_endless: bool,
 }
 
@@ -60,31 +60,31 @@ fn main() -> ExitCode {
 
 fn tour() -> Result<()> {
     let programs = build()?;
-    // Makes this process adopt orphans, so that it finds every process that is left behind.
+    // Makes this process adopt orphans, so that it can detect any process that is left behind.
     set_child_subreaper(Some(getpid()))?;
     let folder = tempfile::tempdir()?;
     let thumbnails = programs.join("tour-thumbnails");
     std::fs::create_dir_all(&thumbnails)?;
     let (mut supervisor, socket) = start(&programs, folder.path())?;
-    println!("bulkhead-supervisor runs as process {}\n", supervisor.0.id());
+    println!("bulkhead-supervisor is running (PID {})\n", supervisor.0.id());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     runtime.block_on(work(&socket, &thumbnails))?;
     println!("the thumbnails are in {}", thumbnails.display());
     if let Some(status) = supervisor.0.try_wait()? {
-        return Err(format!("the supervisor ended unexpectedly with {status}").into());
+        return Err(format!("the supervisor exited unexpectedly with {status}").into());
     }
     let ran = processes()?.len();
     supervisor.stop()?;
     nothing_left()?;
-    println!("the supervisor has stopped with status 0, and none of the {ran} processes is left");
+    println!("the supervisor has exited with status 0, and none of the {ran} processes is left");
     Ok(())
 }
 
-/// The supervisor's process. Killed if the tour ends early.
+/// The supervisor process. Killed if the tour ends early.
 struct Supervisor(Child);
 
 impl Supervisor {
-    /// Stops the supervisor and waits until the process has ended.
+    /// Stops the supervisor and waits until the process has exited.
     fn stop(&mut self) -> Result<()> {
         let pid = i32::try_from(self.0.id())?;
         kill_process(Pid::from_raw(pid).ok_or("the supervisor has no valid pid")?, Signal::TERM)?;
@@ -92,7 +92,7 @@ impl Supervisor {
         loop {
             match self.0.try_wait()? {
                 Some(status) if status.success() => return Ok(()),
-                Some(status) => return Err(format!("the supervisor ended with {status}").into()),
+                Some(status) => return Err(format!("the supervisor exited with {status}").into()),
                 None if began.elapsed() > PATIENCE => return Err("the supervisor is still running".into()),
                 None => std::thread::sleep(Duration::from_millis(5)),
             }
@@ -129,7 +129,7 @@ fn nothing_left() -> Result<()> {
     }
 }
 
-/// Builds the programs with the build profile of this program. Returns the folder with the programs.
+/// Builds the programs with this program's build profile. Returns the folder that contains the programs.
 fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("the path of this program has no folder")?.to_owned();
@@ -164,7 +164,7 @@ fn start(programs: &Path, folder: &Path) -> Result<(Supervisor, PathBuf)> {
     while std::os::unix::net::UnixStream::connect(&socket).is_err() {
         let log = || std::fs::read_to_string(folder.join("log")).unwrap_or_default();
         if let Some(status) = supervisor.0.try_wait()? {
-            return Err(format!("the supervisor ended with {status}:\n{}", log()).into());
+            return Err(format!("the supervisor exited with {status}:\n{}", log()).into());
         }
         if began.elapsed() > PATIENCE {
             return Err(format!("the supervisor did not start in time:\n{}", log()).into());
@@ -207,7 +207,7 @@ fn cases() -> Result<Vec<Case>> {
     let mallory = |what: &str, sql: &str| Case { tenant: "mallory".into(), ..Case::good("sql", what, sql) };
     let case = mallory("a query that eats memory", hungry);
     cases.push(Case { expected: &["failed/out_of_memory"], ..case });
-    let case = mallory("a query with a mistake", "SELEKT 1");
+    let case = mallory("a query with a syntax error", "SELEKT 1");
     cases.push(Case { expected: &["failed/sql"], ..case });
     // Last, because they occupy both workers until their deadlines.
     cases.push(mallory("a query that never ends", runaway).endless());

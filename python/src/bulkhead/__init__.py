@@ -1,4 +1,4 @@
-"""Runs functions in isolated worker processes, so that a crash, hang or leak in one job does not affect the others.
+"""Runs functions in isolated worker processes, so that a crash, hang or leak in one job does not affect other jobs.
 
 ``BulkheadExecutor`` is a replacement for ``concurrent.futures.ProcessPoolExecutor``. ``Client`` and ``AsyncClient``
 send jobs to a supervisor. ``serve`` turns a program into a worker. Submodules are imported on first use.
@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 import sys
 
-#: Copy of ``sys.platform``. With a direct comparison, type checkers on other systems would treat the rest of the module
-#: as unreachable.
+#: Copy of ``sys.platform``. If the module compared ``sys.platform`` directly, type checkers on other systems would
+#: treat the rest as unreachable.
 _platform: str = sys.platform
 if _platform != "linux":
     raise ImportError(f"bulkhead runs only on Linux, because of features of the kernel; this is {_platform}")

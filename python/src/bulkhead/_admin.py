@@ -1,4 +1,4 @@
-"""Client of a supervisor's admin socket. Sends HTTP over a Unix socket, with one connection per request."""
+"""Client for a supervisor's admin socket. Sends HTTP over a Unix socket, with one connection per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESPONSE_SECONDS_MAX = 10.0
 
 
 class AdminError(RuntimeError):
-    """The supervisor responded with a status other than 200. The text of the error contains the status and the body."""
+    """The supervisor responded with a status other than 200. The error text contains the status and the body."""
 
 
 def request(admin: str, path: str, seconds_max: float = RESPONSE_SECONDS_MAX) -> tuple[socket.socket, bytes]:

@@ -1,4 +1,4 @@
-"""Decisions about jobs that are sent again: after a lost connection, and as retries within a budget."""
+"""Decides which jobs are sent again, after a lost connection or as retries within a budget."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-#: Maximum number of times that a job is sent again after it may have reached a supervisor. The limit ends a loop in
-#: which a job crashes each supervisor that it is sent to.
+#: Maximum number of times that a job is sent again after it may have reached a supervisor. The limit stops a job that
+#: crashes every supervisor from being sent forever.
 RESENDS_MAX = 3
 #: Maximum time that a job without a deadline waits for a reconnection, in seconds.
 RECONNECT_SECONDS_MAX = 5.0
@@ -23,13 +23,13 @@ RECONNECT_PAUSE_MAX = 1.0
 
 #: Maximum number of retries of a job.
 RETRIES_MAX = 3
-#: Pause before the first retry of a job, in seconds, if the supervisor gave no time. Doubles with each retry.
+#: Pause before the first retry, in seconds, if the supervisor specifies no time. The pause doubles with each retry.
 RETRY_PAUSE_MIN = 0.1
 #: Length of the window over which jobs and retries are counted, in seconds.
 BUDGET_WINDOW = 10
 #: Maximum number of retries per hundred jobs in a window. Finagle's and Envoy's retry budgets have the same default.
 BUDGET_PERCENT = 20
-#: Number of retries that are always allowed in a window, because the share of a few jobs is less than one retry.
+#: Number of retries that are always allowed in a window, because the percentage of a few jobs is less than one retry.
 BUDGET_FLOOR = 10
 
 #: Position of the deadline in a tuple of options.
@@ -41,7 +41,7 @@ RUN_LIMIT = 8
 
 
 class Job:
-    """A job that the client keeps until its outcome, to send it again after a lost connection."""
+    """A job that the client keeps until the outcome arrives, so that it can be sent again after a lost connection."""
 
     __slots__ = (
         "_ends_at",
@@ -72,7 +72,8 @@ class Job:
         self.losses = 0
         #: Time until which the job waits for a connection.
         self.waits_until: float | None = None
-        #: True while a thread sends the job. That thread decides about the job if the connection is lost.
+        #: True while a thread is sending the job. If the connection is lost, this thread decides what happens to the
+        #: job.
         self.is_sending = False
 
     def lost(self, was_sent: bool, since: float | None = None) -> bool:
@@ -95,7 +96,7 @@ class Job:
         return may_run_again and limit != 0
 
     def is_overdue(self) -> bool:
-        """Returns true if the job has waited for a connection until its time was up."""
+        """Returns true if the job has waited too long for a connection."""
         return self.waits_until is not None and self.waits_until <= time.monotonic()
 
     @property
@@ -117,9 +118,10 @@ class Job:
         self.metadata = _wire.submission(*with_deadline(self.options, left))
 
     def corrected(self, error: JobError) -> JobError:
-        """Corrects the error of a job that had been sent over an earlier connection, which was lost.
+        """Corrects the error of a job that had already been sent over an earlier, lost connection.
 
-        The job may have run there, even if the supervisor of the later connection reports that the job did not run.
+        The job may have run over the earlier connection, even if the supervisor on the later connection reports that
+        the job did not run.
         """
         if not self.losses or error.executed != "no":
             return error
@@ -135,7 +137,7 @@ class Job:
         return Disconnected(error.outcome.message, "unknown")
 
     def unreachable(self, error: JobError) -> JobError:
-        """Returns the error for a job that waited for a connection until its time was up."""
+        """Returns the error for a job that waited too long for a connection."""
         if not self.losses:
             return _copy(error)
         text = error.outcome.message.removesuffix("; the job was not sent")
@@ -156,7 +158,7 @@ def with_deadline(options: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
 
 
 class RetryBudget:
-    """Counts the jobs and retries of a client, so that retries do not multiply the load on a busy supervisor."""
+    """Counts a client's jobs and retries, so that retries do not multiply the load on a busy supervisor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -187,7 +189,7 @@ class RetryBudget:
 
 
 class Retries:
-    """Decides about the retries of one job."""
+    """Decides whether and when one job is retried."""
 
     def __init__(self, budget: RetryBudget, options: tuple[Any, ...]) -> None:
         now = time.monotonic()
@@ -200,7 +202,7 @@ class Retries:
         budget.job(now)
 
     def pause_after(self, error: JobError) -> float:
-        """Returns the time to wait before the next attempt, in seconds. Raises the job's error if there is none."""
+        """Returns the seconds to wait before the next attempt. Raises the job's error if no further attempt follows."""
         pause = error.retry_after
         if pause is None:
             pause = RETRY_PAUSE_MIN * 2**self._count
@@ -211,7 +213,7 @@ class Retries:
             and (self._ends_at is None or now + pause < self._ends_at)
             and self._budget.try_retry(now)
         )
-        # The error of a retry that did not run does not say that an earlier attempt may have run.
+        # The error of a retry that did not run would obscure the fact that an earlier attempt may have run.
         if self._reported is None or self._reported.executed == "no" or error.executed != "no":
             self._reported = error
         if not is_retried:
@@ -220,7 +222,7 @@ class Retries:
         return pause
 
     def options(self) -> tuple[Any, ...]:
-        """Returns the options of the next attempt, with the remaining time."""
+        """Returns the options for the next attempt, with the remaining time as the deadline."""
         if self._ends_at is None:
             return self._options
         return with_deadline(self._options, max(1e-6, self._ends_at - time.monotonic()))

@@ -1,7 +1,7 @@
 """The asyncio client. All jobs of an event loop share one connection.
 
-Frames that are queued in the same iteration of the loop are sent together. Only the handshake blocks. It therefore runs
-in an executor thread.
+Frames that are queued in the same iteration of the loop are sent together. Only the handshake blocks, so it runs in an
+executor thread.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ BUFFERS_MAX = 512
 class AsyncJob(asyncio.Future[Reply]):
     """A submitted job. Awaiting it returns a ``Reply`` or raises a ``JobError``.
 
-    ``cancel()``, or cancelling the awaiting task, cancels the job. The worker is asked to stop, and is killed after the
-    bulkhead's ``grace`` if it does not.
+    ``cancel()``, or cancelling the awaiting task, cancels the job. The worker is asked to stop the job, and is killed
+    if the job is still running after the bulkhead's ``grace``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, job: _again.Job) -> None:
         super().__init__(loop=loop)
-        #: The job, until it has an outcome.
+        #: The job, until its outcome arrives.
         self._job: _again.Job | None = job
         self._job_connection: _Connection | None = None
         self._job_number = 0
@@ -49,7 +49,7 @@ class AsyncJob(asyncio.Future[Reply]):
         self._job_listeners: list[Callable[[float, str], object]] = []
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
-        """Registers ``listener(fraction, text)``, called in the event loop for each progress report of the handler."""
+        """Registers ``listener(fraction, text)``, called in the event loop for each progress report."""
         self._job_listeners.append(listener)
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -61,7 +61,7 @@ class AsyncJob(asyncio.Future[Reply]):
         return True
 
     def _fail_job(self, error: JobError) -> None:
-        """Sets the exception of a job that has no result."""
+        """Sets the exception for a job that has no result."""
         self._job = self._job_connection = None
         if not self.done():
             self.set_exception(error)
@@ -70,7 +70,7 @@ class AsyncJob(asyncio.Future[Reply]):
 class _Connection:
     """A connection to the supervisor. A lost connection is never restored.
 
-    ``send_again`` gets the jobs that the connection has lost and that may be sent again.
+    ``send_again`` is called with the lost jobs that can be sent again.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class _Connection:
         #: Time since which further jobs need another connection.
         self.lost_at = 0.0
         self._last = 0
-        # Total numbers of bytes queued and sent so far.
+        # Total numbers of bytes queued and bytes sent so far.
         self._queued_bytes = self._sent_bytes = 0
         self._jobs: dict[int, AsyncJob] = {}
         self._outgoing: deque[_wire.Buffer] = deque()
@@ -128,7 +128,7 @@ class _Connection:
             self._queued_bytes += len(buffer)
 
     def cancel(self, number: int) -> None:
-        """Requests the cancellation of a job."""
+        """Requests cancellation of a job."""
         if not self.is_lost and number in self._jobs:
             self._queue(_wire.frame(_wire.CANCEL, number))
             # Sent immediately, because the loop may be about to stop.
@@ -225,7 +225,7 @@ class _Connection:
     # The end.
 
     def _go_away(self, taken: int) -> None:
-        """Keeps only the first ``taken`` jobs, which the supervisor has taken, on this connection.
+        """Keeps only the first ``taken`` jobs, which the supervisor has accepted, on this connection.
 
         Sends the other jobs over another connection.
         """
@@ -244,7 +244,7 @@ class _Connection:
             self._send_again(again)
 
     def lose(self, reason: str, *, is_replaced: bool = True) -> None:
-        """Closes the connection. Jobs on it fail, or are sent again if ``is_replaced`` is true."""
+        """Closes the connection. Its jobs fail, or are sent again if ``is_replaced`` is true."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -281,7 +281,7 @@ class _Connection:
 
 
 class _LoopState:
-    """State of a client for one event loop: a connection, or jobs that wait for a connection.
+    """A client's state for one event loop: a connection, or jobs that wait for a connection.
 
     Only the loop's thread uses it.
     """
@@ -323,7 +323,7 @@ class _LoopState:
             self.connecting = self._loop.create_task(self._connect())
 
     def _set_limit(self, job: AsyncJob, kept: _again.Job) -> None:
-        """Fails a job when its waiting time is over. If the time is over already, one attempt to connect decides."""
+        """Fails the job when its waiting time is over. If that is already so, allows one more connection attempt."""
         if kept.waits_until is not None and not kept.is_overdue():
             self._loop.call_later(kept.waits_until - time.monotonic(), self._end_overdue, job)
 
@@ -336,7 +336,7 @@ class _LoopState:
         job._fail_job(kept.unreachable(self._problem or silent))
 
     async def _connect(self) -> None:
-        """Connects, and sends the waiting jobs. Repeats the attempt if an earlier connection was lost."""
+        """Connects, and sends the waiting jobs. Keeps trying if an earlier connection was lost."""
         client, loop = self._client, self._loop
         try:
             while self._waiting:
@@ -400,11 +400,11 @@ class _LoopState:
 
 
 class AsyncClient(BaseClient):
-    """Sends jobs to a supervisor from asyncio. Has the methods of ``Client``. A program needs only one client.
+    """Sends jobs to a supervisor from asyncio. Has the same methods as ``Client``. A program needs only one client.
 
     Each event loop that uses the client has a separate connection, so loops can run in different threads. Cancelling a
-    task that waits for a job cancels the job, so ``asyncio.timeout`` works as expected. The parameters are those of
-    ``Client``.
+    task that waits for a job cancels the job, so ``asyncio.timeout`` works as expected. The parameters are the same as
+    for ``Client``.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class AsyncClient(BaseClient):
         reconnect_timeout: float | None = None,
     ) -> None:
         self._states: dict[asyncio.AbstractEventLoop, _LoopState] = {}
-        # Guards changes of the dictionary, because loops can run in different threads.
+        # Guards changes to the dictionary, because loops can run in different threads.
         self._changing = threading.Lock()
         super().__init__(path, retry, reconnect_timeout)
 
@@ -464,7 +464,7 @@ class AsyncClient(BaseClient):
     ) -> AsyncJob:
         """Submits a job and returns a future to await.
 
-        Must be called in the event loop. The parameters are those of ``call``.
+        Must be called in the event loop. The parameters are the same as for ``call``.
         """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         return self._start(options, payload)

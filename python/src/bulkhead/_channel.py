@@ -1,7 +1,7 @@
 """The executor's connection to its supervisor. Any thread can send frames; one thread receives outcomes.
 
-The receiving thread never blocks on sending. If the socket is full, another thread takes over, because the supervisor
-stops reading from a client that does not read.
+The receiving thread never blocks while sending, because the supervisor stops reading from a client that does not read.
+If the socket is full, another thread takes over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import _files, _wire
 from ._connection import open_connection
 from .errors import Disconnected, Rejected
 
-#: Maximum size of a write, in bytes, for which small payloads are joined into one buffer.
+#: Maximum size of a write, in bytes, up to which small payloads are joined into one buffer.
 _JOINED_BYTES_MAX = 64 * 1024
 #: Maximum number of frames per write, with two pieces each. The kernel accepts 1024 pieces.
 _FRAMES_MAX = 256
@@ -60,8 +60,8 @@ class Channel:
     def flush(self, *, may_wait: bool) -> None:
         """Sends the queued frames.
 
-        With ``may_wait``, blocks until the supervisor has read them. Otherwise another thread sends frames that do not
-        fit into the socket's buffer. ``read`` detects a lost connection.
+        If ``may_wait`` is true, blocks until the supervisor has read the frames. Otherwise another thread sends frames
+        that do not fit into the socket's buffer. ``read`` detects a lost connection.
         """
         outgoing, writing = self.outgoing, self._writing
         try:
@@ -78,7 +78,7 @@ class Channel:
             raise
 
     def recover(self) -> None:
-        """Delegates sending to another thread, after a signal handler raised an exception anywhere in this class."""
+        """Hands sending over to another thread, after a signal handler raised an exception anywhere in this class."""
         while self._writing._is_owned():  # type: ignore[attr-defined]
             self._writing.release()
         self._hand_on()
@@ -93,7 +93,7 @@ class Channel:
     def _finish(self) -> None:
         with self._writing:
             self._drain(may_wait=True)
-        # Frames may have been queued after the last check and before the release of the lock.
+        # Frames may have been queued after the last check and before the lock was released.
         self.flush(may_wait=True)
 
     def _drain(self, may_wait: bool) -> bool:

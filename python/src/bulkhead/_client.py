@@ -88,17 +88,17 @@ class BaseClient:
 class Client(BaseClient):
     """Sends jobs to a supervisor. A program needs only one client, which all threads can share.
 
-    The client connects when the first job is sent, reconnects after a connection was lost, and connects again in a
-    forked child. ``path`` is the path of the jobs socket. The default is ``$BULKHEAD_SOCKET``, or the supervisor's
-    default path. Closing the client, or ending the program, cancels its jobs. Code inside a worker cannot use a client,
-    because the supervisor rejects its own workers.
+    The client connects when the first job is sent, reconnects if the connection is lost, and connects again in a forked
+    child. ``path`` is the path of the jobs socket. The default is ``$BULKHEAD_SOCKET``, or the supervisor's default
+    path. Closing the client, or exiting the program, cancels its jobs. Code inside a worker cannot use a client,
+    because the supervisor rejects connections from its own workers.
 
-    After a connection was lost, the client sends jobs again that it had not sent completely, and idempotent jobs (at
-    most three times). Other jobs raise ``Disconnected``. Until the supervisor answers again, jobs wait until their
-    deadline; jobs without a deadline wait until five seconds after the loss. ``reconnect_timeout`` is another limit for
-    all jobs, in seconds; with 0, no job waits or is sent again.
+    If the connection is lost, the client sends incompletely sent jobs and idempotent jobs again (at most three times).
+    Other jobs raise ``Disconnected``. Until the supervisor responds again, jobs wait until their deadline; jobs without
+    a deadline wait until five seconds after the loss. ``reconnect_timeout`` is an additional limit for all jobs, in
+    seconds; if it is 0, no job waits or is sent again.
 
-    ``retry`` is the default of the parameter ``retry`` of ``call``.
+    ``retry`` is the default for the parameter ``retry`` of ``call``.
     """
 
     def __init__(
@@ -140,17 +140,18 @@ class Client(BaseClient):
         from now to the outcome. ``run_limit`` is the maximum time of each attempt from its dispatch. Both are in
         seconds, and the bulkhead's limits are the defaults. ``priority`` is ``critical``, ``normal`` or
         ``best-effort``. ``cost`` is the number of units that a rate limit counts for this job. An ``idempotent`` job
-        can be run again after the death of its worker, and after a lost connection.
+        can be run again after its worker dies, and after a lost connection.
 
-        With ``retry``, a job whose error is ``retryable`` is retried at most three times, and never beyond its
-        deadline. A retry waits for ``retry_after``, otherwise for 0.1 s, then 0.2 s, then 0.4 s. In any ten seconds, a
-        client retries at most 20 % of the jobs for which retries are enabled, but ten retries are always allowed. If
-        there is no further retry, the last error is raised; if an attempt may have run (``executed``) and later ones
-        did not, the error of that attempt.
+        If ``retry`` is true, a job whose error is ``retryable`` is retried at most three times, and never beyond its
+        deadline. A retry waits for ``retry_after``. If the error has no ``retry_after``, the retries wait for 0.1 s,
+        0.2 s and 0.4 s. In any ten seconds, a client retries at most 20 % of the jobs for which retries are enabled,
+        but ten retries are always allowed. If there is no further retry, the last error is raised. If an attempt may
+        have run (``executed``) and later attempts did not, the error of the attempt that may have run is raised
+        instead.
 
         Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost and the job cannot be
-        sent again. Raises ``DeadlineExceeded`` if a limit passed; the worker is then killed unless the job stops by
-        itself. ``KeyboardInterrupt`` cancels the job.
+        sent again. Raises ``DeadlineExceeded`` if a time limit passed; the worker is then killed unless the job stops
+        on its own. ``KeyboardInterrupt`` cancels the job.
         """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         metadata = submission_with(self._submissions, options)
@@ -175,7 +176,7 @@ class Client(BaseClient):
             return self._connected(options).call(metadata, data)
         except (NotSent, Lost, Disconnected) as error:
             if isinstance(error, Disconnected) and (connection is None or not connection.is_over):
-                # An outcome that cannot be read, or no connection at all.
+                # The outcome cannot be read, or there is no connection at all.
                 raise
             problem: Exception = error
         job = _again.Job(options, metadata, data, began, self.reconnect_timeout)
@@ -224,10 +225,10 @@ class Client(BaseClient):
         cost: int = 1,
         traceparent: str | None = None,
     ) -> JobFuture:
-        """Submits a job and returns a future without waiting for the result. The parameters are those of ``call``.
+        """Submits a job and returns a future without waiting for the result. Has the same parameters as ``call``.
 
-        ``cancel()`` of the future also stops a running job. Raises an exception only if the job could not be sent, and
-        no earlier connection was lost. A payload other than ``bytes`` is copied. There are no retries.
+        The future's ``cancel()`` also stops a running job. Raises an exception only if the job could not be sent and no
+        earlier connection was lost. A payload other than ``bytes`` is copied. The job is not retried.
         """
         from ._future import JobFuture
 
@@ -272,14 +273,14 @@ class Client(BaseClient):
     # Futures that wait for a connection.
 
     def _send_unsent_again(self, future: JobFuture, error: NotSent | Lost) -> None:
-        """Sends a job again whose connection ended while the job was being sent."""
+        """Sends a job again if its connection closed while the job was being sent."""
         reason = "the job could not be sent"
         self._send_again([future], reason, isinstance(error, Lost), was_taken=not isinstance(error, NotTaken))
 
     def _send_again(self, futures: list[JobFuture], reason: str, was_sent: bool, *, was_taken: bool = True) -> None:
         """Sends jobs again after their connection was lost. Jobs that cannot be sent again fail.
 
-        ``was_taken`` is false if a replaced supervisor has left the jobs to another connection.
+        ``was_taken`` is false if a supervisor that is being replaced has not accepted the jobs.
         """
         waiting = []
         for future in futures:
@@ -294,7 +295,7 @@ class Client(BaseClient):
         self._send_later(waiting)
 
     def _wait_for_connection(self, futures: list[JobFuture], error: JobError, since: float) -> None:
-        """Sends jobs as soon as there is a connection. ``error`` is the reason why there is none since ``since``."""
+        """Sends jobs as soon as there is a connection. ``error`` says why there has been none since ``since``."""
         for future in futures:
             job = future.job
             assert job is not None
@@ -314,7 +315,7 @@ class Client(BaseClient):
                 except BaseException:
                     # No thread can be started now.
                     self._sender = None
-                    self._fail_waiting(Disconnected("no thread for the reconnection could be started"))
+                    self._fail_waiting(Disconnected("no thread could be started for the reconnection"))
 
     def _send_waiting(self) -> None:
         """Sends the waiting jobs, and reconnects as often as necessary. Runs in a separate thread."""
@@ -360,14 +361,14 @@ class Client(BaseClient):
                 future.lose(Disconnected(f"the job could not be sent: {error!r}", job.executed))
 
     def _handshake_seconds(self) -> float:
-        """Returns the time until the first waiting job is overdue, but at most the timeout of the handshake."""
+        """Returns the time until the first waiting job is overdue, but at most the handshake timeout."""
         jobs = [future.job for future in list(self._waiting)]
         ends = [job.waits_until for job in jobs if job is not None and job.waits_until is not None]
         left = min(ends, default=HANDSHAKE_SECONDS_MAX) - time.monotonic() if ends else HANDSHAKE_SECONDS_MAX
         return min(max(left, 0.001), HANDSHAKE_SECONDS_MAX)
 
     def _end_overdue(self, error: JobError) -> None:
-        """Fails the jobs whose waiting time is over, or all jobs if another attempt to connect would be futile."""
+        """Fails the jobs that have waited too long, or all jobs if another attempt to connect would be futile."""
         now = time.monotonic()
         for _ in range(len(self._waiting)):
             future = self._waiting.popleft()
@@ -387,7 +388,7 @@ class Client(BaseClient):
                 future.lose(Disconnected(error.outcome.message, job.executed))
 
     def close(self) -> None:
-        """Closes the connection and cancels all jobs that are in progress."""
+        """Closes the connection and cancels all jobs in progress."""
         with self._lock:
             self._is_closed = True
             self._closed.set()

@@ -1,8 +1,8 @@
 """A connection to the supervisor, shared by the jobs of all threads.
 
-One of the threads that wait for outcomes is the *leader*: it reads the socket and settles the outcomes of all threads.
-When the leader's own outcome arrives, another waiting thread takes over. Futures have a dedicated thread, because it is
-possible that no thread waits for them.
+One of the threads that wait for outcomes is the *leader*. It reads the socket and settles the jobs of all threads. When
+the outcome of the leader's own job arrives, another waiting thread takes over. Futures have a dedicated thread, because
+it is possible that no other thread waits for them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NotSent(Exception):
 
 
 class NotTaken(NotSent):
-    """The supervisor is being replaced and has not taken the job, which another connection must send."""
+    """The supervisor is being replaced and has not accepted the job, which must be sent over another connection."""
 
 
 class Lost(Exception):
@@ -60,7 +60,7 @@ class Lost(Exception):
 
 
 class _Call:
-    """A job that a thread waits for."""
+    """A job that a thread is waiting for."""
 
     __slots__ = ("error", "is_taken", "outcome", "sleep_lock", "thread")
 
@@ -68,17 +68,17 @@ class _Call:
         self.thread = threading.get_ident()
         self.outcome: tuple[bytes, bytes | bytearray] | None = None
         self.error: Disconnected | None = None
-        #: False if the supervisor has left the job to another connection.
+        #: False if the supervisor has not accepted the job, which must be sent over another connection.
         self.is_taken = True
-        #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
+        #: Locked while the thread sleeps. Another thread wakes the sleeping thread by releasing the lock.
         self.sleep_lock: threading.Lock | None = None
 
 
 class Connection:
     """A connection to the supervisor, with its jobs. A lost connection is never restored.
 
-    ``send_again`` gets the futures that the connection has lost, the reason, and whether the supervisor may have taken
-    the jobs. It sends the jobs over another connection.
+    ``send_again`` sends lost jobs over another connection. Its arguments are the futures, the reason for the loss, and
+    whether the supervisor may have accepted the jobs.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Connection:
         self._calls: dict[int, _Call] = {}
         self._futures: dict[int, JobFuture] = {}
         self._sleeping: dict[int, _Call] = {}
-        # The call whose thread reads the socket, or this connection for the thread of the futures.
+        # The call whose thread reads the socket, or this connection if the thread for futures reads it.
         self._leader: object = None
         self._reading_thread = 0
         self._thread_sleep_lock: threading.Lock | None = None
         self._thread_sleeps = False
-        #: Numbers of futures that were being sent when the supervisor left them to another connection.
+        #: Numbers of futures that were being sent when the supervisor announced that it accepts no further jobs.
         self._not_taken: set[int] = set()
         #: True if further jobs need another connection.
         self.is_over = False
@@ -126,7 +126,8 @@ class Connection:
         If a signal handler interrupts this method with an exception, the remaining data is sent before the next frame.
         """
         if self._writing._is_owned():  # type: ignore[attr-defined]
-            # Called by a signal handler or the garbage collector during a send, which then also sends these buffers.
+            # Called by a signal handler or the garbage collector during a send. The interrupted send also sends these
+            # buffers.
             self._outgoing.extend([(buffer, []) for buffer in buffers])
             self._has_more = True
             return
@@ -153,7 +154,7 @@ class Connection:
             self._drain(0)
 
     def _drain(self, flags: int) -> None:
-        """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, receives while the socket cannot take more."""
+        """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, receives data while the socket is full."""
         outgoing = self._outgoing
         while outgoing:
             buffer, counts = outgoing[0]
@@ -190,7 +191,7 @@ class Connection:
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
         """Sends the buffers from a callback in the thread that reads the socket.
 
-        Receives data while it waits, because the supervisor stops reading from clients that do not read results.
+        Receives data while waiting, because the supervisor stops reading from clients that do not read results.
         """
         try:
             while not self._writing.acquire(timeout=0.005):
@@ -229,7 +230,7 @@ class Connection:
             raise NotSent from None
 
     def cancel(self, number: int) -> None:
-        """Requests the cancellation of a job, which still gets an outcome."""
+        """Requests cancellation of a job. The job still gets an outcome."""
         if self.lost is None:
             try:
                 self._push(_wire.frame(_wire.CANCEL, number))
@@ -410,7 +411,7 @@ class Connection:
             self.lose("the supervisor was replaced")
 
     def _wake_reader(self) -> None:
-        """Wakes a thread to read the socket, if no thread reads and one is needed. The caller holds the lock.
+        """Wakes a thread to read the socket, if a reader is needed and no thread is reading. The caller holds the lock.
 
         A signal handler can interrupt this method, and the methods below, with an exception between any two steps. The
         steps are therefore idempotent.
@@ -511,7 +512,7 @@ class Connection:
             self._send_again(again, reason, False)
 
     def lose(self, reason: str) -> None:
-        """Closes the connection. Jobs on it fail or are sent again."""
+        """Closes the connection. Its jobs fail or are sent again."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -547,8 +548,8 @@ class Connection:
     def release(self) -> None:
         """Releases the connection after its client was dropped.
 
-        The thread for futures ends after the last future. Without that thread, the descriptor is closed when this
-        object is collected. The garbage collector can call this method during any other method.
+        The thread for futures exits after the last future. If there is no such thread, the descriptor is closed when
+        this object is garbage-collected. The garbage collector can call this method during any other method.
         """
         self._is_released = True
         sleep_lock = self._thread_sleep_lock
@@ -586,7 +587,7 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
         try:
             link.sendall(_wire.hello(_wire.CLIENT, _wire.TAKES_GOAWAY, __version__))
         except BrokenPipeError:
-            # The supervisor refused the connection before the hello. The reason can still be read.
+            # The supervisor rejected the connection before the hello. The reason can still be read.
             pass
         reader = _wire.Reader(link.recv, link.recv_into)
         while not reader.frames:

@@ -1,4 +1,4 @@
-"""The job of a handler: ``Context``, and the error that a handler raises."""
+"""A handler's job (``Context``), and the error that a handler raises."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, Protocol
 
-    #: A handler function. Takes the payload and the context of a job.
+    #: A handler function, called with the payload and the context of a job.
     Handler = Callable[..., Any]
 
     class _Server(Protocol):
-        """Interface of the job loop that a ``Context`` uses."""
+        """The part of the job loop's interface that a ``Context`` uses."""
 
         state: Any
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class HandlerError(Exception):
     """Raised by a handler to report a failure.
 
-    ``code`` is a short machine-readable name, and ``message`` a sentence for people. ``retryable`` is true if the job
-    may succeed later. ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong. Failures with the
-    fault ``"caller"`` do not count against the bulkhead. ``payload``, up to 64 KiB, reaches the client as
+    ``code`` is a short, machine-readable name, and ``message`` is a human-readable sentence. ``retryable`` is true if
+    the same job may succeed later. ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong. Failures
+    with the fault ``"caller"`` do not count against the bulkhead. The client receives ``payload``, at most 64 KiB, as
     ``JobError.payload``.
     """
 
@@ -58,14 +58,14 @@ class Context:
         *("cancelled", "number", "operation", "tenant", "traceparent"),
     )
 
-    #: Operation and tenant that the client requested; empty if the client gave none.
+    #: Operation and tenant that the client requested; empty if the client specified none.
     operation: str
     tenant: str
-    #: Number of the job. The log, events and crash reports show it in hexadecimal digits.
+    #: Job number. Logs, events and crash reports show this number in hexadecimal.
     number: int
     #: W3C traceparent of the job's span, or None.
     traceparent: str | None
-    #: True if no client waits for the job any more. A handler that checks this and returns early avoids being killed.
+    #: True if no client is waiting for the job any more. A handler that checks this and returns early is not killed.
     #: Async handlers are cancelled.
     cancelled: bool
 
@@ -84,7 +84,7 @@ class Context:
         self._arrival = arrival
         self._deadline = deadline
         self._payload = payload
-        # Progress report that has not been sent yet; False after the reply was sent.
+        # Progress report that has not been sent yet; False after the reply has been sent.
         self._progress: tuple[float, str] | bool | None = None
         self._progress_sent_at = 0.0
         self._task: Any = None
@@ -96,7 +96,7 @@ class Context:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the job's deadline, or 0 if it has passed."""
+        """Seconds until the job's deadline, or 0 if the deadline has passed."""
         return max(0.0, self._deadline - time.monotonic())
 
     @property

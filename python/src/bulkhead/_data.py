@@ -1,10 +1,10 @@
-"""Reads pickles from untrusted workers. A pickle that contains anything but data is refused.
+"""Reads pickles from untrusted workers. A pickle that contains anything other than data is refused.
 
 Unpickling calls whatever the pickle names. A worker in a sandbox may have been compromised by its input, so its results
-are not unpickled. They are read by this module, which accepts only the opcodes that are used for data. Names are not
+are not unpickled. Instead, this module reads them, and accepts only the opcodes that are used for data. Names are not
 imported. Each accepted name has a function in this module that checks its arguments and builds the value. Only names of
 exceptions are looked up, in a fixed list of modules. A value cannot refer to existing objects, and nesting and hashing
-cannot cost more than its size justifies.
+cannot cost more than the size of the pickle justifies.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 
 from . import _libraries
 
-#: Maximum nesting of data. Hashing, printing or comparing deeper data can overflow the stack.
+#: Maximum nesting depth of data. Hashing, printing or comparing deeper data can overflow the stack.
 DEPTH_MAX = 1000
-#: Limit for the weight of data: a fixed number of bytes, and a number of bytes per byte of the pickle. An object is
+#: Limit on the weight of data: a fixed number of bytes, plus a number of bytes per byte of the pickle. An object is
 #: counted at each reference, because printing and hashing visit each reference. The weight of an object is a fixed
 #: amount plus the size of its content.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
@@ -47,12 +47,12 @@ INDEX_BITS_MAX = 128
 HASHING_MAX = 1 << 14
 #: Maximum number of keys that may be numbers in a larger pickle.
 NUMERIC_KEYS_MAX = 1000
-#: Maximum size of a text, in bytes, whose comparisons are not counted; and for a longer text, the maximum product of
-#: the sizes of the text and of the pickle.
+#: Maximum size in bytes of a text whose comparisons are not counted; and maximum product of the sizes of a longer text
+#: and of the pickle.
 COMPARED_MAX, COMPARED_TIMES_BYTES_MAX = 1 << 12, 1 << 33
 #: Maximum size of a time zone's name, and of texts in a slice.
 NAME_MAX = 255
-#: Maximum time for inserting keys, in seconds: a fixed amount, and an amount per byte of the pickle.
+#: Maximum time for inserting keys, in seconds: a fixed amount, plus an amount per byte of the pickle.
 KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 5e-7
 
 
@@ -121,7 +121,7 @@ def _refuse(what: str) -> NoReturn:
     raise DataOnly(f"{what}, which is not plain data")
 
 
-# Pickles that the module ``pickle`` reads.
+# Pickles that can be read with the module ``pickle``.
 
 #: Patterns for texts, bytes and numbers whose length is stored in one byte.
 _SIZES = [b"\\x%02x.{%d}" % (size, size) for size in range(256)]
@@ -129,9 +129,9 @@ _SHORT = b"|".join(
     b"(?=[%b-%b])(?:%b)" % (s[0][:4], s[-1][:4], b"|".join(s))
     for s in (_SIZES[at : at + 16] for at in range(0, 256, 16))
 )
-#: Opcodes of texts, bytes and numbers of at most 64 bits, of the memo, and of frames.
+#: Opcodes for texts, bytes and numbers of at most 64 bits, for the memo, and for frames.
 _SIMPLE = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + b"|".join(_SIZES[:32]) + b")"
-#: Patterns of the simple opcodes combined with those of dictionaries and sets; and combined with those of tuples.
+#: Patterns of the simple opcodes combined with the opcodes for dictionaries and sets, and with the opcodes for tuples.
 _HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _HASHABLE = re.compile(rb"(?:[(N\x88\x89\x94\]ae)t\x85-\x87]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _SCALAR = (
@@ -143,7 +143,7 @@ _KEY_OF_LONG = rb"%b(?=[BX\x8d\x8e\x96])" % _KEY
 _CONTAINER = rb"\}\x94?\(?|\]\x94?"
 #: Opcodes before the first memoised object that is not a text.
 _FIRST = rb"(?:\x80.)?(?:\x95.{8})?\(?(?:%b){0,8}" % _SCALAR
-#: A key with its value; an empty container; the numbers and texts of a list, or one of them; opcodes between these.
+#: A key with its value; an empty container; all or one of the numbers and texts of a list; opcodes between these.
 _RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95.{8}){0,64}" % (
     _KEY,
     _SCALAR,
@@ -162,7 +162,7 @@ _COUNTED: Mapping[int, int] = {
 
 @functools.cache
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    """Compiles a pattern on first use, which takes some milliseconds. Only needed for large results."""
+    """Compiles a pattern on first use, which takes a few milliseconds. Needed only for large results."""
     return re.compile(pattern, re.DOTALL)
 
 
@@ -174,8 +174,8 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
 
     In a large pickle a number must not be a key. Between two marks there are only keys with their values, and
     containers, whatever the closing opcodes remove. A number occurs only directly above its key, which is a text or a
-    memoised object, and numbers are never memoised. SETITEMS takes everything from the mark on. So it hashes only
-    objects in the position of a key, and fails at the first container there before any position is shifted. Only
+    memoised object, and numbers are never memoised. SETITEMS takes everything after the mark. It therefore hashes only
+    objects in key positions, and fails at the first container in such a position before any position is shifted. Only
     SETITEM could use a value as a key, so each SETITEM that does not follow its pair is counted.
     """
     at, end, longest, counted = 0, len(data), 0, 0
@@ -204,7 +204,7 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
             # Later opcodes can make a bytearray longer.
             at, longest = start + size, max(longest, end if code == 0x96 else size)
             if key:
-                # The value may be memoised, and used as a key later.
+                # The value may be memoised and later used as a key.
                 at += data[at : at + 1] == b"\x94"
                 if size > COMPARED_MAX and size * end > COMPARED_TIMES_BYTES_MAX:
                     return None
@@ -223,13 +223,13 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
 
 
 class _Name:
-    """A name in a pickle, or a buffer outside of the pickle. Never part of the resulting value."""
+    """A name in a pickle, or a buffer outside the pickle. Never part of the resulting value."""
 
     __slots__ = ("make", "name")
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name
-        #: Function that takes the reader and the arguments, or an allowed class, or the buffer.
+        #: A function of the reader and the arguments, or an allowed class, or the buffer.
         self.make = make
 
 
@@ -298,7 +298,7 @@ def _maker_of_path(kind: type[pathlib.PurePath]) -> Callable[[_Reader, tuple[Any
 
 
 def _make_uuid(reader: _Reader, arguments: tuple[Any, ...]) -> uuid.UUID:
-    """Returns a UUID whose number is set later, by its state."""
+    """Returns a UUID whose number is set later, from its state."""
     _checked(arguments, 0, set())
     made = uuid.UUID.__new__(uuid.UUID)
     reader.unfinished[id(made)] = made
@@ -324,7 +324,7 @@ def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[A
 
 
 def _check_names(arguments: tuple[Any, ...]) -> None:
-    """Refuses long texts in objects that can be referenced often and are not weighed."""
+    """Refuses long texts in objects that can be referenced many times without being weighed."""
     if any(type(argument) is str and len(argument) > NAME_MAX for argument in arguments):
         _refuse("a name that is too long")
 
@@ -355,7 +355,7 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
 
 
 def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
-    """Returns a function that builds a built-in exception or an exception of a library; None for other names."""
+    """Returns a function that builds a built-in exception or a library's exception; None for other names."""
     if module != "builtins" and module not in _libraries.ERROR_MODULES:
         return None
     # Does not use getattr, because a module's `__getattr__` may import another module.
@@ -374,7 +374,7 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
         reader.work(sum(map(_size, (argument for argument in arguments if type(argument) is int))))
         made: Any = kind(*arguments)
         if isinstance(made, SyntaxError) and hasattr(made, "_metadata"):
-            # From Python 3.14 on, a traceback opens the file of a SyntaxError with this attribute.
+            # Since Python 3.14, a traceback opens the file of a SyntaxError that has this attribute.
             made._metadata = None
         if isinstance(made, SyntaxError) and not (
             {type(made.filename), type(made.text)} <= {str, type(None)}
@@ -400,7 +400,7 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
 _GROUPS: tuple[Any, ...] = tuple(filter(None, [getattr(builtins, "ExceptionGroup", None)]))
 _COPYING: tuple[Any, ...] = (SyntaxError, *_GROUPS)
 _FILENAMES = frozenset({str, bytes, int, type(None), pathlib.PosixPath, pathlib.PurePosixPath})
-#: Attributes of exceptions that are not in the instance's dictionary; and the subset that is accepted. With the other
+#: Attributes of exceptions that are not in the instance's dictionary, and the accepted subset. With the other
 #: attributes, formatting a traceback would import a module or read attributes of the program's objects.
 _MEMBERS: Mapping[type[Exception], tuple[set[str], set[str]]] = {
     ImportError: ({"name", "path", "name_from"}, {"name", "path"}),
@@ -445,7 +445,7 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
 
 # Nesting.
 
-#: Types of objects that contain other objects. Texts, numbers, dates and paths contain none that matter.
+#: Types of objects that contain other objects. Texts, numbers, dates and paths contain no objects that matter.
 _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 
@@ -461,7 +461,7 @@ _CONTAINERS: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
-#: Functions that return the size of a value, by type, for types without members whose values can be large.
+#: Functions that return the size of a value, by type. Contains the types that have no members but can be large.
 _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     **dict.fromkeys((str, bytes, bytearray), len),
     **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), lambda path: len(str(path))),
@@ -554,7 +554,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
     found = value.args, vars(value).values()
     if isinstance(value, OSError):
         return *found, (value.filename, value.filename2)
-    # The members of a group are included separately, because the list that the group was made from may have changed.
+    # The members of a group are included separately, because the list from which the group was made may have changed.
     return (*found, value.exceptions) if isinstance(value, _GROUPS) else found
 
 
@@ -571,15 +571,15 @@ def _size(value: Any) -> int:
 
 #: Types whose hashes are cached or cheap, and for which different values with equal hashes are hard to construct.
 _QUICK_KEYS = frozenset({str, bytes, float, bool, type(None)})
-#: The quick types and numbers, which are quick if they have at most 64 bits.
+#: The quick types, and numbers. Numbers of at most 64 bits are also quick.
 _QUICK_KEYS_WITH_NUMBERS = _QUICK_KEYS | {int}
 _NUMBER_BYTES = 8
-#: Pattern for consecutive numbers, which ``pickle`` reads.
+#: Pattern for consecutive numbers, which are read with ``pickle``.
 _NUMBERS = re.compile(rb"(?:K.|[N\x88\x89]|M..|J.{4}|G.{8}){4,2000}", re.DOTALL)
 _FLOAT = Struct(">d")
 _INT = Struct("<i")
 _CONSTANTS: Mapping[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
-#: Size of the length field of texts, bytes and bytearrays, and the function that builds them.
+#: Size of the length field of texts, bytes and bytearrays, and the function that builds the object.
 _SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
     **{code: (size, lambda view: str(view, "utf-8", "surrogatepass")) for code, size in ((ord("X"), 4), (0x8D, 8))},
     **{code: (size, bytes) for code, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
@@ -598,9 +598,9 @@ class _Reader:
         self._allowed = allowed
         self._work_left = WORK_MAX + WORK_PER_BYTE * len(data)
         self._quick_keys = _QUICK_KEYS_WITH_NUMBERS
-        #: Counts of hashes of keys that are not quick, by id of the container. The container is kept alive.
+        #: Counts of hashes of keys that are not quick, by ``id`` of the container. Also keeps the container alive.
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        #: Number types of which the pickle contains large values. Hashing these values takes time, and their hashes are
+        #: Number types for which the pickle contains large values. Hashing these values takes time, and the hashes are
         #: not cached.
         self.large: frozenset[type] = frozenset()
         self._has_frozensets = False
@@ -611,7 +611,7 @@ class _Reader:
         #: Deques that contain deques.
         self._holders: dict[int, Any] = {}
         self._seconds_left = KEYS_SECONDS + KEYS_SECONDS_PER_BYTE * len(data)
-        #: Dictionaries from which Counters were built, by id.
+        #: Dictionaries from which Counters were built, by ``id``.
         self.counted: dict[int, dict[Any, Any]] = {}
 
     def work(self, amount: int) -> None:
@@ -764,7 +764,7 @@ class _Reader:
             _refuse("a call of an object without a name")
         make = named.make
         if isinstance(make, type):
-            # The caller has allowed this class and is responsible for its handling of arguments.
+            # The caller has allowed this class and is responsible for how the class handles arguments.
             return make.__new__(make, *arguments) if is_new else make(*arguments)
         return make(self, arguments)
 
@@ -794,7 +794,7 @@ class _Reader:
         target.extend(items)
 
     def insert(self, target: Any, items: Any, size: int) -> None:
-        """Inserts items with a limit for the time, because the cost of equal hashes cannot be predicted."""
+        """Inserts items within a time limit, because the cost of equal hashes cannot be predicted."""
         # Counter.update would count the items instead of inserting them.
         update = target.update if type(target) is not collections.Counter else super(collections.Counter, target).update
         if size <= 64 and len(target) <= 256 and self.longest <= COMPARED_MAX:
@@ -827,8 +827,8 @@ class _Reader:
         for key, hashed in zip(keys, map(hash, keys), strict=True):
             counts[hashed] = before = counts.get(hashed, 0) + 1
             if before > 1:
-                # Comparing two keys takes less time than counting one key with its texts. But comparing two sets may
-                # compare each member with each other member.
+                # Comparing two keys takes less time than counting one key with its texts. Comparing two sets, however,
+                # may compare every member with every other member.
                 count = self._count((key,), _TEXTUAL)
                 self.work((before - 1) * (1 + (count * count if self._has_frozensets else count) // 4))
 

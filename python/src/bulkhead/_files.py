@@ -1,7 +1,7 @@
 """Memory files (``docs/protocol-extensions.md``): encoding of values with large buffers, and leases.
 
 An encoded value consists of a head, the sizes of the buffers, the pickle, and the buffers, each at the start of a page.
-The head contains sizes and no offsets, so that buffers cannot overlap even if the writer is hostile.
+The head contains sizes but no offsets, so that buffers cannot overlap even if the writer is hostile.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ PIECES = b"P"
 #: Tag byte, number of buffers, size of the pickle. The sizes of the buffers follow.
 _HEAD = struct.Struct("<cxxxIQ")
 _LEASE_REF = struct.Struct("<QQ")
-#: Minimum size of a buffer that is kept outside of the pickle.
+#: Minimum size of a buffer that is kept outside the pickle.
 BUFFER_BYTES_MIN = 64 * 1024
 _BUFFERS_MAX = _wire.FRAME_BYTES_MAX // BUFFER_BYTES_MIN
-#: Minimum size of a call that uses a memory file. Smaller calls gain more from prefetching.
+#: Minimum size of a call that uses a memory file. Smaller calls benefit more from prefetching.
 LARGE_BYTES_MIN = 512 * 1024
 #: Minimum size of a buffer that a worker maps. Copying a smaller buffer is faster than mapping it.
 MAPPED_BYTES_MIN = 256 * 1024
-#: Maximum number of mappings of a worker, for the running call and for kept arrays. Each mapping uses a descriptor.
+#: Maximum number of mappings in a worker, for the running call and for kept arrays. Each mapping uses a descriptor.
 _MAPPINGS_MAX = 32
 #: Minimum size of a copy that uses huge pages.
 _HUGE_BYTES_MIN = 4 << 20
 #: `MADV_POPULATE_WRITE`, available since Linux 5.14.
 _POPULATE_WRITE = 23
-#: Maximum number of leases in one request of a client.
+#: Maximum number of leases in one client request.
 _REQUESTS_MAX = 4
 #: Time after a refusal before a client requests another lease, in seconds.
 _RETRY_SECONDS = 0.25
@@ -52,7 +52,7 @@ Pieces = list[bytes | memoryview]
 
 
 def pieces(pickled: bytes, buffers: Sequence[memoryview]) -> Pieces:
-    """Returns the parts of a value with buffers outside of the pickle."""
+    """Returns the parts of a value whose buffers are outside the pickle."""
     if not buffers:
         return [pickled]
     sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
@@ -146,7 +146,7 @@ class Pair:
 
 
 class Lease(Pair):
-    """Two files lent to this client, for one call at a time. The payload is written to the client's file."""
+    """Two files lent to this client. Only one call uses them at a time. The payload is written to the client's file."""
 
     def __init__(self, number: int, size: int, owner: bytes, descriptors: list[int]) -> None:
         super().__init__(size, descriptors, 0)
@@ -167,7 +167,7 @@ class Lease(Pair):
         """
         number, size = _LEASE_REF.unpack(lease_ref)
         if number != self.number or size > len(self.other):
-            raise ValueError("the result is not in the memory file of the call")
+            raise ValueError("the result is not in the call's memory file")
         pickled, *buffers = parts(self.other[:size])
         found = [bytes(pickled), *buffers]
         if os.fstat(self.other_file).st_mode & 0o777:
@@ -176,13 +176,13 @@ class Lease(Pair):
 
 
 class Leases:
-    """The leases of one connection. The caller of each method holds the pool's lock."""
+    """The leases of one connection. The caller of every method must hold the pool's lock."""
 
     def __init__(self, send: Callable[[Sequence[bytes]], None], descriptors: list[int]) -> None:
         self._send = send
         self._descriptors = descriptors
         self._free: list[Lease] = []
-        #: Leases used by calls, by number.
+        #: Leases in use by calls, by lease number.
         self.used: dict[int, Lease] = {}
         #: Bulkhead and tenant of requested leases, by request number.
         self._requested: dict[int, bytes] = {}
@@ -235,12 +235,12 @@ class Leases:
             self._free.append(lease)
 
     def handle(self, kind: int, number: int, metadata: bytes) -> None:
-        """Handles a frame of the supervisor about leases."""
+        """Handles a frame about leases from the supervisor."""
         if kind == _wire.LEASE_ENDED:
             if number in self.used:
                 self.used[number].is_recalled = True
                 return
-            # A lease that is not free was returned before.
+            # A lease that is not free has already been returned.
             for lease in [lease for lease in self._free if lease.number == number]:
                 self._free.remove(lease)
                 self._send_empty(_wire.LEASE_RETURNED, number)
@@ -267,7 +267,7 @@ class Written:
         self.size = size
 
 
-#: Mappings of buffers that functions have kept beyond their call.
+#: Mappings of buffers that functions have kept after their call.
 _kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
@@ -294,7 +294,7 @@ class Loan:
                 self._mappings.append(mapping)
                 return mapping
             except OSError:
-                # The mapping exceeds `rlimits`. A copy may still fit; if not, copying raises MemoryError.
+                # The mapping exceeds `rlimits`. A copy may still fit; if it does not, copying raises MemoryError.
                 pass
         return copied(self._files.other[place])
 
@@ -305,7 +305,7 @@ class Loan:
         return Written(self._lease, _write(result, self._files.own))
 
     def release(self) -> None:
-        """Ends the loan, after which the client may overwrite the file. Buffers that the function kept stay unchanged.
+        """Ends the loan. The client can then overwrite the file, but buffers that the function kept stay unchanged.
 
         Kept mappings are detached from the file by writing to each page.
         """

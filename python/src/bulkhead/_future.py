@@ -1,4 +1,4 @@
-"""Futures of jobs. This is a separate module because importing ``concurrent.futures`` is slow."""
+"""Futures for jobs. This is a separate module because importing ``concurrent.futures`` is slow."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Condition(threading.Condition):
-    """A condition that stays usable if a signal handler raises an exception while its lock is taken or released."""
+    """A condition that stays usable if a signal handler raises an exception while the lock is acquired or released."""
 
-    # The lock's own methods, because those of the standard condition can leave it locked.
+    # Uses the lock's own methods, because the standard condition's methods can leave the lock held.
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
 
@@ -34,7 +34,7 @@ class Condition(threading.Condition):
         try:
             return super().wait(timeout)
         except BaseException:
-            # The standard method does not take the lock again if the exception comes just after the release. Leaving
+            # The standard method does not reacquire the lock if the exception is raised just after the release. Leaving
             # the `with` block would then raise an exception that hides this one.
             if not lock._is_owned():
                 lock.acquire()
@@ -42,7 +42,7 @@ class Condition(threading.Condition):
 
 
 def run_callbacks(future: Future[Any]) -> None:
-    """Calls all done-callbacks of a future, even if some callbacks raise exceptions.
+    """Calls all of a future's done-callbacks, even if some callbacks raise exceptions.
 
     In the main thread, an exception that is not an ``Exception`` is re-raised at the end, because it may come from a
     signal handler. Other threads only log the exception, because all futures depend on these threads.
@@ -89,21 +89,22 @@ class CancellableFuture(Future[T]):
         return self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED)
 
     def _withdraw(self) -> None:
-        """Ends the job of this future after its cancellation."""
+        """Ends this future's job after the future was cancelled."""
         raise NotImplementedError
 
 
 class JobFuture(CancellableFuture[Reply]):
     """A ``concurrent.futures.Future`` whose ``result()`` returns a ``Reply`` or raises a ``JobError``.
 
-    ``cancel()`` also stops a running job. The worker is asked to stop, and is killed after the bulkhead's ``grace`` if
-    it does not. ``cancel()`` returns false only if the future is done. ``running()`` returns true from the moment when
-    the job is sent. Callbacks run in the thread that reads the connection or cancels the job, so they must be short.
+    ``cancel()`` also stops a running job. The worker is asked to stop the job, and is killed if the job is still
+    running after the bulkhead's ``grace``. ``cancel()`` returns false only if the future is done. ``running()`` returns
+    true once the job has been sent. Callbacks run in the thread that reads the connection or cancels the job, so they
+    must be short.
     """
 
     def __init__(self, job: Job | None = None) -> None:
         super().__init__()
-        #: The job, until it has an outcome.
+        #: The job, until its outcome arrives.
         self.job = job
         self._cancel_job: Callable[[int], None] | None = None
         self._number = 0
@@ -113,7 +114,7 @@ class JobFuture(CancellableFuture[Reply]):
         self._are_callbacks_done = False
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
-        """Registers ``listener(fraction, text)`` for progress reports of the handler.
+        """Registers ``listener(fraction, text)`` for progress reports from the handler.
 
         If progress has already been reported, calls the listener immediately with the last report.
         """
@@ -128,7 +129,7 @@ class JobFuture(CancellableFuture[Reply]):
         if cancel_job is not None:
             cancel_job(self._number)
 
-    # Methods that the connection calls.
+    # Methods for the connection.
 
     def started(self, cancel_job: Callable[[int], None], number: int) -> None:
         """Sets the state to running. Called before the job is sent. ``cancel_job`` cancels the job by its number."""
@@ -138,7 +139,7 @@ class JobFuture(CancellableFuture[Reply]):
                 self._state = _states.RUNNING
 
     def is_sending(self) -> bool:
-        """Returns true while a thread sends the job."""
+        """Returns true while a thread is sending the job."""
         return self.job is not None and self.job.is_sending
 
     def settle(self, metadata: bytes, payload: bytes | bytearray) -> None:
@@ -179,8 +180,8 @@ class JobFuture(CancellableFuture[Reply]):
     def _resolve(self, value: Any, error: BaseException | None, *, is_repeated: bool = False) -> None:
         """Sets the result or exception, unless the future was cancelled.
 
-        With ``is_repeated``, a finished future notifies the remaining waiters and callbacks. This happens if an
-        exception in a signal handler interrupted the first notification.
+        If ``is_repeated`` is true, a finished future notifies the remaining waiters and callbacks. This is needed after
+        an exception in a signal handler has interrupted the first notification.
         """
         self._cancel_job = None
         self.job = None

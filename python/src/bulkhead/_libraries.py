@@ -1,8 +1,8 @@
-"""Encodes arrays, images and frames as plain fields, so that results of compromised workers can be read safely.
+"""Encodes arrays, images and frames as plain fields, so that results from compromised workers can be read safely.
 
 The functions in ``_FIELDS`` convert a value to fields in the worker. The caller checks the fields and builds the value
-with public constructors of the library. The caller never imports a library for this, so a value of a library that is
-not imported yet is refused.
+with public constructors of the library. The caller never imports a library for this purpose, so a value from a library
+that is not imported yet is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ERROR_MODULES = frozenset(
         *("PIL", "PIL.Image", "numpy.exceptions", "numpy.linalg", "pandas.errors"),
     )
 )
-#: Array types of numbers, texts and times. Object arrays are not accepted.
+#: Data types of arrays of numbers, texts and times. Object arrays are not accepted.
 _DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 _DIMENSIONS_MAX, _DIMENSION_MAX = 32, 1 << 48
 #: Maximum dimension of an array without values, and maximum side length of an image.
@@ -43,7 +43,7 @@ _PANDAS_DTYPE = re.compile(r"object|str|string|boolean|U?Int(8|16|32|64)|Float(3
 _ZONE = re.compile(r"(?!dateutil)[A-Za-z0-9_+:-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,2}")
 #: Maximum number of hashed values, unless all are texts. A worker could otherwise send many numbers with equal hashes.
 _HASHED_MAX = 4096
-#: Limits for the total size of texts, in bytes: a fixed amount, plus a multiple of the size of the distinct texts.
+#: Limits on the total size of texts, in bytes: a fixed amount, plus a multiple of the size of the distinct texts.
 _TEXT_BYTES_MAX, _TEXT_TIMES_MAX = 1 << 28, 64
 _CELLS = frozenset({str, bytes, int, float, bool, type(None), date, datetime, time, timedelta, Decimal})
 

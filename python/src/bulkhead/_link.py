@@ -30,8 +30,8 @@ class Refused(Exception):
 def _journal(descriptor: int) -> memoryview:
     """Maps the journal, shared memory that outlives this process, as an array of 64-bit words.
 
-    Each word is written by a single store. The worker writes word 1, the number of the last job that it began, and word
-    2, the time of the last heartbeat. The supervisor writes word 3, the number of the last recalled job.
+    Each word is written with a single store. The worker writes word 1, the number of the last job that it began, and
+    word 2, the time of the last heartbeat. The supervisor writes word 3, the number of the last recalled job.
     """
     if os.fstat(descriptor).st_size < JOURNAL_BYTES:
         raise Refused("the journal has an unexpected size")
@@ -54,7 +54,7 @@ class Link:
         return os.getpid() == self._owner
 
     def check(self) -> None:
-        """Ends the worker if the descriptor of the link now refers to another file."""
+        """Exits if the link's descriptor now refers to another file."""
         try:
             if _identity(self.socket) != self._identity:
                 raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
@@ -62,7 +62,7 @@ class Link:
             end_without_link(error)
 
     def send(self, kind: int, number: int, metadata: bytes = _wire.EMPTY, payload: _wire.Buffer = b"") -> None:
-        """Sends a frame. The frame is delivered even if this process ends afterwards. Forked processes send nothing."""
+        """Sends a frame. It is delivered even if this process exits afterwards. Forked processes send nothing."""
         if not self.is_own():
             return
         try:
@@ -96,17 +96,17 @@ def _identity(socket: _socket.socket) -> tuple[int, int]:
 
 
 def end_without_link(error: OSError) -> NoReturn:
-    """Ends a worker that lost its link. Prints a message unless the supervisor closed the link."""
+    """Exits after the link was lost. Prints a message unless the supervisor closed the link."""
     if error.errno in (errno.EPIPE, errno.ECONNRESET):
         os._exit(1)
     exit_with_message(
         "code in this worker closed or replaced the worker's link to the supervisor, or another descriptor that "
-        f"the code did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+        f"the code did not open ({error}); the worker exits. Close only descriptors that you opened\n"
     )
 
 
 def exit_with_message(message: str) -> NoReturn:
-    """Ends this process immediately. Avoids ``sys.stderr``, which a handler may have closed."""
+    """Prints a message and exits immediately. Avoids ``sys.stderr``, which a handler may have closed."""
     try:
         os.write(2, message.encode())
     except OSError:
@@ -117,8 +117,8 @@ def exit_with_message(message: str) -> NoReturn:
 def _register_memory_barriers() -> bool:
     """Registers this process for the supervisor's memory barriers (membarrier(2)).
 
-    The barriers order the store that begins a job before the load that checks for a recall. Returns false if barriers
-    are not available.
+    The barriers ensure that the store that begins a job is visible before the load that checks for a recall. Returns
+    false if barriers are not available.
     """
     number = _MEMBARRIER.get(os.uname().machine)
     try:
@@ -151,8 +151,8 @@ def handshake(
 ) -> tuple[_wire.WorkerWelcome, memoryview | None, int | None]:
     """Performs the handshake. Returns the welcome, and the words of the journal if there is one.
 
-    The third value is the descriptor of the journal's file if the file has room for the text of stacks. Frames that
-    follow the welcome stay in the reader. Raises ``Refused``.
+    The third value is the descriptor of the journal's file, if the file has room for stack texts. Frames that follow
+    the welcome stay in the reader. Raises ``Refused``.
     """
     capabilities = _wire.WORKER_LIMITS
     if can_prefetch and _register_memory_barriers():

@@ -1,7 +1,8 @@
 """Forwards the output of a private supervisor's workers to the caller's standard output and standard error.
 
 Workers without a sandbox write to two FIFOs. No output is lost, and the output of a job is written before its result is
-sent. Confined workers cannot open FIFOs. Their output comes from the supervisor, which accepts 1,000 lines per second.
+sent. Confined workers cannot open FIFOs. Their output is read from the supervisor, which accepts 1,000 lines per
+second.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Output:
         """
 
     def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
-        """Waits until all output is written or ``seconds_max`` have passed. Called after the workers have ended."""
+        """Waits until all output is written or ``seconds_max`` have passed. Called after the workers have exited."""
         if self._thread.ident is not None:
             self._thread.join(seconds_max)
 
@@ -97,7 +98,7 @@ class Fifos(Output):
                 supervisor.keep(path, partial(self._recreate, supervisor, path, name))
             #: Capacity of a FIFO in bytes.
             self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
-            # This lock is held from reading data until the data is written.
+            # Held from the time when data is read until the data is written.
             self._forwarding = threading.Lock()
             # Number of rounds in which all available data was forwarded.
             self._rounds = 0
@@ -115,13 +116,13 @@ class Fifos(Output):
         self._waiting.register(descriptor, select.POLLIN)
 
     def _recreate(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
-        """Creates a removed FIFO again. Older workers keep writing to the removed FIFO."""
+        """Recreates a FIFO that was removed. Older workers keep writing to the removed FIFO."""
         supervisor.fifo(os.path.basename(path))
         self._read(path, name)
         os.eventfd_write(self._end, 1)
 
     def catch_up(self) -> None:
-        # Only the thread writes, because the application's stream may be blocked until its reader gets a result.
+        # Only this thread writes, because the application's stream may be blocked until its reader gets a result.
         if self._is_forwarded() or self._stuck_at == self._rounds:
             return
         with self._round:

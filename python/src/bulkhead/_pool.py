@@ -1,7 +1,7 @@
 """Backend of ``BulkheadExecutor``: the calls, the private supervisor, and the thread that receives outcomes.
 
-A call waits in this process, not yet pickled, until a place in the *window* is free. Then it is sent to the supervisor.
-One thread, started with the supervisor, receives outcomes, settles futures and refills the window.
+A call waits in this process, not yet pickled, until a place in the *window* is free. The call is then sent to the
+supervisor. One thread, started with the supervisor, receives outcomes, settles futures and refills the window.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ T = TypeVar("T")
 
 #: Name of the private supervisor's only bulkhead.
 NAME = "pool"
-#: Maximum number of calls at the supervisor in addition to one per worker: initially; while calls are quick, because
-#: prefetching needs a backlog; and while calls are slow, so that most cancellations need no message.
+#: Maximum number of calls at the supervisor in addition to one per worker: initially; while calls are quick
+#: (prefetching needs a backlog); and while calls are slow (so that most cancellations need no message).
 WINDOW_AT_FIRST, WINDOW_QUICK, WINDOW_SLOW = 16, 64, 1
-#: Mean run time in µs below which calls are quick, and above which they are slow.
+#: Mean run times in µs below which calls are quick, and above which calls are slow.
 QUICK_US, SLOW_US = 2_000, 20_000
-#: Total size of outstanding payloads, in bytes. At this size, no further call is sent to the supervisor.
+#: Maximum total size of outstanding payloads, in bytes. At this size, no further call is sent to the supervisor.
 WINDOW_BYTES_MAX = 256 << 20
-#: Maximum size of a pickled call: the maximum size of a frame, minus that of the metadata.
+#: Maximum size of a pickled call: the maximum size of a frame, minus the maximum size of the metadata.
 CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
 #: Maximum time that a large call waits for a memory file before it is sent through the socket, in seconds.
 LEASE_SECONDS_MAX = 1.0
 LEASE_PAUSE_SECONDS = 0.0005
-#: Outcomes (ok and failed) after which no worker uses the call any more.
+#: Outcomes (``ok`` and ``failed``) after which no worker uses the call any more.
 _ANSWERED = frozenset((0, 1))
 _LEASE_KINDS = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
-#: Interval between checks for a removed folder while all calls succeed, in seconds.
+#: Interval in seconds between checks for a removed folder, if all calls succeed.
 FOLDER_CHECK_SECONDS = 1.0
-#: Small calls are deferred, so that several are sent in one write. Limits: number of deferred calls; size of a call in
-#: bytes; minimum number of other calls at the supervisor beyond one per worker, so that no worker becomes idle.
+#: Limits for small calls, which are deferred so that several are sent in one write: number of deferred calls; size of a
+#: call in bytes; minimum number of other calls at the supervisor beyond one per worker, so that no worker becomes idle.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 #: Maximum number of calls that wait for a stack at the same time. Further calls fail without a stack.
 STACKS_MAX = 16
 _PACKAGE = r'  File "(?:[^"]*/)?bulkhead/'
-#: Frames of the worker below the function of a call, in the format of ``faulthandler``.
+#: The worker's frames below the call's function, in the format of ``faulthandler``.
 _OWN_FRAME = re.compile(
     _PACKAGE + r'_pool_worker\.py", line \d+ in (?:_run|process_chunk|<listcomp>)$|  <no Python frame>$'
 )
@@ -74,18 +74,18 @@ class WorkerCrashed(Crashed, BrokenProcessPool):
 
 
 class CallTimeout(DeadlineExceeded, concurrent.futures.TimeoutError):
-    """The ``timeout`` or ``deadline`` of the call passed. If the call was running, its process tree was killed.
+    """The call's ``timeout`` or ``deadline`` passed. If the call was running, its process tree was killed.
 
-    A note (``__notes__``) has the Python stack of the call at that time, for at most one call a second.
+    A note (``__notes__``) contains the call's Python stack at that time, for at most one call per second.
     """
 
 
 class PoolDisconnected(Disconnected, BrokenProcessPool):
-    """The private supervisor ended while the call was pending. The next call starts another supervisor."""
+    """The private supervisor exited while the call was pending. The next call starts another supervisor."""
 
 
 class ResultUnreadable(BrokenProcessPool):
-    """The call, its result or its exception could not be unpickled by the receiving process. Only this call is lost."""
+    """The receiving process could not unpickle the call, its result or its exception. Only this call is lost."""
 
 
 class ResultRefused(pickle.UnpicklingError):
@@ -99,7 +99,7 @@ _ADVICE = (
     "return plain data, arrays, images or frames, name the class in results=['data', ...], or trust the worker "
     "with results='any'"
 )
-#: Metadata of a CANCEL that applies only if the call has not begun.
+#: Metadata for a CANCEL that applies only if the call has not begun.
 _CANCEL_UNLESS_BEGUN = _wire.extensions((_wire.UNLESS_BEGUN, b""))
 
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
@@ -123,11 +123,11 @@ class PoolFuture(CancellableFuture[T]):
         return self._state == RUNNING and self._pool.is_among_oldest(self._number)
 
     def result(self, timeout: float | None = None) -> T:
-        """Returns the result of the call, or raises the exception that the call raised.
+        """Returns the call's result, or raises the exception that the call raised.
 
         Raises ``TimeoutError`` if there is no outcome within ``timeout`` seconds.
         """
-        # No lock is needed because a finished future does not change, and the state is set last.
+        # No lock is needed, because a finished future does not change and the state is set last.
         if self._state == FINISHED and self._exception is None:
             return self._result  # type: ignore[return-value]
         try:
@@ -186,13 +186,13 @@ class Call:
     ) -> None:
         self.future = future
         self.metadata = metadata
-        #: True if the call is sent immediately, because the supervisor orders it by deadline, priority and tenant.
+        #: True if the call is sent immediately, because the supervisor orders calls by deadline, priority and tenant.
         self.is_ordered = is_ordered
         #: True if the call occupies a place in the window.
         self.has_place = False
         self.job: tuple[Callable[..., Any], Any, Any] | None = (function, arguments, keywords)
         self.bytes = 0
-        #: True for a large call in the window. There is at most one per worker.
+        #: True for a large call in the window. There is at most one large call per worker.
         self.is_large = False
         self.lease: _files.Lease | None = None
 
@@ -217,7 +217,7 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = pickler
-        #: Classes whose instances are accepted as results in addition to plain data. With `None`, all results are
+        #: Classes whose instances are accepted as results in addition to plain data. `None` means that all results are
         #: accepted.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
@@ -231,12 +231,12 @@ class Pool:
         _pools.add(self)
 
     def _reset(self) -> None:
-        """Sets the state of an unused pool. Also used in forked children."""
-        # Never acquired recursively. An `RLock` is used because it knows its owner.
+        """Initialises the state of an unused pool. Also used in forked children."""
+        # Never acquired recursively. This is an `RLock` because an `RLock` knows its owner.
         self._lock = threading.RLock()
         self._waiting: deque[Call] = deque()
-        #: Calls at the supervisor, by number. `_pickling` has the calls that are about to be sent; `_placed` is the
-        #: number of calls with a place in the window.
+        #: Calls at the supervisor, by number. `_pickling` contains the calls that are about to be sent, and `_placed`
+        #: is the number of calls with a place in the window.
         self._sent: dict[int, Call] = {}
         self._pickling: dict[Call, None] = {}
         self._placed = self._large = 0
@@ -247,14 +247,14 @@ class Pool:
         self._window = self.workers + WINDOW_AT_FIRST
         self._supervisor: PrivateSupervisor | None = None
         self._channel: Channel | None = None
-        #: Sessions of the running supervisor, and of supervisors that are ending.
+        #: Sessions of the running supervisor, and of supervisors that are stopping.
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
-        #: Threads that wait for the stack of a worker before they settle the future.
+        #: Threads that wait for a worker's stack before they settle the future.
         self._stacks: set[threading.Thread] = set()
         self._next_folder_check = 0.0
-        #: True if Ctrl-C interrupted a shutdown. The exit of the interpreter then does not wait for the calls again.
+        #: True if Ctrl-C interrupted a shutdown. The interpreter then exits without waiting for the calls again.
         self.is_given_up = False
         #: True if calls that have not begun are being cancelled.
         self._is_cancelling = False
@@ -289,8 +289,8 @@ class Pool:
                 if not call.is_ordered:
                     self._placed += 1
                     call.has_place = True
-            # The receiving thread, which runs callbacks, must not block here, because the supervisor may in turn wait
-            # until its messages are read.
+            # The receiving thread, which runs callbacks, must not block here, because the supervisor may be waiting for
+            # its messages to be read.
             may_wait = threading.current_thread() is not self._thread
             if not self._send(call, may_wait=may_wait, is_own=True) or self._waiting:
                 self._fill(may_wait=may_wait)
@@ -319,7 +319,7 @@ class Pool:
         """Cleans up after a failed ``submit``.
 
         The error can come from a signal handler, which can raise an exception after any function call. If the call was
-        not sent, its future fails. If it was queued for sending, another thread sends it.
+        not sent, its future fails. If the call was queued for sending, another thread sends it.
         """
         channel = self._channel
         with self._lock:
@@ -349,13 +349,13 @@ class Pool:
                 if not is_lost:
                     self._waiting.appendleft(call)
         if is_lost:
-            call.future._settle(None, PoolDisconnected("the supervisor ended before the call was sent"))
+            call.future._settle(None, PoolDisconnected("the supervisor exited before the call was sent"))
         if channel is not None and call.future._number:
             channel.recover()
         self._continue_elsewhere()
 
     def _continue_elsewhere(self) -> None:
-        """Delegates the remaining work to another thread: sending waiting calls, or ending a pool after shutdown."""
+        """Hands the remaining work over to another thread: sending waiting calls, or stopping a pool after shutdown."""
         if self._channel is None or not (self._waiting or self.is_shut_down):
             return
         fill = partial(self._fill, may_wait=True)
@@ -404,19 +404,19 @@ class Pool:
         try:
             data = b"".join(payload)
         except Exception as error:
-            # A MemoryError must not end the receiving thread, on which all calls depend.
+            # A MemoryError must not terminate the receiving thread, on which all calls depend.
             problem, data = error, b""
         payload = []
         call.bytes = len(data)
         # The call may have been cancelled during pickling. This code does not hold the pool's lock, because a thread
-        # that waits for futures holds their locks. A signal handler in that thread may end the pool, which needs the
-        # pool's lock.
+        # that waits for futures holds their locks, and a signal handler in that thread may stop the pool, which needs
+        # the pool's lock.
         is_begun = problem is None and future._begin()
         with self._lock:
             channel = self._channel
             lease = call.lease
             if problem is None and (channel is None or (lease and channel.leases.used.get(lease.number) is not lease)):
-                problem = PoolDisconnected("the supervisor ended before the call was sent")
+                problem = PoolDisconnected("the supervisor exited before the call was sent")
                 channel = None
             if channel is None or not is_begun:
                 channel = None
@@ -479,7 +479,7 @@ class Pool:
         return call.lease
 
     def _fill(self, *, may_wait: bool) -> None:
-        """Sends waiting calls while there are free places. Ends the connection if the pool is shut down and empty."""
+        """Sends waiting calls while there are free places. Closes the connection if the pool is shut down and empty."""
         call: Call | None = None
         try:
             while True:
@@ -525,7 +525,7 @@ class Pool:
             channel.flush(may_wait=False)
 
     def _cancel_unbegun(self, numbers: Iterable[int]) -> None:
-        """Cancels calls at the supervisor that have not begun. Older supervisors cannot do this and finish them."""
+        """Cancels calls at the supervisor that have not begun. Older supervisors finish these calls instead."""
         channel = self._channel
         if channel is not None and channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
             self._send_cancel(numbers, _CANCEL_UNLESS_BEGUN)
@@ -538,7 +538,7 @@ class Pool:
     # Outcomes.
 
     def handle_frames(self, frames: list[_wire.Frame], output: Output) -> None:
-        """Handles received frames: settles futures and refills the window. Output of the calls is written first."""
+        """Handles received frames: settles futures and refills the window. The calls' output is written first."""
         settled = []
         ending: list[PoolFuture[Any]] = []
         try:
@@ -572,7 +572,7 @@ class Pool:
                     future._settle(None, ResultUnreadable(f"the outcome cannot be read: {error!r}"))
             self._ending.pop(id(ending), None)
         if self.broken is not None:
-            # If one of the outcomes broke the pool, nothing is left to wait for.
+            # If one of the outcomes broke the pool, there is nothing left to wait for.
             self._fill(may_wait=False)
 
     def _restore_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
@@ -616,7 +616,7 @@ class Pool:
         return loads(bytes(pickled) if isinstance(pickled, memoryview) else pickled, buffers, self._allowed)
 
     def _has_stack_awaited(self, future: PoolFuture[Any], error: BaseException) -> bool:
-        """Starts a thread that adds the Python stack of the crash report to the error, and then settles the future.
+        """Starts a thread that adds the Python stack from the crash report to the error, and then settles the future.
 
         Returns false if there is no stack to wait for.
         """
@@ -680,7 +680,7 @@ class Pool:
                 raised = _unreadable("the exception", problem, f" (it was {_last_line(text)})")
             if self._is_confined and type(raised) in (PermissionError, FileNotFoundError):
                 _explain_denial(raised)
-            # Assigned through the base class because a subclass can reject changes of its instances.
+            # Assigned through the base class, because a subclass can reject changes to its instances.
             BaseException.__dict__["__cause__"].__set__(raised, _remote(text))
             return raised
         text = bytes(payload[1:]).decode(errors="replace")
@@ -691,7 +691,7 @@ class Pool:
             return error_read
         if letter == INITIALIZER_FAILED:
             unfit = f"the initializer failed: {_last_line(text)}"
-            # After the first outcome, a later worker may be compromised, so its report fails only its own call.
+            # After the first outcome, a worker may be compromised, so its report fails only its own call.
             if not self._has_answered:
                 self._break(unfit)
             broken = BrokenProcessPool(self.broken or unfit)
@@ -722,7 +722,7 @@ class Pool:
         if raised is not None:
             raise raised
 
-    # Start and end.
+    # Startup and shutdown.
 
     def _start(self) -> None:
         """Starts the supervisor and the receiving thread. The caller holds the lock."""
@@ -733,7 +733,7 @@ class Pool:
             session.output = output = self._launch(session.supervisor)
             session.channel = channel = connect(session.supervisor.socket)
             self._supervisor, self._channel = session.supervisor, channel
-            # Assigned before the start, because callbacks on the thread need to recognise it.
+            # Assigned before the thread starts, because callbacks on the thread need to recognise it.
             self._thread = _Thread(partial(self._serve, session, channel, output))
             self._thread.start()
         except BaseException:
@@ -767,14 +767,14 @@ class Pool:
         try:
             session.stop(at_once=bool(left) or self._was_killed)
         finally:
-            reason = "the pool was terminated" if self._was_killed else "the supervisor ended during the call"
+            reason = "the pool was terminated" if self._was_killed else "the supervisor exited during the call"
             for future in left:
                 future._settle(None, PoolDisconnected(reason, "unknown"))
             del self._ending[id(left)]
             try:
                 self._start_again()
             finally:
-                # This comes last, because the output stream may be blocked until its reader gets one of the outcomes
+                # This is done last, because the output stream may be blocked until its reader gets one of the outcomes
                 # above.
                 session.finish()
                 with self._lock:
@@ -797,7 +797,7 @@ class Pool:
                     failed = self._ending[id(failed)] = [call.future for call in self._waiting]
                     self._waiting.clear()
         for future in failed:
-            future._settle(None, PoolDisconnected(f"the supervisor ended, and another could not be started: {reason}"))
+            future._settle(None, PoolDisconnected(f"the supervisor exited, and another could not be started: {reason}"))
         self._ending.pop(id(failed), None)
         self._fill(may_wait=False)
 
@@ -812,7 +812,7 @@ class Pool:
             channel.end()
 
     def shut_down(self, *, wait: bool, cancel: bool) -> None:
-        """Stops accepting calls, and ends the supervisor after the last outcome."""
+        """Stops accepting calls, and stops the supervisor after the last outcome."""
         self.is_shut_down = True
         if self._is_nested() or self._holds_future_lock():
             self._run_in_thread(partial(self.shut_down, wait=False, cancel=cancel))
@@ -854,7 +854,7 @@ class Pool:
         self._run_in_thread(self._fill_quietly)
 
     def _is_nested(self) -> bool:
-        """Returns true if a signal handler or the garbage collector runs this in a thread that holds the lock."""
+        """Returns true if a signal handler or the garbage collector called this in a thread that holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _holds_future_lock(self) -> bool:
@@ -872,13 +872,13 @@ class Pool:
             _thread.start_new_thread(task, ())
 
     def _fill_quietly(self) -> None:
-        # At interpreter exit, parts of this module may already have been removed. In this case, `_at_exit` ends the
+        # At interpreter exit, parts of this module may already have been removed. In this case, `_at_exit` stops the
         # pool.
         with suppress(Exception):
             self._fill(may_wait=False)
 
     def terminate(self) -> None:
-        """Ends the supervisor and kills all workers. Calls without an outcome fail."""
+        """Stops the supervisor and kills all workers. Calls without an outcome fail."""
         self.is_shut_down = True
         self._was_killed = True
         if self._is_nested() or self._holds_future_lock():
@@ -894,7 +894,7 @@ class Pool:
         """Returns the running supervisor. Raises ``RuntimeError`` if no supervisor is running."""
         supervisor = self._supervisor
         if supervisor is None:
-            raise RuntimeError("the pool has no supervisor, which starts with the first call and ends with the pool")
+            raise RuntimeError("the pool has no supervisor: it starts with the first call and stops with the pool")
         return supervisor
 
 
@@ -907,7 +907,7 @@ class _Session:
         self.output: Output | None = None
 
     def stop(self, *, at_once: bool) -> None:
-        """Ends the supervisor and its workers. Waits for the remaining output unless the output stream is blocked."""
+        """Stops the supervisor and its workers. Waits for the remaining output unless the output stream is blocked."""
         if self.channel is not None:
             self.channel.end()
             self.channel.close()
@@ -922,7 +922,7 @@ class _Session:
         self.supervisor.forget()
 
     def forget(self) -> None:
-        """Closes the descriptors of this process without ending the supervisor. Used in forked children."""
+        """Closes this process's descriptors without stopping the supervisor. Used in forked children."""
         if self.channel is not None:
             self.channel.close()
         if self.output is not None:
@@ -944,7 +944,7 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         try:
-            # Thread.run drops the task afterwards, and with it references to memory files.
+            # Thread.run then drops the task, along with its references to memory files.
             super().run()
         finally:
             with self._done:
@@ -983,7 +983,7 @@ def _remote(text: str) -> BaseException:
 
 
 def _without_own_frames(stacks: str) -> str:
-    """Returns the stacks of a worker, as ``faulthandler`` wrote them, without the frames of this package."""
+    """Returns a worker's stacks, as written by ``faulthandler``, without the frames of this package."""
     threads = []
     for thread in stacks.strip().split("\n\n"):
         lines = thread.split("\n")
@@ -1006,7 +1006,7 @@ def _add_stack(error: CallTimeout, stack: str) -> None:
 
 
 def _explain_denial(error: Any) -> None:
-    """Explains in a confined worker's file error that the sandbox denied access, if this process can read the path."""
+    """Adds to a confined worker's file error that the sandbox denied access, if this process can read the path."""
     try:
         is_readable = error.filename is not None and os.access(error.filename, os.R_OK)
     except (TypeError, ValueError):

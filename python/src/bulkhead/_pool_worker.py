@@ -1,7 +1,7 @@
 """The worker of ``BulkheadExecutor``. Prepares the process like ``multiprocessing`` with "spawn", then serves calls.
 
 A job is a pickled tuple ``(function, arguments, keywords)``. A result is the pickled value, which begins with the byte
-0x80, or one of the letters below followed by the described content.
+0x80, or one of the letters below, followed by the content described there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ UNREADABLE = b"U"
 #: The initializer raised an exception: traceback as text. The worker never runs a job.
 INITIALIZER_FAILED = b"I"
 
-#: Environment variable with the preparation data of confined workers. Other workers read the data from a file.
+#: Environment variable that contains the preparation data of confined workers. Other workers read a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
-#: Environment variable of a template that imports no modules, so that each of its workers imports them.
+#: Environment variable of a template that imports no modules. Each of its workers then imports the modules.
 _BARE = "PYTHON_BULKHEAD_BARE"
 #: Picklers whose output ``pickle`` can read.
 READ_BY_PICKLE = ("pickle", "cloudpickle")
@@ -42,7 +42,7 @@ def process_chunk(fn: Callable[..., Any], chunk: Iterable[tuple[Any, ...]]) -> l
 
 
 class Pickler:
-    """Serialises values with ``pickle``, or with ``dumps`` and ``loads`` of another module."""
+    """Serialises values with ``pickle``, or with ``dumps`` and ``loads`` from another module."""
 
     def __init__(self, module: str, *, is_data_only: bool = False) -> None:
         self.module = module
@@ -52,7 +52,7 @@ class Pickler:
         self.loads: Callable[..., Any] = pickle.loads if self.is_read_by_pickle else codec.loads
 
     def dump(self, value: Any) -> _files.Pieces:
-        """Serialises a value. Large buffers are kept outside of the pickle if ``pickle`` reads it."""
+        """Serialises a value. Large buffers are kept outside the pickle if ``pickle`` reads it."""
         if not self.is_read_by_pickle:
             return [self.dumps(value)]
         buffers: list[memoryview] = []
@@ -100,9 +100,9 @@ class _Spawning:
 
 
 def dumps_with_primitives(value: Any) -> bytes:
-    """Pickles a value that may contain locks, queues and shared memory of ``multiprocessing``.
+    """Pickles a value that may contain ``multiprocessing`` locks, queues and shared memory.
 
-    The receiving workers must have access to files of this process.
+    The receiving workers must have access to this process's files.
     """
     from multiprocessing import context, reduction
 
@@ -115,7 +115,7 @@ def dumps_with_primitives(value: Any) -> bytes:
 
 
 def with_hint(error: BaseException) -> BaseException:
-    """Returns a pickling error with a hint at the remedy, or the original error if there is no hint."""
+    """Returns a pickling error that suggests a remedy, or the original error if there is no suggestion."""
     text = str(error)
     if "through inheritance" in text:
         hint = "use multiprocessing.Manager(), or pass the object in `initargs` if the workers have no sandbox"
@@ -178,12 +178,12 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
         try:
             return _raised(error, pickler)
         finally:
-            # Breaks the cycle of traceback and frames. A subclass can reject changes of its instances.
+            # Breaks the cycle of traceback and frames. A subclass can reject changes to its instances.
             BaseException.with_traceback(error, None)
 
 
 def _prepare(preparation: dict[str, Any]) -> None:
-    """Copies the state of the caller's interpreter: environment, paths, working directory, authkey and main module."""
+    """Copies state from the caller's interpreter: environment, paths, working directory, authkey and main module."""
     own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
     os.environ.update(preparation["environment"])
     os.environ.update(own)
@@ -191,7 +191,7 @@ def _prepare(preparation: dict[str, Any]) -> None:
     from multiprocessing import process, spawn
 
     current = process.current_process()
-    # Code that starts processes during its import gets the same error as with "spawn": a script needs its guard.
+    # Code that starts processes while it is imported gets the same error as with "spawn": a script needs its guard.
     current._inheriting = True  # type: ignore[attr-defined]
     try:
         spawn.prepare(preparation["multiprocessing"])
@@ -200,7 +200,7 @@ def _prepare(preparation: dict[str, Any]) -> None:
 
 
 class _Worker:
-    """Passed to ``serve``: ``init`` prepares the process, and the instance is the handler."""
+    """Passed to ``serve``. ``init`` prepares the process, and the instance is the handler."""
 
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
@@ -219,7 +219,7 @@ class _Worker:
             if names:
                 import warnings
 
-                # The standard forkserver forks in spite of such a thread. This pool starts the template again, without
+                # The standard forkserver forks despite such a thread. This pool restarts the template without the
                 # imports.
                 warnings.warn(
                     f"the main module or a module of `preload` leaves the thread {', '.join(names[:8])} running, so "
@@ -233,7 +233,7 @@ class _Worker:
         """Prepares a worker that was forked from a template."""
         self._join_output()
         os.umask(self._preparation["umask"])
-        # The variable is removed so that programs and pools started by calls do not inherit it.
+        # Removes the variable, so that programs and pools started by calls do not inherit it.
         if os.environ.pop(_BARE, None) is not None:
             self._import()
         self._initialize()
@@ -281,19 +281,19 @@ class _Worker:
         try:
             return self._calls(payload, context)
         finally:
-            # The frame of the call is gone, so that only objects that the function kept are still alive.
+            # The call's frame is gone, so only objects that the function kept are still alive.
             if isinstance(payload, _files.Loan):
                 payload.release()
 
 
 #: True in a worker of an executor.
 is_worker = False
-#: Folder of the pool that this process is a worker of, if workers can access the folder.
+#: Folder of the pool to which this worker belongs, if workers can access the folder.
 outer_folder: str | None = None
 
 
 def main(path: str) -> None:
-    """Serves the calls of an executor; does not return.
+    """Serves an executor's calls. Does not return.
 
     ``path`` is the file with the preparation data. If ``path`` is empty, an environment variable contains the data.
     """

@@ -1,7 +1,7 @@
 """A private supervisor: its folder, program, process and shutdown.
 
-The supervisor ends with this process in all cases. The supervisor holds a pidfd of this process (``--while-open``),
-stops when the pidfd reports the exit, and removes the folder (``--own-folder``). This module knows nothing about jobs.
+The supervisor always exits with this process. It holds a pidfd of this process (``--while-open``), stops when the pidfd
+reports the exit, and removes the folder (``--own-folder``). This module knows nothing about jobs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 
 from .errors import SupervisorNotFound
 
-#: Variables of a service manager that are meant only for this process. Supervisor and workers do not get them.
+#: Service manager variables that are meant only for this process. They are not passed to the supervisor or workers.
 SERVICE_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 #: Maximum length of a Unix socket's path in bytes, without the terminating NUL.
 SOCKET_PATH_BYTES_MAX = 107
 #: Longest name of a socket or lock in the folder.
 LONGEST_NAME = "admin.sock.lock"
-#: Maximum time from the supervisor's start until it listens, in seconds.
+#: Maximum time from the start of the supervisor until it is listening, in seconds.
 START_SECONDS_MAX = 30.0
-#: Maximum time that workers without jobs have to exit by themselves, in seconds.
+#: Maximum time for idle workers to exit on their own, in seconds.
 STOP_SECONDS_MAX = 10.0
 
 #: Maximum time that a call waits for its crash report, in seconds.
 REPORT_SECONDS_MAX = 0.5
-#: Maximum total size of the variables that workers get before their interpreters start. Workers get the remaining
-#: variables with their preparation data, because arguments and environment together are limited to 96 KiB.
+#: Maximum total size of the variables that workers get before their interpreters start. The remaining variables are
+#: part of the preparation data, because arguments and environment together are limited to 96 KiB.
 PASSED_BYTES_MAX = 24 * 1024
 #: Surrogate characters, which stand for undecodable bytes and cannot occur in the configuration.
 _UNDECODED = re.compile("[\ud800-\udfff]")
@@ -51,7 +51,7 @@ class SupervisorFailed(RuntimeError):
 def find_supervisor() -> str:
     """Returns the path of ``bulkhead-supervisor``, from ``$BULKHEAD_SUPERVISOR``, the wheel or ``PATH``.
 
-    Raises ``SupervisorNotFound`` with instructions for the installation.
+    Raises ``SupervisorNotFound`` with installation instructions.
     """
     named = os.environ.get("BULKHEAD_SUPERVISOR")
     if named:
@@ -76,8 +76,8 @@ def find_supervisor() -> str:
 def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the part of an environment that a worker gets before its interpreter starts.
 
-    This is the whole environment unless it is very large. The search paths of the loader and of Python have priority,
-    followed by the shortest variables.
+    This is the whole environment unless the environment is very large. The search paths for the loader and for Python
+    have priority, followed by the shortest variables.
     """
     passed: dict[str, str] = {}
     room = PASSED_BYTES_MAX
@@ -147,10 +147,10 @@ def _make_folder(outer: str | None) -> str:
 
 
 class PrivateSupervisor:
-    """A supervisor that this process starts and that ends with this process.
+    """A supervisor that this process starts and that exits with this process.
 
-    The constructor creates the folder, so that files can be added before the start. A forked child does not use or end
-    the supervisor.
+    The constructor creates the folder, so that files can be added before the start. A forked child neither uses nor
+    stops the supervisor.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PrivateSupervisor:
     ) -> None:
         """Creates the supervisor's folder.
 
-        ``outer`` is the folder of the pool that this process is a worker of, if any. The new folder is created inside
+        If this process is a worker of a pool, ``outer`` is that pool's folder. The new folder is created inside
         ``outer``, so that the pool removes it if this process is killed.
         """
         self.name = name
@@ -176,7 +176,7 @@ class PrivateSupervisor:
             # systemd-tmpfiles removes old files from /tmp, but skips a folder with this lock.
             self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            # The log is in memory because the supervisor removes the folder when it ends.
+            # The log is in memory, because the supervisor removes the folder when it exits.
             self._log = open(os.memfd_create("bulkhead-log", os.MFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         except BaseException:
             self._unlock()
@@ -189,16 +189,16 @@ class PrivateSupervisor:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """Closes the log and the lock of the folder, for example in a forked child."""
+        """Closes the log and the folder's lock, for example in a forked child."""
         self._log.close()
         self._unlock()
 
     def keep(self, path: str, make: Callable[[], object]) -> None:
-        """Registers a function that creates a file again if the folder was emptied."""
+        """Registers a function that recreates a file if the folder was emptied."""
         self._kept[path] = make
 
     def restore_folder(self) -> None:
-        """Restores registered files if the folder was emptied, and removes folders of pools in dead workers."""
+        """Restores registered files if the folder was emptied, and removes the folders of dead workers' pools."""
         with suppress(OSError):
             for name in os.listdir(self.folder):
                 pid = name.removeprefix("bulkhead-").partition("-")[0]
@@ -211,7 +211,7 @@ class PrivateSupervisor:
                     make()
 
     def write(self, name: str, content: bytes) -> str:
-        """Writes a file in the folder that only this user can read. Returns the path."""
+        """Writes a file that only this user can read to the folder. Returns the path."""
         path = os.path.join(self.folder, name)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
@@ -225,13 +225,13 @@ class PrivateSupervisor:
         return path
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
-        """Adds environment variables for the workers. Variables from the configuration have precedence."""
+        """Adds environment variables for the workers. Variables from the configuration take precedence."""
         self._bulkhead["env"] = {**variables, **self._bulkhead.get("env", {})}
 
     def start(self, command: list[str]) -> None:
         """Starts the supervisor with workers that run ``command``.
 
-        Returns when the supervisor listens; workers may not be ready yet. Raises ``SupervisorNotFound``, or
+        Returns when the supervisor is listening. Workers may not be ready yet. Raises ``SupervisorNotFound``, or
         ``SupervisorFailed`` with the supervisor's message.
         """
         try:
@@ -253,7 +253,7 @@ class PrivateSupervisor:
                     stderr=log,
                     pass_fds=[caller],
                     env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
-                    # Ctrl-C must only reach this process, which then ends the supervisor in order.
+                    # Ctrl-C must reach only this process, which then stops the supervisor in an orderly way.
                     start_new_session=True,
                 )
             finally:
@@ -272,7 +272,9 @@ class PrivateSupervisor:
             if self._process.poll() is not None:
                 raise SupervisorFailed(f"bulkhead-supervisor did not start: {self.log()}")
             if time.monotonic() > give_up_at:
-                raise SupervisorFailed(f"bulkhead-supervisor did not listen in {START_SECONDS_MAX:.0f} s: {self.log()}")
+                raise SupervisorFailed(
+                    f"bulkhead-supervisor was not listening after {START_SECONDS_MAX:.0f} s: {self.log()}"
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
@@ -283,7 +285,7 @@ class PrivateSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the supervisor, or None before the start."""
+        """PID of the supervisor, or None before the start."""
         return None if self._process is None else self._process.pid
 
     def is_alive(self) -> bool:
@@ -291,9 +293,9 @@ class PrivateSupervisor:
         return self._process is not None and self._process.poll() is None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ends the supervisor and its workers, and removes the folder. Can be called repeatedly.
+        """Stops the supervisor and its workers, and removes the folder. Can be called repeatedly.
 
-        With ``at_once``, jobs in flight get no time to finish.
+        If ``at_once`` is true, jobs in flight get no time to finish.
         """
         if os.getpid() != self._owner:
             return
@@ -306,7 +308,7 @@ class PrivateSupervisor:
                 process.kill()
             else:
                 process.send_signal(signal.SIGTERM)
-            # A second SIGTERM ends everything immediately. Two signals sent together would be merged into one.
+            # A second SIGTERM stops everything immediately. Two signals sent together would be merged into one.
             if not _has_ended(process, 0.01 if at_once else STOP_SECONDS_MAX):
                 at_once = True
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -335,16 +337,16 @@ class PrivateSupervisor:
         return ""
 
     def get(self, path: str) -> Any:
-        """Returns the parsed JSON response of the admin socket."""
+        """Returns the parsed JSON response from the admin socket."""
         from ._admin import get
 
         return get(self.admin, path)
 
 
 def _has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for a process to end. Avoids the polling of ``Popen.wait``, which pauses up to 50 ms at a time.
+    """Waits for a process to exit. Does not poll as ``Popen.wait`` does, with pauses of up to 50 ms.
 
-    Returns true if the process has ended.
+    Returns true if the process has exited.
     """
     try:
         watched = os.pidfd_open(process.pid)

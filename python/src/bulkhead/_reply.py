@@ -16,7 +16,7 @@ class Reply:
 
     __slots__ = ("_metadata", "_outcome", "payload")
 
-    #: Payload of the result. A ``bytearray`` if it is large.
+    #: Payload of the result. Large payloads are ``bytearray`` objects.
     payload: bytes | bytearray
 
     def __init__(self, payload: bytes | bytearray, metadata: bytes) -> None:

@@ -1,9 +1,9 @@
-"""Landlock rules that isolate workers of a template from each other in a sandbox.
+"""Landlock rules that isolate a template's workers from each other in a sandbox.
 
-Each forked worker restricts itself further, because Landlock can only remove rights. The rules grant what the template
-has, except that of the template's temporary folder only one subfolder is granted. They also set scopes: a worker cannot
-send signals to other workers, connect to their abstract sockets, or trace them. The keeper passes the template's rules
-in a file as standard input (``shared/src/program_rules.rs``).
+Each forked worker restricts itself further, because Landlock can only remove rights. The rules repeat the template's
+grants, but grant only one subfolder of the template's temporary folder. The rules also set scopes: a worker cannot send
+signals to other workers, connect to their abstract sockets, or trace them. The keeper passes the template's rules in a
+file on standard input (``shared/src/program_rules.rs``).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Temporary:
 
 
 def _restore_owner_rights(folder: int) -> None:
-    """Restores the owner's rights. A worker can remove them, because it has the same user as the template."""
+    """Restores the owner's permissions. A worker can remove them, because it runs as the same user as the template."""
     if os.fstat(folder).st_mode & 0o700 != 0o700:
         try:
             os.chmod(f"/proc/self/fd/{folder}", 0o700)
@@ -103,14 +103,14 @@ def _opened(name: bytes, parent: int) -> int:
 
 
 def _entries(folder: int) -> Iterator[tuple[bytes, bool]]:
-    """Yields up to ``ENTRIES_AT_ONCE`` names of a folder's entries, and true for each entry that is a folder."""
+    """Yields the names of up to ``ENTRIES_AT_ONCE`` entries of a folder, each with true if the entry is a folder."""
     with os.scandir(folder) as entries:
         first = islice(entries, ENTRIES_AT_ONCE)
         yield from [(os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in first]
 
 
 class _TooMany(Exception):
-    """The folder has more entries than are removed per step."""
+    """The folder has more entries than can be removed in one step."""
 
 
 def _folders(folder: int, budget: Iterator[int]) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def _move_to_top(inner: bytes, folder: int, top: int) -> None:
         try:
             os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
         except PermissionError:
-            # Moving a folder requires the right to write to it, because the folder contains the entry "..".
+            # Moving a folder requires write permission on the folder, because it contains the entry "..".
             os.close(_opened(inner, folder))
             os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
     except FileNotFoundError:
@@ -167,7 +167,7 @@ def _move_to_top(inner: bytes, folder: int, top: int) -> None:
 
 
 class Rules:
-    """The rights of the template, prepared for its workers."""
+    """The template's rights, prepared for its workers."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def read(call: Callable[..., int]) -> Rules | None:
-    """Reads the rules that the keeper passed on standard input. Returns None without a sandbox.
+    """Reads the rules that the keeper passed on standard input. Returns None if there is no sandbox.
 
     ``call`` makes a system call, or raises OSError.
     """

@@ -18,7 +18,7 @@ class SealFailed(Exception):
 def install(instructions: bytes) -> None:
     """Applies a seccomp filter to all current and future threads of this process.
 
-    Also makes the process non-dumpable, so that other processes of the user cannot read its memory. Raises
+    Also makes the process non-dumpable, so that the user's other processes cannot read its memory. Raises
     ``SealFailed``.
     """
     try:
@@ -29,7 +29,7 @@ def install(instructions: bytes) -> None:
     machine = os.uname().machine
     number = _SYS_SECCOMP.get(machine)
     if number is None:
-        raise SealFailed(f"the number of the system call seccomp(2) on {machine} is unknown")
+        raise SealFailed(f"the system call number of seccomp(2) on {machine} is unknown")
     count, rest = divmod(len(instructions), _INSTRUCTION_BYTES)
     if not 0 < count <= 0xFFFF or rest:
         raise SealFailed("the supervisor sent an invalid filter")

@@ -1,10 +1,10 @@
 """The job loop of a worker: distributes jobs over threads.
 
-The main thread runs handlers; further threads help if several jobs may run concurrently. Idle handler threads wait for
-the link in one epoll instance, and a *watcher* thread in another. Both use ``EPOLLEXCLUSIVE``, and the handlers'
-instance is registered first. The kernel therefore wakes the watcher only while all handlers are busy, which is when
-cancellations must be noticed. Between jobs shorter than ``QUICK_SECONDS`` these wake-ups would cost more than the jobs.
-The watcher then ignores the link, and checks every ``TICK_SECONDS`` for a stuck job.
+The main thread runs handlers. Further threads help if the limit allows several concurrent jobs. Idle handler threads
+wait for the link in one epoll instance, and a *watcher* thread in another. Both use ``EPOLLEXCLUSIVE``, and the
+handlers' instance is registered first. The kernel therefore wakes the watcher only while all handlers are busy, which
+is when the watcher must notice cancellations. For jobs shorter than ``QUICK_SECONDS``, these wake-ups would cost more
+than the jobs. The watcher then ignores the link, and checks every ``TICK_SECONDS`` for a stuck job.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 # does.
 _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, select.epoll
 
-#: Maximum number of handler threads of a worker.
+#: Maximum number of handler threads per worker.
 THREADS_MAX = 4096
-#: Handlers with a shorter mean run time are quick.
+#: Mean run time in seconds below which handlers are quick.
 QUICK_SECONDS = 0.0005
 #: Minimum interval between two progress reports of a job, in seconds.
 PROGRESS_SECONDS = 0.1
@@ -45,7 +45,7 @@ PROGRESS_SECONDS = 0.1
 TICK_SECONDS = 0.01
 #: Minimum interval between reads of the link while jobs are pending, in seconds.
 READ_INTERVAL_SECONDS = 0.001
-#: Assumed run time of a stuck job, and maximum run time of a job that counts towards the mean, in seconds.
+#: Assumed run time of a stuck job, and maximum run time with which a job counts towards the mean, in seconds.
 ASSUMED_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
@@ -57,7 +57,7 @@ class Server:
     def __init__(
         self, socket: _socket.socket, version: str, *, is_for_one_job: bool = False, takes_files: bool = False
     ) -> None:
-        #: True if the worker runs a single job and ignores messages during the job. No watcher thread is needed then.
+        #: True if the worker runs a single job and ignores messages during the job. There is then no watcher thread.
         self._is_for_one_job = is_for_one_job
         self._link = _link.Link(socket)
         #: Received descriptors that no frame has claimed yet, and lent memory files by lease.
@@ -101,7 +101,7 @@ class Server:
         link = self._link.socket.fileno()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # The order of registration matters: see the module's docstring.
+        # The order of registration matters; see the module's docstring.
         self._handlers = _epoll()
         self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._handlers.register(self._wake, select.EPOLLIN | select.EPOLLEXCLUSIVE)
@@ -113,7 +113,7 @@ class Server:
         self._watcher.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._watcher.register(self._signals, select.EPOLLIN)
 
-    # Start.
+    # Startup.
 
     def report_status(self, text: str) -> None:
         """Reports a status text to operators."""
@@ -125,7 +125,7 @@ class Server:
         self._link.send(_wire.EXTEND_START, 0, more + _wire.EMPTY)
 
     def fail_start(self, text: str) -> NoReturn:
-        """Ends this worker before it is ready. Operators and clients see the text as the reason."""
+        """Exits before the worker is ready. Operators and clients see the text as the reason."""
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
@@ -148,7 +148,7 @@ class Server:
             self._end_if_child(error)
             print_traceback(error)
             self.fail_start(f"initialisation failed: {describe(error)}")
-        # Threads and the event loop are created before the seal, which forbids the sockets of an event loop.
+        # Threads and the event loop are created before the seal, which forbids the sockets that an event loop needs.
         if any(map(_is_async, handlers)):
             self._event_loop()
         self._watch_signals()
@@ -183,7 +183,7 @@ class Server:
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
 
     def _leave_child(self) -> None:
-        """Detaches a child process that a handler has forked. Also runs in descendants of the child."""
+        """Detaches a child process that a handler has forked. Also runs in the child's descendants."""
         if self._link.socket.fileno() < 0:
             return
         signal.set_wakeup_fd(-1)
@@ -198,10 +198,10 @@ class Server:
             os.close(descriptor)
 
     def _end_if_child(self, error: BaseException | None) -> None:
-        """Ends a process that a handler has forked and that returned from the handler.
+        """Exits from a process that a handler has forked and that returned from the handler.
 
         Such a process must not send a reply in place of the worker. If ``SystemExit`` was raised, the process exits
-        with its status.
+        with the exception's status.
         """
         if self._link.is_own():
             return
@@ -212,7 +212,7 @@ class Server:
         os._exit(1)
 
     def _event_loop(self) -> Any:
-        """Returns the event loop of all async handlers, and starts it if necessary."""
+        """Returns the event loop for all async handlers, and starts it if necessary."""
         with self._progress_lock:
             if self._loop is None:
                 import asyncio
@@ -262,7 +262,7 @@ class Server:
                     self._read_link()
 
     def _wait_alone(self) -> list[tuple[int, int]]:
-        """Waits for data on the link, and performs the duties of the missing watcher."""
+        """Waits for data on the link, and does the work of the missing watcher."""
         interval = self.welcome.heartbeat_ms / 1e3 or None
         while not (events := self._handlers.poll(interval)):
             self._link.heartbeat()
@@ -327,12 +327,12 @@ class Server:
             del self._live[job.number]
 
     def _end(self, job: Context) -> None:
-        """Updates the state after the reply to a job was sent. The caller holds the lock."""
+        """Updates the state after the reply to a job has been sent. The caller holds the lock."""
         self._remove_live(job)
         self._running -= 1
 
     def _finish(self) -> None:
-        """Ends all handler threads, because no work is left. The caller holds the lock."""
+        """Stops all handler threads, because no work is left. The caller holds the lock."""
         self._is_over = True
         os.eventfd_write(self._wake, 1)
 
@@ -382,7 +382,7 @@ class Server:
             try:
                 result = _as_bytes(result)
             except BaseException as error:
-                # An exception raised by a user-defined class is a failure of the job, not of the worker.
+                # An exception raised by a user-defined class is a failure of the job, not the worker.
                 self._send_failure(job, error)
                 return
         assert isinstance(result, (bytes, memoryview, _files.Written))
@@ -433,7 +433,7 @@ class Server:
             self._link.send(_wire.PROGRESSED, job.number, _wire.progressed(*said))
 
     def _finish_progress(self, job: Context) -> None:
-        """Sends the last progress report of a job, and prevents later ones."""
+        """Sends a job's last progress report, and prevents later reports."""
         with self._progress_lock:
             self._send_progress(job)
             job._progress = False
@@ -455,7 +455,7 @@ class Server:
             try:
                 return await awaitable, None
             except (SystemExit, KeyboardInterrupt) as error:
-                # Otherwise the exception would end the loop, and with it all other tasks.
+                # Otherwise the exception would stop the loop, and with it all other tasks.
                 return None, error
 
         task = job._task = self._loop.create_task(run())
@@ -505,10 +505,10 @@ class Server:
                     while frames:
                         self._handle_frame(*frames.popleft())
             except EOFError:
-                # The supervisor is gone, so this process has no further use.
+                # The supervisor is gone, so this process is no longer needed.
                 os._exit(1)
             except (LookupError, _wire.Malformed, _wire.Unreadable) as error:
-                _link.exit_with_message(f"the supervisor sent an invalid frame ({error!r}); the worker ends here\n")
+                _link.exit_with_message(f"the supervisor sent an invalid frame ({error!r}); the worker exits\n")
             except OSError as error:
                 _link.end_without_link(error)
 
@@ -597,7 +597,7 @@ class Server:
                 self._wake_or_start_thread()
 
     def _send_delayed_progress(self) -> None:
-        """Sends progress reports that were stored because an earlier report was sent recently."""
+        """Sends progress reports that were held back because an earlier report had been sent recently."""
         with self._lock:
             telling = [job for job in self._live.values() if job._progress]
         for job in telling:

@@ -1,4 +1,4 @@
-"""Python stacks as text, which a worker writes when the supervisor sends ``SIGNAL`` at the deadline of a job.
+"""Python stacks as text, which a worker writes when the supervisor sends ``SIGNAL`` at a job's deadline.
 
 ``faulthandler`` writes the stacks of all threads in a C signal handler, and therefore also while a C function holds the
 GIL. The text goes into the journal's memory file, to the file offset that the supervisor sets before each signal.
@@ -22,14 +22,14 @@ def is_available() -> bool:
 
 def register(descriptor: int) -> None:
     """Makes this process write its stacks to a descriptor, which must stay open."""
-    # If code of the worker calls `faulthandler.unregister`, the signal is ignored instead of ending the process.
+    # If the worker's code calls `faulthandler.unregister`, the signal is ignored instead of killing the process.
     signal.signal(SIGNAL, signal.SIG_IGN)
     faulthandler.register(SIGNAL, descriptor, all_threads=True, chain=False)
 
 
 def leave_child(descriptor: int) -> None:
-    """Prevents a forked child from writing to the file of its parent."""
-    # Unregistering would also remove a handler that code of the worker has installed in the meantime.
+    """Prevents a forked child from writing to its parent's file."""
+    # Unregistering would also remove a handler that the worker's code has installed in the meantime.
     if signal.getsignal(SIGNAL) == signal.SIG_IGN:
         faulthandler.unregister(SIGNAL)
     os.close(descriptor)

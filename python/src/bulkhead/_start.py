@@ -1,4 +1,4 @@
-"""The life of a worker process: handshake, preparation, job loop and exit. Forked workers start in a template."""
+"""The life cycle of a worker process: handshake, preparation, job loop and exit. Forked workers start in a template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Exit code of a program that was not started by a supervisor.
 USAGE = 2
 
-#: Receiver of calls such as ``status`` during the start: this worker or this template.
+#: Receiver of calls such as ``status`` during startup: this worker or this template.
 receivers: list[_serve.Server | _template.TemplateStart] = []
 
 
@@ -33,7 +33,7 @@ def run(
     """Performs the handshake, prepares the worker, serves jobs and exits.
 
     In a template, only ``prepare`` runs before the fork. A worker for one job does not notice cancellations and needs
-    no watcher thread. With ``takes_files``, the handler gets payloads in memory files as a ``Loan``.
+    no watcher thread. If ``takes_files`` is true, the handler gets payloads in memory files as a ``Loan``.
     """
     is_forked = _template.is_wanted()
     if is_forked:
@@ -83,7 +83,7 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
 
 
 def _leave() -> NoReturn:
-    """Ends a forked worker. Does not finalise the interpreter, because this would write to all shared pages."""
+    """Exits from a forked worker. Does not finalise the interpreter, which would write to all shared pages."""
     import atexit
 
     atexit._run_exitfuncs()

@@ -2,8 +2,8 @@
 
 The protocol between template and keeper is defined in ``shared/src/template_protocol.rs``: messages on a SOCK_SEQPACKET
 socket. Workers are forked as siblings, so that the keeper is their parent. ``os.fork`` cannot do this, so the system
-call is made directly, between CPython's hooks for forks. In a sandbox, each worker isolates itself from the others
-(``_rules.py``). The worker's seal then removes the right to fork in this way.
+call is made directly, between CPython's fork hooks. In a sandbox, each worker isolates itself from the others
+(``_rules.py``). The worker's seal then removes the ability to fork in this way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TEXT_BYTES_MAX = 512
 _DESCRIPTORS = 3
 _CLONE_PARENT, _SIGCHLD, _SIGKILL = 0x8000, 17, 9
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-#: Variables with the path of the temporary folder, unless ``env`` sets them.
+#: Variables that contain the path of the temporary folder, unless ``env`` sets them.
 _FOLDER_VARIABLES = (b"TMPDIR", b"HOME")
 #: System call numbers of clone(2).
 _CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}
@@ -52,10 +52,10 @@ def is_wanted() -> bool:
 
 
 def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
-    """Prepares the template, and forks a worker for each order of the keeper.
+    """Prepares the template, and forks a worker for each order from the keeper.
 
-    Returns only in workers, with the result of ``prepare``. The descriptor of the template's socket is then the link of
-    the worker.
+    Returns only in workers, with the result of ``prepare``. The descriptor of the template's socket is then the
+    worker's link.
     """
     try:
         system = _System()
@@ -96,7 +96,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     except _CannotFork as error:
         end(socket, str(error))
     except OSError:
-        # The keeper is gone, so this process must end.
+        # The keeper is gone, so this process must exit.
         os._exit(1)
 
 
@@ -112,7 +112,7 @@ def _sandbox(system: _System) -> Rules | None:
     os.dup2(nothing, 0)
     os.close(nothing)
     if rules is not None:
-        # Prevents other processes of this user from reading the memory or duplicating the descriptors of this process.
+        # Prevents this user's other processes from reading this process's memory or duplicating its descriptors.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.exposes_temporary_files():
             print("workers can access each other's temporary directories: check `read` and `write`", file=sys.stderr)
@@ -120,7 +120,7 @@ def _sandbox(system: _System) -> Rules | None:
 
 
 class TemplateStart:
-    """Status messages that ``init`` can send from a template."""
+    """Sends the messages that ``init`` can send from a template."""
 
     def __init__(self, socket: _socket.socket) -> None:
         self._socket = socket
@@ -135,7 +135,7 @@ class TemplateStart:
 
 
 def end(socket: _socket.socket, text: str) -> NoReturn:
-    """Ends this template. Operators and clients see the text as the reason."""
+    """Exits from this template. Operators and clients see the text as the reason."""
     try:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])
     except OSError:
@@ -145,7 +145,7 @@ def end(socket: _socket.socket, text: str) -> NoReturn:
 
 
 class _System:
-    """System calls that Python does not offer."""
+    """System calls for which Python has no function."""
 
     def __init__(self) -> None:
         import platform
@@ -167,7 +167,7 @@ class _System:
         self._arguments += [ctypes.c_long(0)] * 4
 
     def fork(self) -> int:
-        """Forks a sibling of this process. Returns the pid, 0 in the new process, or a negative errno."""
+        """Forks a sibling of this process. Returns the PID, 0 in the new process, or a negative errno."""
         self._interpreter.PyOS_BeforeFork()
         pid = int(self._library.syscall(*self._arguments))
         if pid == 0:
@@ -218,8 +218,8 @@ def restart(variable: str) -> NoReturn:
 
 
 def threads() -> list[str]:
-    """Returns the names of all threads except the main one."""
-    # The link count of the folder is the number of threads plus 2 (for the folder itself and its parent).
+    """Returns the names of all threads except the main thread."""
+    # The folder's link count is the number of threads plus 2 (for the folder itself and its parent).
     if os.stat("/proc/self/task").st_nlink == 3:
         return []
     names = []
@@ -243,7 +243,7 @@ def _check_threads() -> None:
 
 
 def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes, list[int]]:
-    """Waits for an order to fork, and meanwhile removes folders of dead workers.
+    """Waits for a fork order, and meanwhile removes the folders of dead workers.
 
     Returns the worker's number, the secret part of its folder's name, and its descriptors: link, stdout, stderr.
     """
@@ -289,7 +289,7 @@ class _ForkedWorker:
         self._parent, self._template = os.getppid(), os.getpid()
 
     def become_worker(self, worker: int, secret: bytes, descriptors: list[int]) -> None:
-        """Performs all steps in the forked process. If a step fails, reports the step and ends the process."""
+        """Performs all steps in the forked process. If a step fails, reports the step and exits."""
         step = "session"
         try:
             os.setsid()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     #: Contiguous bytes-like objects that can be sent.
     Buffer = bytes | bytearray | memoryview
 
-#: Errors after which a connection is unusable. Any other ``OSError`` comes from a signal handler, not from the socket.
+#: Errors after which a connection is unusable. Any other ``OSError`` comes from a signal handler, not the socket.
 LOST_CONNECTION_ERRORS = frozenset(
     (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN, errno.ENOBUFS, errno.ENOMEM)
 )
@@ -43,11 +43,11 @@ KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 38), *range(48, 52),
 
 # Extensions.
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x8006
-#: Extension of CANCEL: cancel the job only if it has not begun.
+#: Extension of CANCEL that cancels the job only if it has not begun.
 UNLESS_BEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 
-# Capabilities: of a client, of a worker, of the supervisor to a client, of the supervisor to a worker.
+# Capabilities: of a client, of a worker, of the supervisor towards a client, of the supervisor towards a worker.
 TAKES_GOAWAY = 1
 WORKER_LIMITS, WORKER_JOURNAL_HEARTBEATS, WORKER_FILES, WORKER_PREFETCH, WORKER_STACK_TEXT = 2, 8, 16, 32, 128
 CLIENT_RUN_LIMIT = 1
@@ -60,7 +60,7 @@ METADATA_BYTES_MAX = 0xFFFF
 OPERATION_BYTES_MAX = TENANT_BYTES_MAX = 256
 CODE_BYTES_MAX = 128
 MESSAGE_BYTES_MAX = 8 * 1024
-#: Maximum size of a payload that is joined with its frame. Larger payloads are sent and received without a copy.
+#: Maximum size of a payload that is joined with its frame. Larger payloads are sent and received without copying.
 INLINE_BYTES_MAX = 64 * 1024
 READ_BYTES = 64 * 1024
 
@@ -98,7 +98,7 @@ LIMIT = struct.Struct("<I")
 EMPTY = bytes(8)
 
 
-#: Raised for missing fields. Invalid values raise `Malformed`.
+#: Exceptions raised for missing fields. Invalid values raise `Malformed`.
 Unreadable = struct.error
 
 
@@ -126,7 +126,7 @@ def frame(kind: int, number: int, metadata: bytes = EMPTY, payload: Buffer = b""
 
 
 def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
-    """Encodes a frame without its payload, which the caller sends next. Raises ``ValueError`` if it is too long."""
+    """Encodes a frame without its payload, which the caller sends next. Raises ``ValueError`` for a long payload."""
     size = len(metadata)
     if size + payload_bytes > FRAME_BYTES_MAX:
         raise ValueError(f"the payload has {payload_bytes} bytes; the maximum is {FRAME_BYTES_MAX - size}")
@@ -134,7 +134,7 @@ def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
 
 
 def read_text(data: bytes, at: int) -> tuple[str, int]:
-    """Decodes a text field. Returns the text and the position after it."""
+    """Decodes a text field. Returns the text and the position after the field."""
     start = at + 8
     (size,) = _LENGTH.unpack_from(data, at)
     end = start + size
@@ -359,7 +359,7 @@ class WorkerWelcome:
 
 
 def refused(metadata: bytes) -> tuple[str, str]:
-    """Decodes a REFUSED: the reason, and a sentence for people."""
+    """Decodes a REFUSED: the reason, and a human-readable sentence."""
     code = metadata[0]
     reason = REJECTED[code - 1] if 0 < code <= len(REJECTED) else f"unknown reason {code}"
     return reason, read_text(metadata, 1)[0]
@@ -368,8 +368,8 @@ def refused(metadata: bytes) -> tuple[str, str]:
 class Reader:
     """Splits received data into frames. Large payloads are received directly into their final buffers.
 
-    An exception at any point, such as one from a signal handler, loses no data. Each step is a single call that has
-    either happened or not, and can be repeated. After such an exception, a frame can occur twice in ``frames``.
+    An exception at any point, such as one from a signal handler, loses no data. Each step is a single call that either
+    takes effect or does not, and can be repeated. After such an exception, a frame can occur twice in ``frames``.
     """
 
     __slots__ = ("_flags", "_receive", "_receive_into", "_state", "frames")
@@ -380,9 +380,10 @@ class Reader:
         self._receive = receive
         self._receive_into = receive_into
         self._flags = flags
-        # Received chunks without a complete frame; and a large payload, with the sizes of its parts received so far.
+        # Received chunks that do not yet form a complete frame, and a large payload with the sizes of its received
+        # parts.
         self._state: tuple[list[bytes], tuple[Frame, memoryview, list[int]] | None] = [], None
-        #: Complete frames. The user of the reader removes them.
+        #: Complete frames. The reader's user removes them.
         self.frames: deque[Frame] = deque()
 
     def read(self) -> bool:

@@ -1,4 +1,4 @@
-"""Job outcomes: ``Outcome``, and an exception for each outcome except ``ok``."""
+"""Job outcomes: ``Outcome``, and one exception for each outcome other than ``ok``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcome:
     ``message``      human-readable description, possibly empty
     ``executed``     whether the handler began: ``no``, ``yes`` or ``unknown``
     ``retryable``    true if a retry is safe and may have another outcome
-    ``retry_after``  time to wait before a retry, if the supervisor gave one
+    ``retry_after``  time to wait before a retry, if the supervisor specified one
     ``fault``        ``caller`` or ``dependency`` if the job failed, else empty
     ``attempts``     number of times that the job was dispatched to a worker
     ``queued``       time that the job waited for a permit
@@ -183,7 +183,7 @@ class JobError(Exception):
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds to wait before a retry, or ``None`` if the supervisor gave no time."""
+        """Seconds to wait before a retry, or ``None`` if the supervisor specified no time."""
         return self.outcome.retry_after
 
     @property
@@ -201,7 +201,7 @@ class Rejected(JobError):
 
 
 class Crashed(JobError):
-    """The worker died while it had the job. It is unknown whether the job ran."""
+    """The worker died after the job had been dispatched to it. It is unknown whether the job ran."""
 
 
 class Cancelled(JobError):
@@ -209,9 +209,9 @@ class Cancelled(JobError):
 
 
 class DeadlineExceeded(JobError, TimeoutError):
-    """The deadline or run limit of the job passed.
+    """The job's deadline or run limit passed.
 
-    If the job was running (see ``executed``), its worker process is killed unless the job stops by itself.
+    If the job was running (see ``executed``), its worker process is killed unless the job stops on its own.
     """
 
 

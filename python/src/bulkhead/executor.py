@@ -1,8 +1,8 @@
 """``BulkheadExecutor``: a ``ProcessPoolExecutor`` that survives misbehaving calls.
 
 If a call segfaults, exits, hangs, exhausts its memory or cannot be pickled, only that call fails. A timeout or
-``cancel()`` kills the running call and all processes that it started. When this process ends for any reason, the
-workers end too.
+``cancel()`` kills the running call and all processes that it started. When this process exits for any reason, the
+workers are stopped too.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ _PROFILES = ("none", "default", "strict")
 _SIZE = re.compile(r"\s*(\d+\s*B?|\d+(\.\d{1,9})?\s*[KMGT]i?B)\s*", re.ASCII | re.IGNORECASE)
 #: Environment variables that the sandbox sets.
 _SANDBOX_VARIABLES = ("TMPDIR", "HOME")
-#: Environment variables of a template. Without this one, `import pyarrow` (also via pandas) starts a jemalloc thread.
+#: Environment variables for a template. Without this variable, `import pyarrow` (also by pandas) starts a jemalloc
+#: thread.
 _TEMPLATE_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 #: Maximum size of the preparation data of confined workers, in bytes. The data is passed in an environment variable.
 _PREPARATION_BYTES_MAX = 64 * 1024
 
 
 class _Calls(Executor):
-    """Base of the objects that accept calls: the executor, and the executors returned by ``with_options``."""
+    """Base class of objects that accept calls: the executor, and the executors returned by ``with_options``."""
 
     _pool: Pool
     _metadata: bytes
@@ -106,7 +107,7 @@ class _Calls(Executor):
 
         ``timeout`` is the number of seconds, counted from now, after which a missing result raises ``TimeoutError``.
         ``chunksize`` is the number of calls that are sent as one job. ``buffersize`` is the maximum number of submitted
-        jobs whose results have not been consumed; by default all jobs are submitted immediately. All remaining calls,
+        jobs whose results have not been consumed; by default, all jobs are submitted immediately. All remaining calls,
         including running calls, are cancelled if a call raises an exception or if the iterator is closed.
         """
         if chunksize < 1:
@@ -137,7 +138,7 @@ class BulkheadExecutor(_Calls):
     Additional parameters:
 
     ``timeout``
-        Maximum run time of a call, in seconds. When it has passed, the worker and the processes that it started are
+        Maximum run time of a call, in seconds. After this time, the worker and the processes that it started are
         killed.
     ``memory``
         Maximum size of a worker's data, in bytes or as a size such as ``"512MiB"``. An allocation beyond the
@@ -157,7 +158,7 @@ class BulkheadExecutor(_Calls):
     ``env``
         Environment variables of the workers, in addition to the variables of this process.
     ``config``
-        Keys of ``[bulkhead.NAME]`` (docs/configuration.md), which override the other parameters. The entry
+        Keys of ``[bulkhead.NAME]`` (docs/configuration.md). These keys override the other parameters. The entry
         ``"supervisor"`` contains keys of ``[supervisor]``.
 
     In a forked child, the executor behaves as if it were new and starts another supervisor. When the interpreter exits,
@@ -197,7 +198,7 @@ class BulkheadExecutor(_Calls):
         if mp_context is None:
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
-            raise ValueError("mp_context must be 'spawn' or 'forkserver': this process is not forked")
+            raise ValueError("mp_context must be 'spawn' or 'forkserver': workers are never forked from this process")
         _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
@@ -237,7 +238,7 @@ class BulkheadExecutor(_Calls):
         bulkhead = merged(_keys(max_workers, max_tasks_per_child, memory, profile, is_confined, is_forked), given)
         supervisor = {**_SUPERVISOR_KEYS, **supervisor}
         self._pool = Pool(max_workers, bulkhead, supervisor, launch.pickler, allowed, launch.start)
-        # An executor that is garbage-collected ends as after shutdown(wait=False).
+        # A garbage-collected executor ends as it does after shutdown(wait=False).
         weakref.finalize(self, self._pool.abandoned).atexit = False
 
     def with_options(
@@ -249,16 +250,16 @@ class BulkheadExecutor(_Calls):
         tenant: str = "",
         idempotent: bool = False,
     ) -> _Calls:
-        """Returns an executor that runs calls in the same workers with other options.
+        """Returns an executor that runs calls in the same workers with different options.
 
         ``timeout`` is the maximum run time of a call in seconds; it overrides the timeout of this executor.
-        ``deadline`` is the maximum number of seconds between the submission and the outcome, including the wait.
-        ``priority`` is ``"best-effort"``, ``"normal"`` or ``"critical"``. ``tenant`` names the customer or user whose
-        call it is; tenants share the workers fairly. An ``idempotent`` call is run again, up to three times, if its
-        worker dies.
+        ``deadline`` is the maximum number of seconds between submission and outcome, including waiting time.
+        ``priority`` is ``"best-effort"``, ``"normal"`` or ``"critical"``. ``tenant`` names the customer or user that
+        the call belongs to; tenants share the workers fairly. An ``idempotent`` call is run again, up to three times,
+        if its worker dies.
 
-        Calls with a deadline, priority or tenant are sent to the supervisor immediately. The supervisor holds at most
-        4 GiB of these calls. All other calls wait in this process until the supervisor can take them.
+        Calls with a deadline, priority or tenant are sent to the supervisor immediately. The supervisor holds at most 4
+        GiB of these calls. All other calls wait in this process until the supervisor can accept them.
         """
         if timeout is None:
             timeout = self._timeout
@@ -268,13 +269,13 @@ class BulkheadExecutor(_Calls):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stops accepting calls. Submitted calls are finished.
 
-        With ``cancel_futures``, calls are cancelled unless they have begun or are ``running()``. With ``wait``, returns
-        after all processes have ended.
+        If ``cancel_futures`` is true, cancels calls unless they have begun or are ``running()``. If ``wait`` is true,
+        returns after all processes have exited.
         """
         self._pool.shut_down(wait=wait, cancel=cancel_futures)
 
     def terminate_workers(self) -> None:
-        """Ends the supervisor and kills all workers. Pending futures raise ``BrokenProcessPool``."""
+        """Stops the supervisor and kills all workers. Pending futures raise ``BrokenProcessPool``."""
         self._pool.terminate()
 
     def kill_workers(self) -> None:
@@ -292,7 +293,7 @@ class BulkheadExecutor(_Calls):
     def crashes(self) -> list[dict[str, Any]]:
         """Returns the crash reports of dead workers and of calls that timed out, oldest first.
 
-        A report has the cause, the last output, and the stack if there is one.
+        A report contains the cause, the last output, and the stack if available.
 
         Raises ``RuntimeError`` if no supervisor is running.
         """
@@ -314,9 +315,9 @@ class _Configured(_Calls):
         """Does nothing. Only the original executor can be shut down."""
 
 
-#: Large results must be possible. Crash reports contain no payloads because payloads can be equally large.
+#: Large results must be possible. Crash reports contain no payloads, because payloads can be just as large.
 _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloads": False, "drain_timeout": "5s"}
-#: The size allows two files of 128 MiB for each of 16 workers.
+#: Large enough for two files of 128 MiB for each of 16 workers.
 _SUPERVISOR_KEYS["max_pooled"] = "4GiB"
 
 
@@ -328,7 +329,7 @@ def _keys(
     is_confined: bool,
     is_forked: bool,
 ) -> dict[str, Any]:
-    """Returns the keys of the bulkhead for the parameters of the executor."""
+    """Returns the bulkhead's configuration keys for the executor's parameters."""
     start: dict[str, Any] = {"handshake": "1m", "ready": "1h"}
     keys: dict[str, Any] = {
         "processes": workers,
@@ -366,7 +367,7 @@ def _submission(timeout: float | None, deadline: float | None = None, **options:
 
 
 class _Launch(NamedTuple):
-    """Starts the supervisors of an executor, and stores the workers' initial state.
+    """Starts an executor's supervisors, and stores the workers' initial state.
 
     Holds no reference to the executor, so that the executor can be dropped during a start.
     """
@@ -395,7 +396,7 @@ class _Launch(NamedTuple):
             del main["init_main_from_path"]
         preparation = {
             "multiprocessing": main,
-            # Omits the variables that the workers already have at their start.
+            # Omits the variables that the workers already have when they start.
             "environment": {name: value for name, value in self.variables().items() if name not in passed},
             "umask": _umask(),
             "initializer": self._pickled_initializer(),
@@ -451,10 +452,10 @@ class _Launch(NamedTuple):
 
 
 def _refuse_in_frozen_worker() -> None:
-    """Ends a worker of a frozen program that has not called ``freeze_support()``.
+    """Exits from a worker of a frozen program that has not called ``freeze_support()``.
 
-    Such a worker would start further copies of itself endlessly. The supervisor reports the reason to the caller of the
-    first worker.
+    Such a worker would start copies of itself endlessly. The supervisor reports the reason to the caller of the first
+    worker.
     """
     if getattr(sys, "frozen", False) and not _pool_worker.is_worker:
         from . import __version__, _link, _serve, _template
@@ -473,14 +474,14 @@ def _refuse_in_frozen_worker() -> None:
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
     """Passes preparation data in an environment variable. Returns the (empty) argument for the worker.
 
-    Confined workers cannot open private files of the user.
+    Confined workers cannot open the user's private files.
     """
     import base64
     import zlib
 
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
-        raise ValueError("environment and initializer are too large for confined workers: pass data to calls")
+        raise ValueError("environment and initializer are too large for confined workers: pass data to calls instead")
     supervisor.add_variables({_pool_worker.PREPARATION_VARIABLE: text})
     return ""
 
@@ -553,7 +554,7 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
 
 
 def _in_order(futures: deque[Future[Any]], submitted: Iterator[Future[Any]], give_up: float | None) -> Iterator[Any]:
-    """Yields the results in the order of the calls, and drops its reference to each yielded result."""
+    """Yields the results in the order of the calls, and drops each result's reference after yielding it."""
     try:
         while futures:
             futures.extend(itertools.islice(submitted, 1))

@@ -4,8 +4,8 @@
 ...     submitted = await fleet.submit("thumbnail", picture, id="picture-17", idempotent=True)
 ...     reply = await submitted.result()
 
-Outcomes and errors are those of :class:`bulkhead.AsyncClient`. A job of a lost host ends as ``Crashed`` with the reason
-``host_lost``, unless it is idempotent.
+Outcomes and errors are the same as for :class:`bulkhead.AsyncClient`. If the host of a job is lost, the job ends as
+``Crashed`` with the reason ``host_lost``, unless it is idempotent.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .errors import ERROR_OF_OUTCOME, Disconnected, JobError, Outcome, Rejected
 
 __all__ = ["AsyncFleet", "Submitted"]
 
-#: Deadline of a job that asks for none, in seconds.
+#: Default deadline of a job, in seconds.
 DEADLINE_DEFAULT = 3600.0
-#: Time for which a submission without an acknowledgement is repeated, in seconds.
+#: Time for which an unacknowledged submission is repeated, in seconds.
 SUBMIT_TIMEOUT = 15.0
 #: Time limit of the first connection, in seconds.
 CONNECT_TIMEOUT = 5.0
 #: Time limit of one request, in seconds.
 REQUEST_TIMEOUT = 5.0
-#: Longest pause between two reads of the ledger, in seconds.
+#: Maximum pause between two reads of the ledger, in seconds.
 READ_PAUSE_MAX = 15.0
-#: Bytes of a message that are reserved for headers.
+#: Number of bytes of each message that are reserved for headers.
 HEADER_BYTES_RESERVED = 32 * 1024
-#: Code for a full stream or subject.
+#: Server error code for a full stream or subject.
 STORE_FAILED = 10077
-#: Codes of servers that cannot store: no memory or disk space, no majority.
+#: Error codes of servers that cannot store messages: no memory or disk space, no majority.
 UNAVAILABLE = (10023, 10008)
 
 
@@ -78,7 +78,7 @@ class AsyncFleet:
         ca: str | Path | None = None,
         host_lost_after: float = 20.0,
     ) -> AsyncFleet:
-        """Connects to the servers. ``nkey`` and ``credentials`` are files with secrets, ``ca`` has the authorities."""
+        """Connects to the servers. ``nkey`` and ``credentials`` are secret files; ``ca`` holds CA certificates."""
         options: dict[str, Any] = {"servers": servers if isinstance(servers, str) else list(servers)}
         if tenant:
             options["inbox_prefix"] = f"_INBOX_{escape(tenant)}".encode()
@@ -89,7 +89,7 @@ class AsyncFleet:
         if ca is not None:
             options["tls"] = ssl.create_default_context(cafile=str(ca))
         try:
-            # Reconnects without end later, and would also try the first connection without end.
+            # The client reconnects indefinitely later, and would also retry the first connection indefinitely.
             connecting = nats.connect(**options, max_reconnect_attempts=-1, ping_interval=5, error_cb=_ignore)
             connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT)
         except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
@@ -114,7 +114,7 @@ class AsyncFleet:
     ) -> Submitted:
         """Submits a job. Once this returns, the job is stored and survives the loss of any host.
 
-        Jobs of a tenant with the same ``id`` run once. All times are in seconds.
+        If a tenant submits several jobs with the same ``id``, only one of them runs. All times are in seconds.
         """
         tenant = self._tenant if tenant is None else tenant
         id = secrets.token_hex(16) if id is None else id
@@ -161,7 +161,7 @@ class AsyncFleet:
         if may_be_stored:
             raise Disconnected(
                 f"the servers do not respond: {cause}; whether the job was accepted is unknown; submit the job again "
-                f"with the same id ({headers['Bulkhead-Id']}), and it runs once",
+                f"with the same id ({headers['Bulkhead-Id']}), and it runs only once",
                 "unknown",
             )
         raise _rejected(bulkhead, "not_found", "the fleet has no such bulkhead")
@@ -170,7 +170,7 @@ class AsyncFleet:
         return bool(self._nats._server_info.get("cluster"))
 
     async def result(self, id: str, *, tenant: str | None = None, wait: float = 0.0) -> Reply:
-        """Returns the result of a job that was submitted earlier, maybe by another process."""
+        """Returns the result of a job that was submitted earlier, possibly by another process."""
         tenant = self._tenant if tenant is None else tenant
         notices = await self._nats.subscribe(f"bh.told.{escape(tenant)}.{escape(id)}")
         return await Submitted(self, id, tenant, notices, time.monotonic() + wait).result()
@@ -201,7 +201,7 @@ class Submitted:
     """A submitted job. Dropping it does not cancel the job."""
 
     def __init__(self, fleet: AsyncFleet, id: str, tenant: str, notices: Any, until: float) -> None:
-        #: Id of the job.
+        #: Job ID.
         self.id = id
         self._fleet = fleet
         self._tenant = tenant
@@ -209,7 +209,7 @@ class Submitted:
         self._until = until
 
     async def result(self) -> Reply:
-        """Waits for the outcome, until ``host_lost_after`` after the deadline. Raises the errors of local jobs."""
+        """Waits for the outcome, until ``host_lost_after`` after the deadline. Raises the errors of a local job."""
         pause = 1.0
         try:
             while True:
@@ -224,7 +224,7 @@ class Submitted:
                     raise Disconnected(f"the job {self.id} has no outcome yet; whether it ran is unknown", "unknown")
                 try:
                     await self._notices.next_msg(timeout=min(pause, left))
-                    # The replica that answers may not have the record yet.
+                    # The replica that responds may not have the record yet.
                     pause = 0.05
                 except (nats.errors.Error, asyncio.TimeoutError):
                     pause = min(max(2 * pause, 0.1), READ_PAUSE_MAX)
@@ -234,7 +234,7 @@ class Submitted:
 
 
 async def _ignore(_error: Exception) -> None:
-    """Ignores errors of the connection, which reconnects by itself."""
+    """Ignores connection errors, because the connection is restored automatically."""
 
 
 def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[str, str]) -> None:

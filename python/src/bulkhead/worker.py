@@ -9,8 +9,8 @@
     serve(thumbnail)
 
 A handler receives the payload (``bytes``, or ``bytearray`` if it is large) and a ``Context``, and returns ``bytes``,
-``str`` or None. If it raises an exception, the client gets the outcome ``failed``. ``HandlerError`` sets the code.
-A handler that crashes or hangs ends only its own process, and its client gets the outcome.
+``str`` or None. If it raises an exception, the client gets the outcome ``failed``. ``HandlerError`` sets the code. A
+handler that crashes or hangs loses only its own process, and its client gets the outcome.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def handler(operation: str | Callable[..., Any] | None = None) -> Any:
     """Registers a function for ``python3 -m bulkhead serve MODULE``.
 
     ``@handler("decode")`` registers the function for one operation. ``@handler`` registers it for all operations that
-    have no separate handler.
+    have no handler of their own.
     """
     if callable(operation):
         _handlers[None] = operation
@@ -56,7 +56,7 @@ def initializer(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def status(text: str) -> None:
-    """Reports to operators what the worker is doing. Call it from ``init``."""
+    """Reports to operators what the worker is doing. Call this from ``init``."""
     from ._start import receivers
 
     for receiver in receivers:
@@ -64,9 +64,9 @@ def status(text: str) -> None:
 
 
 def extend_start(seconds: float) -> None:
-    """Requests ``seconds`` more for the start, counted from now; at most ``start.ready`` per call.
+    """Requests ``seconds`` more for startup, counted from now; at most ``start.ready`` per call.
 
-    Call it from ``init``.
+    Call this from ``init``.
     """
     from ._start import receivers
 
@@ -81,7 +81,7 @@ def serve(
     init: Callable[[], Any] | None = None,
     after_fork: Callable[[], object] | None = None,
 ) -> NoReturn:
-    """Serves jobs until the supervisor ends the worker. Must be called in the main thread; does not return.
+    """Serves jobs until the supervisor stops the worker. Must be called in the main thread. Does not return.
 
     ``operations`` maps operations to handlers, and ``handler`` serves all other operations. ``init`` runs once before
     the first job, in the main thread, and its return value becomes ``ctx.state``. If ``init`` raises an exception, the
@@ -94,7 +94,7 @@ def serve(
     the template unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS allow more than one.
 
     The exit status is 0 after DRAIN or SIGTERM, 1 if the worker cannot start, and 2 if no supervisor started the
-    program. If the supervisor is gone, the process ends immediately.
+    program. If the supervisor is gone, the process exits immediately.
     """
     from ._start import run
 

@@ -23,9 +23,11 @@ fn bench_reports_all_figures_as_json_and_svg() {
         serde_json::from_slice(&output.stdout).expect("the output must be one JSON object");
     let figures = told["figures"].as_array().expect("figures");
     let is_told = |name: &str| figures.iter().any(|figure| figure["name"] == name);
-    for name in
-        ["policy: 1 bulkhead, 63 jobs running", "64 B, 1 in flight: p50", "worker killed to next answer"]
-    {
+    for name in [
+        "policy: 1 bulkhead, 63 jobs running",
+        "64 B, 1 in flight: p50",
+        "time from worker kill to next reply",
+    ] {
         assert!(is_told(name), "{name}: {told}");
     }
     let compared = figures.iter().filter(|figure| figure["ratio"].is_f64());

@@ -1,6 +1,6 @@
 //! `exec`: runs an unmodified program for each job. The program reads the payload from standard input and
 //! writes the result to standard output. Standard error goes to the log. Instead of the standard streams,
-//! files in a folder of the job can contain the payload and the result.
+//! files in the job's folder can contain the payload and the result.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -37,9 +37,9 @@ pub(super) struct Plan {
     program: String,
     arguments: Vec<String>,
     rlimits: Vec<(Resource, Rlimit)>,
-    /// Time to wait for the end of the output after the program has exited.
+    /// Maximum time to wait for a program's output to end after the program has exited.
     output_grace: Duration,
-    /// Exit statuses that mean success, a fault of the caller, or a failure that is worth a retry.
+    /// Exit statuses that mean success, a caller fault, or a retryable failure.
     ok: Vec<i32>,
     caller: Vec<i32>,
     retryable: Vec<i32>,
@@ -91,7 +91,7 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     Some((resource, Rlimit { current, maximum }))
 }
 
-/// Serves jobs until the supervisor ends the host.
+/// Serves jobs until the supervisor stops the host.
 pub(super) fn run(plan: Plan) -> ExitCode {
     if let Err(error) = rustix::process::set_child_subreaper(Some(rustix::process::getpid())) {
         eprintln!("failed to become a child subreaper: {error}");
@@ -200,8 +200,8 @@ impl Host {
         File::from(file).write_all(job.payload())
     }
 
-    /// Reads the program's output file. Must be called only when no process of the program is left. Does not
-    /// follow symbolic links, and does not block on a FIFO.
+    /// Reads the program's output file. Must be called only after all processes of the program are gone. Does
+    /// not follow symbolic links, and does not block on a FIFO.
     fn file_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
             HandlerError::new(
@@ -246,14 +246,14 @@ impl Host {
         self.orphans.start(|| launch.start(&setup), Program::id)
     }
 
-    /// Waits for the end of the program and kills its remaining descendants. Afterwards no process of the
-    /// program is left.
+    /// Waits for the program to exit and kills its remaining descendants. When this returns, no process of
+    /// the program is left.
     fn finish(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
         let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
         let must_kill = !matches!(exchanged, Ok(Run { end: Ending::Exited | Ending::Incomplete(_), .. }));
         if must_kill {
-            // Kills only the process of the program. `reap` kills the descendants.
+            // Kills only the program's own process. `reap` kills the descendants.
             program.kill();
         }
         self.orphans.unprotect(pid);
@@ -271,8 +271,8 @@ impl Host {
         }
     }
 
-    /// Writes the payload and reads the output. Returns when the program and the output have ended, or when
-    /// the job must end.
+    /// Writes the payload and reads the output. Returns when the program has exited and its output has ended,
+    /// or when the job must end.
     fn exchange(
         &self,
         program: &mut Program,
@@ -420,7 +420,7 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
 
 enum Ending {
     Exited,
-    /// The program exited, and these processes held its output open for longer than `output_grace`.
+    /// The program exited, but these processes kept its output open for longer than `output_grace`.
     Incomplete(Vec<String>),
     Cancelled,
     TooLarge,
@@ -436,8 +436,8 @@ struct Run {
 }
 
 impl Run {
-    /// Reads the bytes that remain in the pipes after the program has ended. Must be called only when no
-    /// process of the program is left. Does not wait for other processes that still have the pipes open.
+    /// Reads the bytes that remain in the pipes after the program has exited. Must be called only after all
+    /// processes of the program are gone. Does not wait for other processes that still hold the pipes open.
     fn read_rest(&mut self, most: u64) {
         if !matches!(self.end, Ending::Exited | Ending::Incomplete(_)) {
             return;

@@ -1,8 +1,8 @@
-//! Temporary folders, one for each program. No program can see files of an earlier program.
+//! Temporary folders, one for each program. No program can see the files of an earlier program.
 //!
-//! A folder is removed when no process of its program is left. The removal follows no symbolic links and is
-//! not recursive, so the folder can have any depth. Large folders are removed on a separate thread. Until
-//! then, the Landlock rules deny other programs access to the folder.
+//! A folder is removed when no process of its program is left. Removal does not follow symbolic links and
+//! does not recurse, so a folder of any depth can be removed. Large folders are removed on a separate thread.
+//! Until a folder is removed, the Landlock rules deny other programs access to it.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CString;
@@ -39,7 +39,7 @@ impl Folder {
         self.place.as_fd()
     }
 
-    /// Restores the owner's rights on the folder, which the program may have removed.
+    /// Restores the owner's permissions on the folder, which the program may have removed.
     pub(super) fn restore_owner_rights(&self) {
         // Ignores errors, because the caller's next operation on the folder fails as well and reports the cause.
         let _ = bulkhead_linux::folder::restrict_to_owner(&self.place);
@@ -69,7 +69,7 @@ impl Folders {
         Ok(Some(Folder { name: CString::new(name)?, place, path }))
     }
 
-    /// Removes the folder of a program. Must be called only when no process of the program is left.
+    /// Removes the folder of a program. Must be called only after all processes of the program are gone.
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);

@@ -22,7 +22,7 @@ use crate::rules::{FOLDER_VARIABLES, Ruleset};
 const JOB_VARIABLES: [&str; 4] =
     ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
-/// The environment that all programs share, and the names of the variables set for each program.
+/// The environment common to all programs, and the names of the variables set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
     /// Variables from [`FOLDER_VARIABLES`] that are set to the folder of the program.
@@ -30,7 +30,7 @@ pub(super) struct Environment {
 }
 
 impl Environment {
-    /// Builds the environment from that of the host. `temporary` is the host's temporary folder.
+    /// Builds the environment from the host's environment. `temporary` is the host's temporary folder.
     pub(super) fn new(temporary: Option<&Path>) -> Self {
         let is_own = |name: &OsStr, value: &OsStr| {
             FOLDER_VARIABLES.iter().any(|own| name == *own)
@@ -77,9 +77,9 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
 pub(super) struct ChildSetup<'s> {
     pub(super) rlimits: &'s [(Resource, Rlimit)],
     pub(super) ruleset: Option<&'s Ruleset>,
-    /// Folder that the program must not be able to list. Used to verify that the rules are in force.
+    /// Folder that the program must not be able to list. Used to verify that the rules are enforced.
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
-    /// Working directory of the program; `None` for that of the host.
+    /// Working directory of the program; `None` means the host's working directory.
     pub(super) directory: Option<BorrowedFd<'s>>,
     /// True if standard output goes to the log, like standard error.
     pub(super) logs_output: bool,
@@ -156,7 +156,8 @@ impl Launch {
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Executes the program. `execvp` is not used, because it would pass files of an unknown format to a shell.
+    /// Executes the program. `execvp` is not used, because it would pass files with an unknown format to a
+    /// shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
@@ -195,21 +196,21 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Returns the process id.
+    /// Returns the PID.
     pub(super) fn id(&self) -> u32 {
         self.child.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Returns true if the program was killed by a signal. The program must have ended.
+    /// Returns true if the program was killed by a signal. The program must have terminated.
     pub(super) fn has_crashed(&self) -> io::Result<bool> {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         let status = retry_on_intr(|| waitid(WaitId::Pid(self.child.pid), look))?;
         Ok(status.is_some_and(|status| !status.exited()))
     }
 
-    /// Kills the process of the program, but not its descendants.
+    /// Kills the program's process, but not its descendants.
     pub(super) fn kill(&self) {
-        // Fails if the process has already ended.
+        // Fails if the process has already exited.
         let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
     }
 

@@ -66,7 +66,7 @@ struct Call<'c> {
 /// A loaded library, which is never unloaded.
 pub(super) struct Loaded {
     handle: Handle,
-    /// Never closed, because threads may still be running code of the library.
+    /// Never closed, because threads may still be running the library's code.
     _library: std::mem::ManuallyDrop<Library>,
 }
 
@@ -147,7 +147,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
         host_data: (&raw const call).cast_mut().cast(),
     };
     // SAFETY: everything the structures point to outlives the call. The process boundary contains any other
-    // fault of the library.
+    // fault in the library.
     #[expect(unsafe_code, reason = "calls the C library")]
     let code = unsafe { (ctx.state().handle)(&c_job, &HOST) };
     if call.is_too_large.take() {

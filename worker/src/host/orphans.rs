@@ -1,14 +1,14 @@
 //! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining
 //! descendants become children of the host. The kernel makes such orphans children of the host's first
 //! thread, while a program is a child of the thread that started it. The first thread therefore starts no
-//! processes and waits only for its own children (`__WNOTHREAD`). If the first thread has no children, ended
-//! programs have left no processes behind. The kernel lists the children of a thread in `/proc`, so the first
-//! thread is woken only if there are orphans.
+//! processes and waits only for its own children (`__WNOTHREAD`). If the first thread has no children, no
+//! exited program has left a process behind. The kernel lists the children of a thread in `/proc`, so the
+//! first thread is woken only if there are orphans.
 //!
-//! During the `output_grace` of a program, the orphans of this program must survive the cleanup after other
-//! programs. Each program leads a separate session, which descendants can leave only by starting another
-//! session. The session of an orphan therefore identifies the program. Descendants in other sessions are
-//! recorded when a program exits and during each cleanup.
+//! During a program's `output_grace`, its orphans must survive the cleanup after other programs. Each program
+//! is the leader of a separate session, which descendants can leave only by starting another session. The
+//! session of an orphan therefore identifies the program. Descendants in other sessions are recorded when a
+//! program exits and during each cleanup.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -48,23 +48,23 @@ pub(super) struct Orphans {
     /// Locked for reading by threads that start a program, and for writing by the thread that kills
     /// unregistered processes.
     starting: RwLock<()>,
-    /// `/proc` file that lists the children of the first thread, dead ones included; `None` if the kernel
-    /// does not provide this file.
+    /// `/proc` file that lists the children of the first thread, including dead children; `None` if the
+    /// kernel does not provide this file.
     children: Option<File>,
     requests: SyncSender<SyncSender<()>>,
 }
 
 #[derive(Default)]
 struct Programs {
-    /// Programs whose job has not ended, by process id, which is also the session id. The value is true if
-    /// the orphans of the program are recorded.
+    /// Programs whose job has not ended, by PID, which is also the session ID. The value is true if the
+    /// orphans of the program are recorded.
     unfinished: HashMap<u32, bool>,
     /// Possible ancestors of processes that have left the session of their program. The key is a single
     /// process or a whole session.
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// Process id and start time of a process, or the id of a whole session.
+/// PID and start time of a process, or the ID of a whole session.
 type Key = (u32, Option<u64>);
 
 fn keys(found: ProcessIdentity) -> [Key; 2] {
@@ -72,7 +72,7 @@ fn keys(found: ProcessIdentity) -> [Key; 2] {
 }
 
 impl Programs {
-    /// Returns the programs that can be ancestors of a process. Returns `None` if they are not known.
+    /// Returns the programs that can be ancestors of a process. Returns `None` if no record exists.
     fn known_owners(&self, found: ProcessIdentity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
@@ -80,8 +80,8 @@ impl Programs {
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that can be ancestors of a child of the host. For a child without a record, these
-    /// are all ended programs whose orphans are not recorded yet.
+    /// Returns the programs that can be ancestors of a child of the host. For a child without a record,
+    /// returns all exited programs whose orphans are not recorded yet.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
@@ -128,7 +128,7 @@ impl Orphans {
         (Self { programs: Mutex::default(), starting: RwLock::default(), children, requests }, received)
     }
 
-    /// Starts a program and registers its process id. An unregistered process counts as an orphan.
+    /// Starts a program and registers its PID. An unregistered process counts as an orphan.
     pub(super) fn start<P>(
         &self,
         start: impl FnOnce() -> io::Result<P>,
@@ -142,7 +142,7 @@ impl Orphans {
     }
 
     /// Prevents the orphans of an exited program from being killed until [`Orphans::unprotect`] is called.
-    /// Must be called before the program is reaped, so that the process id has not been reused.
+    /// Must be called before the program is reaped, so that the PID has not been reused.
     pub(super) fn protect(&self, number: u32) {
         let has_children = self.has_children();
         let starting = has_children.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
@@ -162,7 +162,7 @@ impl Orphans {
         self.has_children() && !self.orphans_of(number).is_empty()
     }
 
-    /// Returns the process ids of a program's orphans. Returns an empty list if `/proc` cannot be read.
+    /// Returns the PIDs of a program's orphans. Returns an empty list if `/proc` cannot be read.
     fn orphans_of(&self, number: u32) -> Vec<u32> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         let mut left = list_descendants().unwrap_or_default();
@@ -201,7 +201,7 @@ impl Orphans {
         self.children.as_ref().is_none_or(|children| !matches!(children.read_at(&mut [0], 0), Ok(0)))
     }
 
-    /// Kills and reaps all processes that ended programs have left behind. Returns when the cleanup is
+    /// Kills and reaps all processes that exited programs have left behind. Returns when the cleanup is
     /// complete.
     pub(super) fn reap(&self) {
         if !self.has_children() {
@@ -214,7 +214,7 @@ impl Orphans {
         }
     }
 
-    /// Serves the requests of [`Orphans::reap`]. Must be called on the first thread of the process.
+    /// Serves requests from [`Orphans::reap`]. Must be called on the first thread of the process.
     pub(super) fn serve(&self, requests: &Receiver<SyncSender<()>>) {
         while let Ok(done) = requests.recv() {
             self.reap_here();

@@ -18,7 +18,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Handlers of jobs with this number or a higher one return immediately, like that of job `QUICK`.
+/// Handlers return immediately for jobs with this number or a higher number, as for job `QUICK`.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
@@ -139,9 +139,9 @@ impl Fixture {
     }
 }
 
-/// Receives frames on a thread. Without `with_kinds`, sends the numbers of all results to the first channel.
-/// With `with_kinds`, sends kind and number of all results, returned jobs and heartbeats to the second
-/// channel.
+/// Receives frames on a thread. Unless `with_kinds` is true, sends the numbers of all results to the first
+/// channel. If it is true, sends the kind and number of all results, returned jobs and heartbeats to the
+/// second channel.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
@@ -210,7 +210,7 @@ fn higher_limit_runs_more_jobs_at_once() {
 }
 
 #[test]
-fn lower_limit_ends_threads_after_their_jobs() {
+fn lower_limit_stops_threads_after_their_jobs() {
     let fixture = Fixture::new(4);
     fixture.send_jobs(1..=4);
     let begun: Vec<_> = (0..4).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
@@ -221,8 +221,8 @@ fn lower_limit_ends_threads_after_their_jobs() {
     fixture.send_jobs([5]);
     for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
         fixture.release([number]);
-        // The thread ends instead of running the pending job.
-        fixture.wait_for("the thread ends after the job", |state| {
+        // The thread exits instead of running the pending job.
+        fixture.wait_for("the thread exits after the job", |state| {
             (state.threads, state.live.len()) == (left, left + 1)
         });
     }
@@ -230,11 +230,11 @@ fn lower_limit_ends_threads_after_their_jobs() {
     assert_eq!(fixture.begun.recv_timeout(TIMEOUT).unwrap(), (5, fixture.init_thread));
     fixture.limit(2);
     fixture.send_jobs([6]);
-    assert_eq!(fixture.next_begun(1), [6], "the job runs beside the other job");
+    assert_eq!(fixture.next_begun(1), [6], "the job runs concurrently with the other job");
 }
 
 #[test]
-fn lower_limit_ends_idle_threads_but_not_init_thread() {
+fn lower_limit_stops_idle_threads_but_not_init_thread() {
     for round in 0..20 {
         let fixture = Fixture::new(6);
         fixture.send_jobs(1..=6);
@@ -367,8 +367,8 @@ fn init_thread_begins_no_job_above_the_limit() {
     fixture.wait_for("the limit is known", |state| state.threads_max == 1);
     fixture.release([first]);
     assert_eq!(fixture.answered.recv_timeout(TIMEOUT), Ok(first));
-    // The first thread waits for the link. The limit of one job is used up by the other thread, so the new
-    // job stays pending.
+    // The first thread waits for the link. The other thread uses up the limit of one job, so the new job
+    // stays pending.
     fixture.send_jobs([QUICK]);
     fixture.wait_for("the job has arrived and not begun", |state| state.arrived == 3 && state.idle == 1);
     assert_eq!(lock(&fixture.pool.state).pending.len(), 1);
@@ -413,7 +413,7 @@ fn each_job_runs_once_or_is_recalled() {
             let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
             assert_eq!(ran, expected, "of {runs:?}; returned: {returned:?}");
             assert!(last.is_none_or(|last| last == begun), "only the last job can be returned");
-            // Only the job after the last begun one can be returned after a recall.
+            // After a recall, only the job that follows the last job to begin can be returned.
             assert!(returned.iter().all(|number| *number <= begun + 1));
             (ran, returned) = (Vec::new(), Vec::new());
             recalled = sent;

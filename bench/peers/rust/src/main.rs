@@ -15,13 +15,13 @@ fn main() -> Result<()> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match arguments[..] {
-        // 1 hop is a direct connection, 2 hops have a relay in between.
+        // One hop is a direct connection. With two hops, there is a relay in between.
         ["tonic", hops] => runtime.block_on(rpc::drive(hops.parse()?)),
         ["tonic-server", socket] => runtime.block_on(rpc::serve(socket, None)),
         ["tonic-relay", socket, next] => runtime.block_on(rpc::serve(socket, Some(next))),
         ["ipc-channel"] => ipc::drive(),
         ["ipc-channel-worker", name] => ipc::work(name),
-        _ => Err("which peer?".into()),
+        _ => Err("no peer was named: use `tonic HOPS` or `ipc-channel`".into()),
     }
 }
 
