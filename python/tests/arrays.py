@@ -37,7 +37,7 @@ def add_in_place(array: numpy.ndarray) -> float:
 
 
 def keep(array: numpy.ndarray, written: int = 0) -> bool:
-    """Keeps the array after overwriting its first ``written`` values. Returns true if it is in a memory file."""
+    """Keeps the array after overwriting its first ``written`` values. Returns true if the array is in a memory file."""
     array[:written] = -1
     _kept.append(array)
     return is_file(array)
@@ -61,7 +61,7 @@ def forge(head: bytes) -> None:
 
 
 def scribble(array: numpy.ndarray) -> numpy.ndarray:
-    """Returns the array, and keeps overwriting the memory of results for as long as this process lives."""
+    """Returns the array, and keeps overwriting the memory of results until this process exits."""
     from bulkhead import _files
 
     files = [value for value in gc.get_objects() if isinstance(value, _files.Pair)]

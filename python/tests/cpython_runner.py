@@ -1,4 +1,4 @@
-"""Runs CPython's tests of ProcessPoolExecutor against BulkheadExecutor, in an interpreter that includes the tests.
+"""Runs CPython's ProcessPoolExecutor tests against BulkheadExecutor, in an interpreter that includes the tests.
 
 test_cpython.py runs this program. The arguments are names such as ``test_wait.ProcessPoolSpawnWaitTest.test_all``. The
 program prints a line of JSON with the result of each test. The tests come from the interpreter's ``test`` package.

@@ -1,4 +1,4 @@
-"""Handlers of the tests' workers. Imports nothing slow."""
+"""Handlers for the workers in tests. Imports no slow modules."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def cling(payload: bytes, ctx: Context) -> Any:
 
 @bulkhead.handler("spin")
 def spin(payload: bytes, ctx: Context) -> None:
-    """Never ends. Creates the file that the payload names, so that a test knows that the job has begun."""
+    """Never ends. Creates the file named by the payload, so that a test knows that the job has begun."""
     if payload:
         open(bytes(payload), "w").close()
     while True:
@@ -150,7 +150,7 @@ class _Stubborn:
 
 
 class _Text(str):
-    """A text that cannot be encoded with its own method."""
+    """A text whose own ``encode`` method fails."""
 
     def encode(self, *_: Any) -> Any:
         sys.exit(5)
@@ -289,7 +289,7 @@ def fork(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("reach")
 def reach(payload: bytes, ctx: Context) -> str:
-    """Reports what this process can access: other processes, their temporary folders, or rights of the template."""
+    """Reports what this process can access: other processes, their temporary folders, or the template's rights."""
     import ctypes
     import json
     import tempfile

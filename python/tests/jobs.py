@@ -1,4 +1,4 @@
-"""Functions that tests run in worker processes. Each new worker imports this module, so it imports nothing slow."""
+"""Functions that tests run in worker processes. Every new worker imports this module, so it imports no slow modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def echo(value: Any) -> Any:
 
 
 def draw() -> tuple[int, float]:
-    """Returns the process id and a random number."""
+    """Returns the PID and a random number."""
     import random
 
     return os.getpid(), random.random()
@@ -68,7 +68,7 @@ def note_and_wait(folder: str, number: int) -> int:
 
 
 def hold_the_lock(count: int) -> int:
-    """Makes one call that holds the GIL, so that no other thread of this interpreter runs."""
+    """Makes one call that holds the GIL, so that no other thread in this interpreter can run."""
     return sum(range(count))
 
 
@@ -89,7 +89,7 @@ def leave(status: int = 0) -> None:
 
 
 def spin(note: str | None = None) -> None:
-    """Runs for ever. Creates the file ``note``."""
+    """Runs forever. Creates the file ``note``."""
     if note:
         open(note, "w").close()
     while True:
@@ -102,7 +102,7 @@ def handle_stack_signal() -> None:
 
 
 def hang(note: str | None = None) -> None:
-    """Runs for ever, with a grandchild in a separate session. Writes both process ids to ``note``."""
+    """Runs forever, with a grandchild in a separate session. Writes both PIDs to ``note``."""
     grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
     if note:
         with open(note + ".new", "w") as file:
@@ -113,14 +113,14 @@ def hang(note: str | None = None) -> None:
 
 
 def leak() -> None:
-    """Allocates memory without end."""
+    """Allocates memory endlessly."""
     kept = []
     while True:
         kept.append(bytearray(16 << 20))
 
 
 def note_once(path: str) -> str:
-    """Kills the worker at the first call with ``path``, and returns at the second call."""
+    """Kills the worker on the first call with ``path``, and returns on the second call."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -129,7 +129,7 @@ def note_once(path: str) -> str:
 
 
 class TwoArguments(Exception):
-    """Cannot be unpickled, because pickle passes one argument to the constructor."""
+    """An exception that cannot be unpickled, because pickle passes only one argument to the constructor."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one)
@@ -225,7 +225,7 @@ def arguments() -> list[str]:
 
 
 def use_semaphore() -> int:
-    """Uses a thread pool, which needs locks, and a lock between processes, which needs a named semaphore."""
+    """Uses a thread pool, which needs locks, and an inter-process lock, which needs a named semaphore."""
     import multiprocessing.pool
 
     with multiprocessing.Lock(), multiprocessing.pool.ThreadPool(1) as threads:

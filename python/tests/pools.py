@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-#: Generous time limit in seconds, for any operation on a busy machine.
+#: Generous time limit in seconds for any operation on a busy machine.
 LONG = 60.0
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def is_sleeping(pid: int) -> bool:
 
 
 def read(path: os.PathLike[str] | str) -> str | None:
-    """Returns the content of a file, or None if it does not exist."""
+    """Returns the content of a file, or None if the file does not exist."""
     try:
         with open(path) as file:
             return file.read()
@@ -72,7 +72,7 @@ def tree(root: int) -> set[int]:
 
 
 def script(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program that can import the modules of the tests."""
+    """Runs a program that can import the test modules."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},

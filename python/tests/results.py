@@ -1,4 +1,4 @@
-"""Calls with results of many kinds, for ``test_results.py``."""
+"""Calls that return many kinds of results, for ``test_results.py``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OtherError(Exception):
 
 
 def own(name: str) -> Any:
-    """Returns an instance of a class of this module."""
+    """Returns an instance of a class in this module."""
     made = {
         "Point": Point(1, 2, [Point(3, 4)]),
         "Pair": Pair(1, [Pair(2, 3)]),

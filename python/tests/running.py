@@ -22,7 +22,7 @@ from bulkhead._private import find_supervisor, to_toml
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.dirname(os.path.dirname(os.path.abspath(bulkhead.__file__)))
 
-#: Keys of a worker that uses this interpreter.
+#: Configuration keys of a worker that uses this interpreter.
 WORKER: dict[str, Any] = {
     "command": [os.path.abspath(sys.executable), "-m", "bulkhead", "serve", "handlers"],
     "cwd": HERE,
@@ -35,7 +35,7 @@ WORKER: dict[str, Any] = {
 
 
 def sandboxed(profile: str) -> dict[str, Any]:
-    """Returns the keys of a confined worker."""
+    """Returns the configuration keys of a confined worker."""
     read = [] if profile == "none" else sorted({HERE, SOURCE, sys.prefix, sys.base_prefix})
     return {**WORKER, "sandbox": {"profile": profile, **({"read": read} if read else {})}}
 
@@ -45,7 +45,7 @@ class Supervisor:
 
     def __init__(self, bulkheads: dict[str, dict[str, Any]], **supervisor: Any) -> None:
         self.folder = tempfile.mkdtemp(prefix="bulkhead-test-")
-        # Workers of other users need to read their modules below this folder.
+        # Workers that run as other users need to read their modules below this folder.
         os.chmod(self.folder, 0o755)
         self.socket = os.path.join(self.folder, "jobs.sock")
         self.admin = os.path.join(self.folder, "admin.sock")
@@ -110,7 +110,7 @@ class Supervisor:
         return found
 
     def pids(self, name: str) -> list[int]:
-        """Returns the process ids of the workers."""
+        """Returns the PIDs of the workers."""
         return [worker["pid"] for worker in self.snapshot(name)["workers"] if worker.get("pid")]
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ from running import WORKER, running
 from bulkhead import AsyncClient, BulkheadExecutor, CallTimeout, Client, Crashed, WorkerCrashed
 
 THREADS = 8
-#: Calls of each thread. Fewer if each call starts a process.
+#: Number of calls per thread. Lower if each call starts a process.
 CALLS, CALLS_WITH_PROCESS = 100, 20
 
 
@@ -58,7 +58,7 @@ def of_executor(method: str, tasks: int | None) -> None:
     with BulkheadExecutor(2, mp_context=context, max_tasks_per_child=tasks) as pool:
         in_threads(calls, pool, CALLS if tasks is None else CALLS_WITH_PROCESS)
         assert isinstance(pool.submit(jobs.segfault).exception(LONG), WorkerCrashed)
-        # On a busy machine, not every exception has a stack.
+        # On a busy machine, some exceptions have no stack.
         wait_for("a timeout has a stack", lambda: " in sleep\n" in of_timeout(pool))
         assert isinstance(pool.submit(int, "x").exception(LONG), ValueError)
         assert list(pool.map(jobs.double, range(50), chunksize=7)) == [number * 2 for number in range(50)]

@@ -1,4 +1,4 @@
-"""A storm of calls, of which one in twenty is bad. As a program, runs a storm and reports when half of it is done."""
+"""A storm of calls, one in twenty of which is bad. As a program, runs a storm and reports when half of it is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jobs
 from bulkhead import BulkheadExecutor
 from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
 
-#: Memory limit of the workers. The limit is small, so that leaking calls end soon.
+#: Memory limit of the workers. The limit is low, so that leaking calls end soon.
 MEMORY = "256MiB"
 #: Bad calls: function, timeout, expected exception.
 BAD = [
@@ -26,7 +26,7 @@ BAD = [
 
 
 def begin(pool: BulkheadExecutor, count: int) -> list[tuple[Future[Any], int | type[BaseException]]]:
-    """Submits calls. Returns their futures, each with the expected result or exception type."""
+    """Submits calls. Returns the futures, each with the expected result or exception type."""
     chance = random.Random(7)
     begun: list[tuple[Future[Any], int | type[BaseException]]] = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Tests of jobs that are sent again: after the death of the supervisor, after a lost connection, and as retries."""
+"""Tests of jobs that are sent again: after the supervisor dies, after a lost connection, and as retries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from running import WORKER, running
 import bulkhead
 from bulkhead import AsyncClient, Client, JobError, _again, _wire
 
-#: Number of jobs with an outcome before each kill of the supervisor.
+#: Number of jobs that must have an outcome before each kill of the supervisor.
 JOBS_PER_ROUND = 100
 KILLS = 3
 
 
 class Book:
-    """The clients' record of all jobs: the errors by the number of the job."""
+    """The clients' record of all jobs: the error of each job, by job number."""
 
     def __init__(self) -> None:
         self.results: dict[int, list[JobError | None]] = collections.defaultdict(list)
@@ -111,7 +111,7 @@ def test_killed_supervisor_repeats_only_idempotent_jobs(tmp_path: Path) -> None:
         try:
             for round in range(KILLS + 1):
                 goal = book.count() + JOBS_PER_ROUND
-                wait_for("the clients go on", lambda goal=goal: book.count() >= goal)
+                wait_for("the clients continue", lambda goal=goal: book.count() >= goal)
                 if round < KILLS:
                     own.kill()
                     own.start()
@@ -121,7 +121,7 @@ def test_killed_supervisor_repeats_only_idempotent_jobs(tmp_path: Path) -> None:
                 thread.join(LONG)
         assert not any(thread.is_alive() for thread in threads), "a job has no outcome"
     begun = collections.Counter(int(line) for line in notes.read_text().split())
-    assert set(begun) <= set(book.results), "a job began that no client sent"
+    assert set(begun) <= set(book.results), "a job began that no client had sent"
     unknown = 0
     for number, results in book.results.items():
         [error] = results
@@ -174,7 +174,7 @@ class Peer:
         self.link.sendall(_wire.frame(_wire.OUTCOME, number, fixed + bytes(24) + _wire.EMPTY))
 
     def go_away(self, count: int, taken: list[int]) -> None:
-        """Sends GOAWAY: the supervisor has taken ``count`` jobs, of which ``taken`` have no outcome."""
+        """Sends GOAWAY: the supervisor has accepted ``count`` jobs, of which ``taken`` have no outcome."""
         self.link.sendall(_wire.frame(_wire.GOAWAY, count, _wire.EMPTY, b"".join(map(_wire.NUMBER.pack, taken))))
 
     def wait_for_end(self) -> None:
@@ -227,7 +227,7 @@ class FakeSupervisor:
         yield self.path
         thread.join(LONG)
         assert not problems, problems
-        assert not thread.is_alive(), "the client keeps a connection, or lacks one"
+        assert not thread.is_alive(), "the client keeps a connection open, or has not opened one"
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def fake(tmp_path: Path) -> FakeSupervisor:
 
 
 def call_of(way: str, path: str, **options: Any) -> bytes:
-    """Runs a job of the given client. Returns the result."""
+    """Runs a job with the given kind of client. Returns the result."""
     if way == "asyncio":
 
         async def run() -> bytes:
@@ -268,7 +268,7 @@ def test_idempotent_job_is_sent_again(fake: FakeSupervisor, way: str) -> None:
 
 
 @WAYS
-def test_job_that_ends_every_connection_is_sent_four_times(fake: FakeSupervisor, way: str) -> None:
+def test_job_that_breaks_every_connection_is_sent_four_times(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         for _ in range(4):
             peer = fake.welcome()
@@ -281,7 +281,7 @@ def test_job_that_ends_every_connection_is_sent_four_times(fake: FakeSupervisor,
 
 
 @WAYS
-def test_rejection_after_a_loss_leaves_execution_unknown(fake: FakeSupervisor, way: str) -> None:
+def test_rejection_after_reconnect_leaves_execution_unknown(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()
         peer.job()
@@ -298,7 +298,7 @@ def test_rejection_after_a_loss_leaves_execution_unknown(fake: FakeSupervisor, w
 
 @WAYS
 @pytest.mark.parametrize("listens", [False, True])
-def test_job_ends_at_its_deadline_without_supervisor(fake: FakeSupervisor, way: str, listens: bool) -> None:
+def test_job_ends_at_its_deadline_without_a_supervisor(fake: FakeSupervisor, way: str, listens: bool) -> None:
     ended = threading.Event()
 
     def script(fake: FakeSupervisor) -> None:
@@ -307,7 +307,7 @@ def test_job_ends_at_its_deadline_without_supervisor(fake: FakeSupervisor, way: 
         if not listens:
             fake.close()
         peer.close()
-        # If the socket listens, the client connects, but gets no welcome.
+        # If the socket is listening, the client connects but gets no welcome.
         assert ended.wait(LONG)
 
     with fake.running(script) as path:
@@ -321,7 +321,7 @@ def test_job_ends_at_its_deadline_without_supervisor(fake: FakeSupervisor, way: 
 
 
 @WAYS
-def test_reconnect_timeout_of_zero_ends_jobs_with_the_connection(fake: FakeSupervisor, way: str) -> None:
+def test_zero_reconnect_timeout_fails_jobs_of_a_lost_connection(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()
         peer.job()
@@ -418,7 +418,7 @@ def test_closed_client_fails_jobs_that_wait_for_a_connection(fake: FakeSuperviso
 
 
 def run_both(way: str, path: str, first: bytes, second: bytes, timeout: float | None = None) -> list[bytes]:
-    """Runs two jobs of one client at once, and a third one after the second. Returns the results in this order."""
+    """Runs two jobs on one client at once, and a third after the second. Returns the results in this order."""
     if way == "asyncio":
 
         async def run() -> list[bytes]:
@@ -446,14 +446,14 @@ def run_both(way: str, path: str, first: bytes, second: bytes, timeout: float | 
 
 @WAYS
 @pytest.mark.parametrize("timeout", [None, 0])
-def test_jobs_that_a_replaced_supervisor_has_not_taken_are_sent_elsewhere(
+def test_jobs_not_accepted_by_old_supervisor_are_sent_to_new_one(
     fake: FakeSupervisor, way: str, timeout: float | None
 ) -> None:
     def script(fake: FakeSupervisor) -> None:
         old = fake.welcome()
         jobs = dict(reversed(old.job()) for _ in range(2))
-        # Only the job "first" was taken. The number in the header is for clients that count, which sent it first or
-        # second.
+        # Only the job "first" was accepted. The number in the header is for clients that count their jobs. Such a
+        # client sent this job first or second.
         taken = [jobs[b"first"]]
         count = 1 if jobs[b"first"] == min(jobs.values()) else 2
         if count == 2:
@@ -479,7 +479,7 @@ def test_jobs_that_a_replaced_supervisor_has_not_taken_are_sent_elsewhere(
 
 
 @WAYS
-def test_job_during_the_end_of_the_replaced_supervisor_uses_the_new_one(fake: FakeSupervisor, way: str) -> None:
+def test_job_sent_while_old_supervisor_exits_uses_the_new_one(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         old = fake.welcome()
         old.job()
@@ -493,7 +493,7 @@ def test_job_during_the_end_of_the_replaced_supervisor_uses_the_new_one(fake: Fa
 
 
 @pytest.mark.parametrize("way", ["submit", "asyncio"])
-def test_closed_client_cancels_jobs_of_the_replaced_supervisor(fake: FakeSupervisor, way: str) -> None:
+def test_closing_a_client_cancels_jobs_at_the_old_supervisor(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         old = fake.welcome()
         number, _ = old.job()
@@ -530,7 +530,7 @@ def test_closed_client_cancels_jobs_of_the_replaced_supervisor(fake: FakeSupervi
 
 
 def reject(count: int, retry_after: float | None, seen: list[int]) -> Callable[[FakeSupervisor], None]:
-    """Returns a script that rejects the first jobs and accepts the others. Counts the jobs in ``seen``."""
+    """Returns a script that rejects the first ``count`` jobs and accepts the others. Records the jobs in ``seen``."""
 
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()
@@ -556,7 +556,7 @@ def test_rejected_job_is_retried(fake: FakeSupervisor, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["call", "asyncio"])
 @pytest.mark.parametrize(("count", "retry_after", "expected"), [(9, 0.0, 4), (9, LONG + 1, 1)])
-def test_retries_end(fake: FakeSupervisor, way: str, count: int, retry_after: float, expected: int) -> None:
+def test_retries_are_limited(fake: FakeSupervisor, way: str, count: int, retry_after: float, expected: int) -> None:
     seen: list[int] = []
     with fake.running(reject(count, retry_after, seen)) as path, pytest.raises(bulkhead.Rejected):
         call_of(way, path, retry=True, deadline=LONG)
@@ -569,7 +569,7 @@ def test_client_can_retry_by_default(fake: FakeSupervisor) -> None:
         with pytest.raises(bulkhead.Rejected):
             client.call("plain", retry=False)
         client.call("plain")
-        # A future is not retried.
+        # Jobs submitted as futures are not retried.
         client.submit("plain").result(LONG)
     assert len(seen) == 4
 

@@ -118,7 +118,7 @@ def test_cancelling_a_task_cancels_its_job(tmp_path: Path) -> None:
                         await client.call("plain", operation="spin")
                 await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             job = client.submit("plain", operation="spin")
-            await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            await until("the job is running", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
             assert job.cancel()
             assert not job.cancel()
             await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
@@ -150,7 +150,7 @@ def test_listener_receives_progress_reports(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_one_client_serves_several_loops_in_turn(supervisor: Supervisor) -> None:
+def test_one_client_serves_several_event_loops_in_turn(supervisor: Supervisor) -> None:
     client = AsyncClient(supervisor.socket)
 
     async def test() -> bytes:
@@ -166,8 +166,8 @@ def test_one_client_serves_several_loops_in_turn(supervisor: Supervisor) -> None
     run(closed)
 
 
-def test_client_serves_loops_of_several_threads(supervisor: Supervisor) -> None:
-    """Django, for example, has an event loop for each request."""
+def test_client_serves_event_loops_in_several_threads(supervisor: Supervisor) -> None:
+    """Django, for example, uses an event loop for each request."""
     client = AsyncClient(supervisor.socket)
     begun, is_over = threading.Barrier(4), threading.Event()
     results: list[Any] = []
@@ -202,7 +202,7 @@ async def call_once(client: AsyncClient) -> bytes | bytearray:
     return (await client.call("two", b"x")).payload
 
 
-def test_closing_cancels_jobs_of_other_loops(supervisor: Supervisor) -> None:
+def test_closing_a_client_cancels_jobs_of_other_event_loops(supervisor: Supervisor) -> None:
     client = AsyncClient(supervisor.socket)
     began = threading.Event()
     errors: list[BaseException] = []
@@ -238,7 +238,7 @@ def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -
                         answers = [await client.call("two", b"%d" % n) for n in range(20)]
                         return [answer.payload for answer in answers] == [b"%d" % n for n in range(20)]
 
-                    # In the forked child, asyncio still considers the parent's loop to be running in this thread.
+                    # In the forked child, asyncio still thinks that the parent's loop is running in this thread.
                     asyncio._set_running_loop(None)
                     loop = asyncio.new_event_loop()
                     status = 0 if loop.run_until_complete(in_child()) else 2
@@ -279,7 +279,7 @@ def test_closing_a_client_cancels_its_jobs(supervisor: Supervisor) -> None:
     async def test() -> None:
         client = AsyncClient(supervisor.socket)
         job = client.submit("plain", operation="spin")
-        await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+        await until("the job is running", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
         await client.aclose()
         with pytest.raises(bulkhead.Disconnected, match="this program closed"):
             await job
@@ -307,7 +307,8 @@ def test_received_outcomes_survive_a_connection_reset(tmp_path: Path) -> None:
                 while first._job_connection is None:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                # The data has the size of one read, so the client reads again. The peer closes with unread data.
+                # The data is as large as one read, so the client reads again. The peer closes the connection with
+                # unread data.
                 metadata = bytes(_wire._OUTCOME.size) + bytes(24) + bytes(8)
                 link.sendall(_wire.frame(_wire.OUTCOME, 1, metadata, bytes(_wire.READ_BYTES - 16 - len(metadata))))
             assert len((await first).payload) > 60_000

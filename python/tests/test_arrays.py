@@ -1,4 +1,4 @@
-"""Tests of large arrays: use of memory files, arrays that function or caller keep, and forged replies."""
+"""Tests of large arrays: use of memory files, arrays that the function or the caller keeps, and forged replies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def filled(size: int, value: float) -> Any:
 
 def warm(pool: BulkheadExecutor, size: int = arrays.MAPPED) -> None:
     """Waits until calls of this size use a memory file."""
-    wait_for("a call in a memory file", lambda: pool.submit(arrays.is_file, filled(size, 0.0)).result(LONG))
+    wait_for("a call uses a memory file", lambda: pool.submit(arrays.is_file, filled(size, 0.0)).result(LONG))
 
 
 def leases(pool: BulkheadExecutor) -> list[int]:
@@ -232,7 +232,7 @@ def test_closed_pool_holds_no_memory_files() -> None:
         with open("/proc/self/maps") as maps:
             return [line for line in maps if "memfd" in line]
 
-    # Files of other tests can still exist and be closed during this test.
+    # Files from other tests can still exist and be closed during this test.
     gc.collect()
     before = files()
     with BulkheadExecutor(1) as pool:

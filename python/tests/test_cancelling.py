@@ -92,8 +92,7 @@ def test_shutdown_cancels_calls_that_have_not_begun(connected: Callable[[int], S
     wait(futures[1:], LONG)
     assert all(future.cancelled() for future in futures[1:])
     assert not futures[0].done()
-    # All calls except for the oldest, which is running, are cancelled with an empty structure and one critical
-    # extension.
+    # All calls except the oldest, which is running, are cancelled with an empty structure and one critical extension.
     assert supervisor.cancelled == [(n, struct.pack("<QHQ", 1, 0x8007, 0)) for n in supervisor.submitted[1:]]
     supervisor.finish_the_first()
     assert futures[0].result(LONG) == "finished"
@@ -114,7 +113,7 @@ def test_older_supervisors_finish_all_submitted_calls(connected: Callable[[int],
     assert supervisor.cancelled == []
 
 
-def test_cancelling_a_future_ends_a_running_call(connected: Callable[[int], Supervisor]) -> None:
+def test_cancelling_a_future_stops_a_running_call(connected: Callable[[int], Supervisor]) -> None:
     supervisor = connected(BOTH)
     pool = BulkheadExecutor(1)
     future = pool.submit(jobs.double, 1)
@@ -127,7 +126,7 @@ def test_cancelling_a_future_ends_a_running_call(connected: Callable[[int], Supe
 @pytest.mark.parametrize("calls_before", [1, 5])
 def test_no_call_begins_after_shutdown_with_cancel_futures(calls_before: int, tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
-        # After quick calls, more calls are sent to the supervisor at a time.
+        # After quick calls, more calls are sent to the supervisor at once.
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None
@@ -148,7 +147,7 @@ def test_no_call_begins_after_shutdown_with_cancel_futures(calls_before: int, tm
 def test_each_worker_runs_one_call(tmp_path: Path) -> None:
     with BulkheadExecutor(2) as pool:
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(10)]
-        wait_for("two calls run", lambda: len(list(tmp_path.iterdir())) == 2)
+        wait_for("two calls are running", lambda: len(list(tmp_path.iterdir())) == 2)
         assert [future.running() for future in futures] == [True] * 2 + [False] * 8
         (tmp_path / "go").touch()
         wait(futures, LONG)

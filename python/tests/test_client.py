@@ -62,7 +62,7 @@ def test_payload_is_returned(client: Client, size: int) -> None:
     assert bytes(client.submit("plain", payload).result(LONG)) == payload
 
 
-def test_reply_has_the_outcome(client: Client, supervisor: Supervisor) -> None:
+def test_reply_contains_the_outcome(client: Client, supervisor: Supervisor) -> None:
     reply = client.call("plain", b"1", operation="echo", deadline=20, run_limit=5)
     told = reply.outcome
     assert (told.outcome, told.executed, told.attempts, told.bulkhead, told.http_status) == (
@@ -244,7 +244,7 @@ def test_future_is_a_standard_future(client: Client) -> None:
     assert not failing.cancel()
 
 
-def test_failing_callback_stops_no_other_job(client: Client) -> None:
+def test_failing_callback_does_not_affect_other_jobs(client: Client) -> None:
     def leave(*_: object) -> None:
         raise SystemExit(3)
 
@@ -270,12 +270,12 @@ def test_callback_cannot_wait_for_a_job(client: Client) -> None:
             client.submit("plain", b"3").add_done_callback(refused.append)  # type: ignore[arg-type]
 
     client.submit("plain", b"1").add_done_callback(again)
-    wait_for("the job of the callback is done", lambda: len(refused) == 2)
+    wait_for("the callback's job is done", lambda: len(refused) == 2)
     assert "cannot wait for a job" in str(refused[0])
     assert client.call("plain", b"4").payload == b"4"
 
 
-def test_cancel_ends_a_running_job(tmp_path: Path) -> None:
+def test_cancel_stops_a_running_job(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     with running(plain=sandboxed("none")) as supervisor, Client(supervisor.socket) as client:
         before = client.call("plain").outcome.worker_pid
@@ -337,7 +337,7 @@ def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervis
     assert client._connection is connection
 
 
-def test_exceptions_of_signal_handlers_lose_no_job(client: Client) -> None:
+def test_signal_handler_exceptions_do_not_lose_jobs(client: Client) -> None:
     """Imitates Celery's soft time limits, whose exceptions in the main thread must not affect other threads."""
     ended = threading.Event()
     wrong: list[object] = []
@@ -391,7 +391,7 @@ def test_exceptions_of_signal_handlers_lose_no_job(client: Client) -> None:
 
 
 class Interruption:
-    """Wraps a connection's reader or ``send``, and raises an error once, like a signal handler."""
+    """Wraps a connection's reader or ``send``, and raises an error once, as a signal handler would."""
 
     def __init__(self, real: Any, error: Exception, after: int = 0) -> None:
         self._real = real
@@ -415,7 +415,7 @@ class Interruption:
         return int(self._real(*arguments))
 
 
-def test_timeout_of_a_signal_handler_fails_only_its_job(client: Client) -> None:
+def test_timeout_in_a_signal_handler_fails_only_its_job(client: Client) -> None:
     assert client.call("two", b"x").payload == b"x"
     connection = client._connection
     assert connection is not None
@@ -427,7 +427,7 @@ def test_timeout_of_a_signal_handler_fails_only_its_job(client: Client) -> None:
     connection._send = send
     assert other.result(LONG).payload == b"slept"
     connection._reader = Interruption(reader, TimeoutError("a soft limit"))  # type: ignore[assignment]
-    # The thread that reads for futures sleeps, because no future is pending.
+    # The thread that reads for futures is asleep, because no future is pending.
     with pytest.raises(TimeoutError, match="a soft limit"):
         client.call("two", b"z")
     connection._reader = reader
@@ -439,7 +439,7 @@ def test_abandoned_result_does_not_block_the_next_payload(client: Client) -> Non
     assert client.call("plain", b"x").payload == b"x"
     connection = client._connection
     assert connection is not None
-    # A part of the result is received. The rest is more than the socket buffers hold.
+    # Part of the result is received. The rest is larger than the socket buffers.
     connection._reader = Interruption(connection._reader, TimeoutError("a soft limit"), after=1)  # type: ignore
     with pytest.raises(TimeoutError, match="a soft limit"):
         client.call("plain", str(12 << 20).encode(), operation="size")
@@ -631,7 +631,7 @@ def test_forked_child_uses_another_connection(client: Client, supervisor: Superv
 
 
 def test_prefork_children_can_use_the_inherited_client(supervisor: Supervisor) -> None:
-    """gunicorn, for example, imports and uses the client before the fork, and uses it in threads of the children."""
+    """gunicorn, for example, imports and uses the client before it forks, and uses it in threads of its children."""
     program = f"""
 import os, threading, bulkhead
 client = bulkhead.Client({supervisor.socket!r})
@@ -719,7 +719,7 @@ def test_dropped_client_leaks_no_resources(supervisor: Supervisor) -> None:
         with Client(supervisor.socket) as client:
             client.call("two")
             client.submit("two").result(LONG)
-    # A client that is dropped without closing ends after its last future is done.
+    # A client that is dropped without being closed ends after its last future is done.
     for _ in range(20):
         client = Client(supervisor.socket)
         left = client.submit("two", b"later")
@@ -759,10 +759,10 @@ except AttributeError: print("ok")
     assert run.stdout == b"ok\n", run.stderr.decode()
 
 
-def test_thousand_jobs_need_no_thread(client: Client) -> None:
+def test_thousand_jobs_start_no_threads(client: Client) -> None:
     began, threads = time.monotonic(), threading.active_count()
     for _ in range(1000):
         client.call("two", bytes(64))
-    # A thread of another test may have ended in the meantime.
+    # A thread from another test may have exited in the meantime.
     assert threading.active_count() <= threads
     assert time.monotonic() - began < LONG

@@ -1,7 +1,7 @@
-"""Runs CPython's own tests of ProcessPoolExecutor with BulkheadExecutor in its place.
+"""Runs CPython's own ProcessPoolExecutor tests with BulkheadExecutor in its place.
 
 The tests are never copied. They come from an installed interpreter (3.12 or later) with its ``test`` package. A virtual
-environment of this interpreter gets a ``.pth`` file that replaces ProcessPoolExecutor in ``concurrent.futures`` at
+environment for this interpreter gets a ``.pth`` file that replaces ProcessPoolExecutor in ``concurrent.futures`` at
 startup. Without such an interpreter, the test prints a notice and is skipped.
 """
 
@@ -20,10 +20,10 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 RUNNER = Path(__file__).with_name("cpython_runner.py")
-#: Time limit for all tests of one part, in seconds.
+#: Time limit for all tests in one module, in seconds.
 PART_SECONDS_MAX = 240
 
-#: Tests that must pass, by module, class (only classes that use spawn) and method.
+#: Tests that must pass, by module, class (only classes that use "spawn") and method.
 PASS: dict[str, dict[str, list[str]]] = {
     "test_wait": {
         "ProcessPoolSpawnWaitTest": [
@@ -105,12 +105,12 @@ LATER = {"test_max_tasks_per_child_pending_tasks_gh115634", "test_swallows_false
 SKIP: dict[str, str] = {
     "test_idle_process_reuse_one": "uses _processes",
     "test_idle_process_reuse_multiple": "uses _processes",
-    "test_killed_child": "uses _processes, and expects that a death breaks the pool",
+    "test_killed_child": "uses _processes, and expects a death to break the pool",
     "test_max_tasks_per_child": "uses _processes",
     "test_saturation": "uses _processes",
     "test_context_manager_shutdown": "uses _processes",
     "test_processes_terminate": "uses _processes",
-    "test_broken_process_pool_traceback": "uses _processes, and expects that a death breaks the pool",
+    "test_broken_process_pool_traceback": "uses _processes, and expects a death to break the pool",
     "test_shutdown_gh_132969_case_1": "uses _executor_manager_thread",
     "test_shutdown_gh_132969_case_2": "uses _executor_manager_thread",
     "test_shutdown_no_wait": "uses _executor_manager_thread",
@@ -165,7 +165,7 @@ def find_interpreter() -> str | None:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Creates a virtual environment with BulkheadExecutor in place of the standard one. Returns its interpreter."""
+    """Creates a virtual environment with BulkheadExecutor as the standard executor. Returns its interpreter."""
     interpreter = find_interpreter()
     if interpreter is None:
         message = "NOT RUN: CPython's own tests need an interpreter (3.12 or later) with test.test_concurrent_futures"
@@ -216,7 +216,7 @@ def test_cpython_tests_pass(environment: str, module: str) -> None:
     assert any(how == "passed" for how, _ in ended.values()), f"no test of {module} exists"
 
 
-def test_all_tests_of_cpython_are_listed(environment: str) -> None:
+def test_all_cpython_tests_are_listed(environment: str) -> None:
     code = (
         "import importlib, unittest\n"
         "for m in ('wait','as_completed','init','process_pool','deadlock','shutdown'):\n"
@@ -229,7 +229,7 @@ def test_all_tests_of_cpython_are_listed(environment: str) -> None:
     known = {(name, method) for classes in PASS.values() for name, methods in classes.items() for method in methods}
     found = [tuple(line.split()) for line in listed.splitlines()]
     news = [pair for pair in found if pair not in known and pair[1] not in SKIP]
-    # Other interpreters may have more tests, which are printed and do not fail this test.
+    # Other interpreters may have additional tests. These are printed and do not fail this test.
     if news:
         print(f"\nCPython has tests that are in neither list: {news}", file=sys.__stderr__)
     if "3.13" in subprocess.run([environment, "-V"], capture_output=True, text=True, check=True).stdout:

@@ -1,4 +1,4 @@
-"""Tests of reading results from workers that may be compromised."""
+"""Tests of reading results from potentially compromised workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def short_named(module: str, name: str) -> bytes:
 
 
 def named(module: str, name: str) -> bytes:
-    """Returns the beginning of a pickle that names an object."""
+    """Returns the start of a pickle that names an object."""
     return b"\x80\x05" + short_named(module, name)
 
 
@@ -149,7 +149,7 @@ def test_named_objects_cannot_be_modified(module_and_name: tuple[str, str], chan
         assert not hasattr(getattr(sys.modules[module_and_name[0]], module_and_name[1]), "_x")
 
 
-def test_rejects_extensions_of_copyreg() -> None:
+def test_rejects_copyreg_extensions() -> None:
     copyreg.add_extension("os", "system", 240)
     try:
         assert pickle.loads(b"\x80\x02\x82\xf0.") is os.system
@@ -236,7 +236,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_rejects_pickles_that_need_excessive_work(bomb: str) -> None:
-    """Each pickle would otherwise block the interpreter for ever, end it, or exhaust its memory."""
+    """Without limits, each pickle would block the interpreter forever, terminate it, or exhaust its memory."""
     with pytest.raises(DataOnly):
         loads(b"\x80\x04" + BOMBS[bomb])
 
@@ -274,7 +274,7 @@ def test_small_pickle_cannot_exhaust_memory(pickled: bytes) -> None:
 
 
 @pytest.mark.parametrize("call", [jobs.bomb, jobs.nested_bomb, jobs.raise_bomb])
-def test_compromised_worker_runs_nothing_in_the_caller(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_compromised_worker_cannot_run_code_in_the_caller(call: Callable[..., Any], tmp_path: Path) -> None:
     made = str(tmp_path / "made")
     with BulkheadExecutor(1, sandbox="strict") as pool:
         error = pool.submit(call, made).exception(LONG)
@@ -315,7 +315,7 @@ def test_invalid_reply_fails_only_its_call(answer: bytes, error: type[Exception]
         assert pool.submit(jobs.double, 4).result(LONG) == 8
 
 
-# Simple pickles, which ``pickle`` reads.
+# Simple pickles, which are read with ``pickle``.
 
 
 def hashed_keys(pickled: bytes) -> Iterator[Any]:
@@ -410,7 +410,7 @@ def phrases(random: Random) -> bytes:
 
 
 def test_fast_path_limits_numeric_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large pickles must not have numbers as keys. Single keys, which SETITEM sets, are counted."""
+    """Large pickles must not have numbers as keys. Single keys, which are set by SETITEM, are counted."""
     monkeypatch.setattr(_data, "HASHING_MAX", -1)
     monkeypatch.setattr(_data, "NUMERIC_KEYS_MAX", 3)
     random = Random(7)
@@ -439,7 +439,7 @@ def test_fast_path_limits_numeric_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken > 10_000
 
 
-# Pickles that harmed earlier versions.
+# Pickles that caused problems in earlier versions.
 
 
 def short(text: str) -> bytes:
@@ -456,7 +456,7 @@ def integer(number: int) -> bytes:
 
 
 def built(name: str, state: bytes) -> bytes:
-    """Returns an exception with a state."""
+    """Returns the opcodes for an exception with a state."""
     return short_named("builtins", name) + b")R}" + state + b"sb"
 
 
@@ -525,7 +525,7 @@ HARM = {
 
 @pytest.mark.parametrize("harm", HARM)
 def test_rejects_harmful_pickles(harm: str, tmp_path: Path) -> None:
-    """Reads the pickle in a process with limited CPU time and 2 GiB. The pickle must be read or refused in time."""
+    """Reads the pickle in a process with limited CPU time and 2 GiB of memory. It must be read or refused in time."""
     path = tmp_path / "pickled"
     path.write_bytes(b"\x80\x05" + HARM[harm] + b".")
     code = """if True:
@@ -574,10 +574,11 @@ def test_rejects_pickles_with_hidden_objects(pickled: bytes) -> None:
 
 
 def test_exception_group_members_are_checked_after_list_changes() -> None:
-    """The members of a group are checked even if the list that it was made from has changed."""
+    """The members of a group are checked even if the list from which the group was made has changed."""
     if sys.version_info < (3, 11):
         pytest.skip("NOT RUN: Python 3.10 has no exception groups")
-    # A deque contains the previous group twice. The next group is made from it. Then the deque gets other members.
+    # A deque contains the previous group twice. The next group is made from this deque. Then the deque gets other
+    # members.
     said = GROUP + b"\x94\x8c\x01m" + DEQUE + b"\x94)K\x02\x86R\x94(" + short_named("builtins", "ValueError")
     said += b")R\x94h\x03e\x86R\x94h\x02(NNe"
     for number in range(4, 104, 2):
@@ -586,7 +587,7 @@ def test_exception_group_members_are_checked_after_list_changes() -> None:
         loads(b"\x80\x05(" + said + b"t.")
 
 
-def test_traceback_of_an_untrusted_exception_runs_nothing() -> None:
+def test_traceback_of_an_untrusted_exception_runs_no_code() -> None:
     state = b"(" + b"".join(map(short, ("name", "antigravity", "name_from", "x", "path", "/p"))) + b"u"
     error = loads(b"\x80\x05" + short_named("builtins", "ImportError") + b"\x8c\x01m\x85R}" + state + b"b.")
     assert (error.name, error.path, getattr(error, "name_from", None)) == ("antigravity", "/p", None)
@@ -615,7 +616,7 @@ def test_message_does_not_contain_a_rejected_number() -> None:
         loads(b"\x80\x05" + said + b".")
 
 
-def test_traceback_of_a_syntax_error_opens_no_file() -> None:
+def test_traceback_of_a_syntax_error_does_not_open_files() -> None:
     if sys.version_info < (3, 14):
         pytest.skip("NOT RUN: before Python 3.14, no such traceback opens a file")
     place = ("file", 1, 7, "a = 1 fi b", 1, 9, (1, 0, None))
@@ -628,7 +629,7 @@ def test_no_recursion_error_escapes() -> None:
         loads(b"\x80\x05\x8f(N" + b"\x85" * 990 + b"N" + b"\x85" * 990 + b"\x90.")
 
 
-def test_decimal_context_of_the_caller_is_not_used() -> None:
+def test_callers_decimal_context_is_not_used() -> None:
     with decimal.localcontext(decimal.Context(traps=[])) as context:
         with pytest.raises(DataOnly):
             loads(named("decimal", "Decimal") + b"\x8c\x01x\x85R.")

@@ -1,4 +1,4 @@
-"""Tests of executors whose supervisor, callback or caller ends at an unfavourable moment.
+"""Tests of executors whose supervisor, callback or caller fails or exits at an unfavourable moment.
 
 All futures get a result or exception, and no process remains.
 """
@@ -51,7 +51,7 @@ def test_waiting_calls_finish_despite_supervisor_death() -> None:
     os.kill(supervisor_of(pool), signal.SIGKILL)
     pool.shutdown(wait=True)
     assert all(future.done() for future in futures)
-    assert futures[-1].exception() is None, "the supervisor that died did not have the call"
+    assert futures[-1].exception() is None, "the dead supervisor did not have the call"
     assert tree(os.getpid()) == {os.getpid()}
 
 
@@ -75,7 +75,7 @@ def test_concurrent_calls_start_a_single_supervisor() -> None:
             now = pool._pool._supervisor
             return now is not None and now.pid not in (None, lost)
 
-        wait_for("there is another supervisor", another)
+        wait_for("another supervisor is running", another)
     is_over.set()
     feeder.join(LONG)
     pool.shutdown(wait=True)
@@ -104,7 +104,7 @@ def test_pool_dropped_during_a_restart_leaves_no_process(monkeypatch: pytest.Mon
     wait_for("all processes are gone", lambda: tree(os.getpid()) == {os.getpid()})
 
 
-def test_callback_that_raises_system_exit_ends_no_other_call() -> None:
+def test_system_exit_in_a_callback_does_not_fail_other_calls() -> None:
     with BulkheadExecutor(1) as pool:
         futures: list[Any] = [pool.submit(sys.exit, 1) for _ in range(3)]
         for future in futures:
@@ -166,7 +166,7 @@ def test_callbacks_can_submit_large_calls() -> None:
     assert errors == []
 
 
-def test_inherited_future_cancels_no_call_of_the_child() -> None:
+def test_inherited_future_does_not_cancel_calls_of_the_child() -> None:
     with BulkheadExecutor(1) as pool:
         inherited = [pool.submit(jobs.double, number) for number in range(5)]
         pending = pool.submit(time.sleep, LONG)
@@ -225,8 +225,8 @@ if __name__ == "__main__":
 """
 
 
-def test_timeout_from_a_signal_fails_no_other_call() -> None:
-    """`TimeoutError` is an `OSError`, but does not come from the connection."""
+def test_timeout_from_a_signal_does_not_fail_other_calls() -> None:
+    """`TimeoutError` is an `OSError`, but this one does not come from the connection."""
     source = str(Path(__file__).parents[1] / "src")
     ran = subprocess.run(
         [sys.executable, "-c", SOFT_LIMIT],
@@ -239,7 +239,7 @@ def test_timeout_from_a_signal_fails_no_other_call() -> None:
     assert ran.stdout == "all ended\n", ran.stderr
 
 
-def test_signal_exception_after_the_release_of_a_condition_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_exception_after_condition_release_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     condition = Condition()
     release = condition._release_save
 
@@ -312,7 +312,7 @@ def test_folder_of_a_killed_nested_pool_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["shutdown", "terminate_workers"])
-def test_callback_of_a_crashed_call_can_end_the_pool(end: str) -> None:
+def test_callback_for_a_crashed_call_can_stop_the_pool(end: str) -> None:
     pool = BulkheadExecutor(1)
     returned = threading.Event()
 

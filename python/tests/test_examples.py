@@ -27,7 +27,7 @@ Image: Any = pytest.importorskip("PIL.Image")
 
 
 def keys_of_the_example(**changes: Any) -> dict[str, Any]:
-    """Returns the keys of the example, with this interpreter and its module paths."""
+    """Returns the example's configuration keys, with this interpreter and its module paths."""
     keys: dict[str, Any] = tomllib.loads((EXAMPLES / "thumbnails" / "workers.toml").read_text())["bulkhead"][
         "thumbnail"
     ]
@@ -56,7 +56,7 @@ def test_thumbnail_worker_survives_hostile_pictures(supervisor: Supervisor) -> N
         for how in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
             result = client.call("thumbnail", picture(how=how)).payload
             assert Image.open(io.BytesIO(result)).size == (128, 96)
-        # A decompression bomb: few bytes, very many pixels.
+        # A decompression bomb: few bytes, but a huge number of pixels.
         with pytest.raises(Failed) as failed:
             client.call("thumbnail", picture((20_000, 20_000)))
         assert failed.value.outcome.fault == "caller"
@@ -158,7 +158,7 @@ def test_every_example_is_tested() -> None:
 
 
 def block(beginning: str) -> str:
-    """Returns the example in docs/python.md that has the given beginning."""
+    """Returns the example in docs/python.md that begins with the given text."""
     page = (EXAMPLES.parents[1] / "docs" / "python.md").read_text()
     found = re.search(rf"^( *)```python\n\1{re.escape(beginning)}.*?^\1```$", page, re.DOTALL | re.MULTILINE)
     assert found is not None, beginning

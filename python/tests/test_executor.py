@@ -35,13 +35,13 @@ SOURCE = TESTS.parent / "src"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[BulkheadExecutor]:
-    """A pool that all tests of this file share and leave unchanged."""
+    """A pool that all tests in this file share and leave unchanged."""
     with BulkheadExecutor(2) as executor:
         yield executor
 
 
 def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program that can import the modules of the tests."""
+    """Runs a program that can import the test modules."""
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", **variables}
     # With this variable, output lines of several processes are interleaved.
     environment.pop("PYTHONUNBUFFERED", None)
@@ -70,7 +70,7 @@ def test_calls_return_values_and_exceptions(pool: BulkheadExecutor) -> None:
         pool.submit(jobs.leave_by_exception).result(LONG)
 
 
-def test_call_that_holds_the_gil_delays_no_other_call(pool: BulkheadExecutor) -> None:
+def test_call_that_holds_the_gil_does_not_delay_other_calls(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         list(pool.map(jobs.double, range(500)))
     # This call takes longer than all other calls together.
@@ -97,7 +97,7 @@ def test_map_returns_results_in_order(pool: BulkheadExecutor) -> None:
         pool.map(jobs.double, numbers, buffersize=1.5)  # type: ignore[arg-type]
 
 
-def test_map_with_a_buffer_limits_consumption(pool: BulkheadExecutor) -> None:
+def test_map_with_buffersize_limits_consumption(pool: BulkheadExecutor) -> None:
     taken: list[int] = []
 
     def numbers() -> Iterator[int]:
@@ -187,7 +187,7 @@ def test_timeout_kills_the_process_tree_of_the_call(pool: BulkheadExecutor, tmp_
 def test_timeout_and_cancel_take_effect_quickly(tmp_path: Path) -> None:
     """The design requires an exception within 0.25 s and no process after 0.5 s, for a timeout of 0.2 s.
 
-    A busy machine needs longer. The test shows only that no time limit of supervisor or worker delays the result.
+    A busy machine needs longer. The test only shows that no time limit in the supervisor or worker delays the result.
     """
     raised, gone, cancelled = [], [], []
     with BulkheadExecutor(1) as pool:
@@ -297,7 +297,7 @@ def test_config_keys_reach_the_supervisor() -> None:
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_env_files_replace_variables_of_the_caller(
+def test_env_files_override_the_callers_variables(
     context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = tmp_path / "secret"
@@ -364,8 +364,8 @@ def test_forked_workers_behave_like_spawned_workers(
         wait_for("the process tree is gone", lambda: not any(map(is_running, hung)))
         assert list(pool.map(jobs.double, range(20))) == [number * 2 for number in range(20)]
         supervised = tree(pool._pool.supervisor().pid or 0)
-    # The process that adds names to the stacks of the timeout ends soon after the supervisor.
-    wait_for("all processes have ended", lambda: not any(map(is_running, supervised)))
+    # The process that adds names to the timeout's stacks exits soon after the supervisor.
+    wait_for("all processes have exited", lambda: not any(map(is_running, supervised)))
     assert capfd.readouterr().out == "forked\n"
 
 
@@ -422,7 +422,7 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
         with pytest.raises(WorkerCrashed):
             pool.submit(jobs.segfault).result(LONG)
         assert pool.submit(jobs.loaded, "threaded").result(LONG)
-        # Programs and pools that calls start must not inherit the variable.
+        # Programs and pools started by calls must not inherit the variable.
         assert pool.submit(jobs.variable, "PYTHON_BULKHEAD_BARE").result(LONG) is None
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "RuntimeWarning" in line]
     assert "leaves the thread" in line
@@ -564,7 +564,7 @@ def test_closed_pool_leaves_no_process_or_file() -> None:
     del pool
     gc.collect()
     assert future.result(LONG) == 0.1
-    wait_for("the supervisor ends", lambda: not supervisor.is_alive() and not os.path.exists(supervisor.folder))
+    wait_for("the supervisor exits", lambda: not supervisor.is_alive() and not os.path.exists(supervisor.folder))
 
 
 def test_terminate_workers_fails_pending_calls(tmp_path: Path) -> None:
@@ -590,7 +590,7 @@ def test_death_of_the_supervisor_fails_its_calls() -> None:
         os.kill(pid, 9)
         with pytest.raises(BrokenProcessPool):
             running.result(LONG)
-        # Calls that were not sent to the ended supervisor are sent to the next supervisor.
+        # Calls that were not sent to the old supervisor are sent to the next supervisor.
         outcomes = [future.exception(LONG) for future in rest]
         assert outcomes[-1] is None
         assert all(isinstance(each, (BrokenProcessPool, type(None))) for each in outcomes)
@@ -643,7 +643,7 @@ def test_interpreter_exit_finishes_pending_calls() -> None:
     assert not os.path.exists(folder)
 
 
-def test_functions_of_a_script_require_the_main_guard(tmp_path: Path) -> None:
+def test_calling_functions_in_a_script_requires_the_main_guard(tmp_path: Path) -> None:
     body = """
         from bulkhead import BulkheadExecutor
         def triple(number):
@@ -694,7 +694,7 @@ def test_pool_is_usable_after_ctrl_c() -> None:
     )
     assert child.stdout is not None
     pid, folder = child.stdout.readline().split()
-    wait_for("the program waits", lambda: is_sleeping(child.pid))
+    wait_for("the program is waiting", lambda: is_sleeping(child.pid))
     os.killpg(child.pid, 2)
     assert child.stdout.read() == "served\n"
     assert child.wait(LONG) == 0
@@ -706,7 +706,7 @@ class Interrupted(BaseException):
     """Raised by a signal handler, like KeyboardInterrupt."""
 
 
-def test_signal_exceptions_during_submit_lose_no_call() -> None:
+def test_signal_exceptions_during_submit_do_not_lose_calls() -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
@@ -758,7 +758,7 @@ def test_grandchild_can_write_to_inherited_files(pool: BulkheadExecutor, tmp_pat
     assert pool.submit(jobs.fork_twice, str(tmp_path)).result(LONG) == ["written"] * 8
 
 
-def test_pool_recovers_after_workers_could_not_start(tmp_path: Path) -> None:
+def test_pool_recovers_after_workers_failed_to_start(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     main = tmp_path / "main.py"
     main.write_text(
@@ -806,7 +806,7 @@ def test_script_from_standard_input_can_call_module_functions() -> None:
     assert ran.stdout == "8\n", ran.stdout + ran.stderr
 
 
-def test_errors_name_options_of_wrong_type() -> None:
+def test_errors_name_options_with_the_wrong_type() -> None:
     with pytest.raises(TypeError, match="env: 'A'"):
         BulkheadExecutor(1, env={"A": 1})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="timeout must be a number of seconds"):
@@ -819,7 +819,7 @@ def test_errors_name_options_of_wrong_type() -> None:
         BulkheadExecutor(1, sandbox=True)  # type: ignore[arg-type]
 
 
-def test_broken_standard_output_fails_no_other_call() -> None:
+def test_broken_standard_output_does_not_fail_other_calls() -> None:
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.replace_output).result(LONG) == pool.submit(jobs.pid).result(LONG)
 

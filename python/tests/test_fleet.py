@@ -1,4 +1,4 @@
-"""Jobs of a fleet: a real server, supervisor and agent."""
+"""Tests of fleet jobs, with a real server, supervisor and agent."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def server_address(folder: Path) -> str:
-    """The address of the server, or "" while it does not listen."""
+    """The server's address, or "" if it is not listening yet."""
     for path in folder.glob("*.ports"):
         try:
             return str(json.loads(path.read_text())["nats"][0])
@@ -105,7 +105,7 @@ def test_names_are_escaped_as_in_the_agent() -> None:
     assert job_subject("b", "acme") == "bh.job.b.n.2.acme"
 
 
-def test_job_has_its_result_and_runs_once(servers: str) -> None:
+def test_job_returns_its_result_and_runs_once(servers: str) -> None:
     async def run() -> None:
         async with await AsyncFleet.connect(servers) as fleet:
             replies = []
@@ -119,7 +119,7 @@ def test_job_has_its_result_and_runs_once(servers: str) -> None:
     asyncio.run(run())
 
 
-def test_failures_are_those_of_local_jobs(servers: str) -> None:
+def test_fleet_jobs_raise_the_same_errors_as_local_jobs(servers: str) -> None:
     async def run() -> None:
         async with await AsyncFleet.connect(servers) as fleet:
             submitted = await fleet.submit("fails", deadline=PATIENCE)

@@ -37,7 +37,7 @@ def children(parent: int) -> set[int]:
 
 
 def ready(own: Supervisor, count: int) -> list[int]:
-    """Waits for ``count`` ready workers. Returns their process ids."""
+    """Waits for ``count`` ready workers. Returns their PIDs."""
 
     def found() -> list[int]:
         workers = own.snapshot("one")["workers"]
@@ -54,7 +54,7 @@ def test_forked_workers_behave_like_spawned_workers(profile: str) -> None:
         assert client.call("one", b"x").payload == b"x"
         assert b"by init" in client.call("one", operation="about").payload
         jobs = [client.submit("one", b"0.3", operation=how) for how in ("sleep", "asleep") * 4]
-        wait_for("all jobs run", lambda: own.snapshot("one")["in_flight"] == 8)
+        wait_for("all jobs are running", lambda: own.snapshot("one")["in_flight"] == 8)
         assert {bytes(job.result(LONG).payload) for job in jobs} == {b"slept"}
         assert client.call("one", operation="libraries").payload == b'"e3b0"'
         for _ in range(3):
@@ -90,12 +90,12 @@ def test_sandbox_separates_forked_workers(profile: str) -> None:
 def test_temporary_folder_of_a_forked_worker_is_removed(profile: str) -> None:
     keys = forked(profile, recycle={"jobs": 1})
     with running(one=keys) as own, Client(own.socket) as client:
-        # A folder deeper than 128 on disk is a violation if a check finds it before it is removed.
+        # A folder deeper than 128 levels on disk is a violation if a check finds it before it is removed.
         depths = [0, 3, 40, 300 if profile == "strict" else 100]
         folders = [client.call("one", str(depth).encode(), operation="litter").payload.decode() for depth in depths]
         assert len(set(folders)) == len(folders)
         (worker,) = ready(own, 1)
-        # Paths as the template sees them.
+        # The paths as seen by the template.
         paths = [f"/proc/{worker}/root{folder}" for folder in folders]
         wait_for("the temporary folders are gone", lambda: not any(map(os.path.exists, paths)))
 

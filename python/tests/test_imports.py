@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(bulkhead.__file__).parent
 
 
 def imports(module: pathlib.Path) -> set[str]:
-    """Returns the modules of the package that a module imports anywhere, also in functions and for type checkers."""
+    """Returns the package modules that a module imports anywhere, including in functions and for type checkers."""
     found = set()
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 1:

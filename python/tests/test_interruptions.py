@@ -87,7 +87,7 @@ assert isinstance(future.exception(30), TypeError)
 
 
 @pytest.mark.parametrize("how", ["os.kill(pid, 9)", "pool.terminate_workers()"])
-def test_requeued_call_ends_if_the_supervisor_dies(how: str) -> None:
+def test_requeued_call_gets_an_outcome_if_the_supervisor_dies(how: str) -> None:
     ends(f"""
 pool = started()
 pid = pool._pool.supervisor().pid
@@ -180,7 +180,7 @@ pool.shutdown()
 """)
 
 
-def test_ctrl_c_during_a_wait_affects_no_other_future() -> None:
+def test_ctrl_c_during_a_wait_does_not_affect_other_futures() -> None:
     ends("""
 pool = started()
 looked_at, other = pool.submit(jobs.sleep, 0.3), pool.submit(jobs.sleep, 0.3)
@@ -232,7 +232,7 @@ pool.shutdown()
 
 
 @pytest.mark.parametrize("how", ["shutdown(cancel_futures=True)", "terminate_workers()"])
-def test_signal_handler_can_end_the_pool_during_its_start(how: str) -> None:
+def test_signal_handler_can_stop_the_pool_during_its_start(how: str) -> None:
     ends(f"""
 pool = BulkheadExecutor(1)
 done = []
@@ -292,7 +292,7 @@ assert not wait(futures, 30).not_done
 """)
 
 
-def test_blocked_output_stream_delays_no_result() -> None:
+def test_blocked_output_stream_does_not_delay_results() -> None:
     ends("""
 lock = threading.Lock()
 class Widget:
@@ -312,7 +312,7 @@ sys.stdout = real
 """)
 
 
-def test_failed_initializer_ends_the_processes() -> None:
+def test_failed_initializer_stops_all_processes() -> None:
     ends("""
 from pools import tree
 pool = BulkheadExecutor(1, initializer=jobs.fail_to_start)
@@ -353,7 +353,7 @@ assert future.done()
     "how", ["shutdown()", "shutdown(wait=False)", "shutdown(cancel_futures=True)", "terminate_workers()"]
 )
 @pytest.mark.parametrize("other", ["fills", "settles"])
-def test_signal_handler_can_end_the_pool_during_a_wait(how: str, other: str) -> None:
+def test_signal_handler_can_stop_the_pool_during_a_wait(how: str, other: str) -> None:
     ends(f"""
 import concurrent.futures._base as base
 pool = started()
@@ -406,8 +406,8 @@ sys.stdout = real
 """)
 
 
-def test_second_interrupt_ends_a_waiting_program() -> None:
-    """The first interrupt ends the wait for the result, the second interrupt ends the wait of ``shutdown``."""
+def test_second_interrupt_stops_a_waiting_program() -> None:
+    """The first interrupt ends the wait for the result; the second ends the wait in ``shutdown``."""
     ended = script("""
         import faulthandler, os, signal, sys, threading, time, jobs
         from bulkhead import BulkheadExecutor

@@ -17,7 +17,7 @@ from pools import LONG
 
 PYTHON = Path(__file__).resolve().parents[1]
 ROOT = PYTHON.parent
-#: Folder of the programs that the tests use.
+#: Folder that contains the programs used by the tests.
 SUPERVISOR = os.environ.get("BULKHEAD_SUPERVISOR", "")
 PROGRAMS = ("bulkhead-supervisor", "bulkhead-worker", "bulkhead")
 
@@ -33,7 +33,7 @@ def run(*command: str | Path, **variables: str) -> str:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """Returns a folder that only the first caller fills, also among the processes of pytest-xdist."""
+    """Returns a folder that only the first caller fills, even among several pytest-xdist processes."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     complete = folder.with_suffix(".complete")
@@ -49,7 +49,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copies the programs without their debug information, so that they are compressed in a fraction of the time."""
+    """Copies the programs without debug information, so that compressing them takes a fraction of the time."""
     if subprocess.run([sys.executable, "-c", "import hatchling, pip"], capture_output=True, check=False).returncode:
         message = "NOT RUN: hatchling is not installed: pip install hatchling"
         print(f"\n{message}", file=sys.__stderr__)
@@ -208,8 +208,8 @@ def test_installed_package_has_types(installed: Path, tmp_path: Path) -> None:
     assert 'Revealed type is "bool"' in told or 'Revealed type is "builtins.bool"' in told, told
 
 
-def test_submit_has_the_types_of_the_function(tmp_path: Path) -> None:
-    """A strictly typed program remains valid after a switch from the standard executors."""
+def test_submit_preserves_the_functions_types(tmp_path: Path) -> None:
+    """A strictly typed program remains valid after switching from a standard executor."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
         pytest.skip("NOT RUN: mypy is not installed")
     program = tmp_path / "program.py"

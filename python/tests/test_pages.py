@@ -1,4 +1,4 @@
-"""Follows pages by task: writes the files that a page shows, runs its commands, and compares their output."""
+"""Follows task-oriented pages: writes the files that a page shows, runs its commands, and compares the output."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from bulkhead._private import find_supervisor, to_toml
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
-#: Seconds for all commands of a page.
+#: Time limit in seconds for all commands on a page.
 LIMIT = 240
 
-#: An environment with the package, which needs neither pip nor the network.
+#: Replacements for commands. They install the package without pip and without network access.
 ENVIRONMENT = {
     "python3 -m venv venv": f"{sys.executable} -m venv --without-pip venv",
     "venv/bin/pip install --quiet ../bulkhead/python": f"cp -r {SOURCE}/bulkhead venv/lib/python*/site-packages/",
@@ -41,7 +41,7 @@ MARK = "-- end of a command --"
 
 @dataclass
 class Command:
-    """A command of a page, and the output that the page shows."""
+    """A command on a page, and the output that the page shows."""
 
     text: str
     output: list[str] = field(default_factory=list)
@@ -49,14 +49,14 @@ class Command:
 
 @dataclass
 class File:
-    """A file that a page asks to write."""
+    """A file that a page tells the reader to write."""
 
     name: str
     text: str
 
 
 def steps(page: str) -> Iterator[Command | File]:
-    """Yields files and commands in the order of the page. A file is a block after a line that ends with its name."""
+    """Yields a page's files and commands in order. A file is a block after a line that ends with the file's name."""
     parts = re.split(r"^```(\w*)\n(.*?)^```\n", page, flags=re.DOTALL | re.MULTILINE)
     for text, language, block in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
         before = text.strip().rsplit("\n", 1)[-1]
@@ -82,8 +82,8 @@ def commands(block: str) -> list[Command]:
 
 
 def normal(text: str) -> str:
-    """Replaces numbers, durations, and the widths of columns, because they differ from run to run."""
-    # A bulkhead has at most one report about a late job each second.
+    """Replaces numbers, durations and column widths, because these differ from run to run."""
+    # A bulkhead produces at most one report on a late job per second.
     text = re.sub(r"(fewer jobs concurrently|less work); see `bulkhead crashes [^`]*`", r"\1", text)
     numbers = re.compile(r"\d+(\.\d+)?( ?(µs|ms|s|m)\b)?")
     lines = (re.sub(r"\s+", " ", numbers.sub("N", line)).strip() for line in text.splitlines())
@@ -91,17 +91,17 @@ def normal(text: str) -> str:
 
 
 def is_shown(command: Command, output: str) -> bool:
-    """Returns true if the output is the one of the page. `[...]` stands for any lines, `…` for the rest of a line."""
+    """Returns true if the page shows this output. `[...]` stands for any lines, `…` for the rest of a line."""
     wanted = re.escape(normal("\n".join(command.output)))
     wanted = wanted.replace(re.escape("[...]"), "(.|\n)*").replace("…", ".*")
     return not command.output or re.fullmatch(wanted, normal(output)) is not None
 
 
 def follow(page: str, instead: dict[str, str] | None = None) -> None:
-    """Runs the commands of a page. `instead` maps commands that would take too long to others with the same effect."""
+    """Runs a page's commands. `instead` maps commands that would take too long to equivalent, faster commands."""
     programs = os.path.dirname(find_supervisor())
     folder = pathlib.Path(tempfile.mkdtemp(prefix="bulkhead-page-"))
-    folder.chmod(0o755)  # workers of other users read their modules below this folder
+    folder.chmod(0o755)  # workers that run as other users read their modules below this folder
     (folder / "bulkhead").symlink_to(ROOT)
     (folder / "empty").mkdir()
     done: list[Command] = []
@@ -151,7 +151,7 @@ def needs(program: str) -> None:
 
 
 def rust_program(page: str, name: str) -> pathlib.Path:
-    """Returns the example that is the Rust program of a page."""
+    """Returns the path of the example program that a page shows."""
     shown = [
         step.text for step in steps((DOCS / page).read_text()) if isinstance(step, File) and "main.rs" in step.name
     ]
@@ -190,7 +190,7 @@ def test_page_on_clients_works() -> None:
     follow("client.md", {"cargo new --quiet words-client": create, run: str(program), **ENVIRONMENT})
 
 
-def test_configuration_on_page_on_production_is_valid(tmp_path: pathlib.Path) -> None:
+def test_configuration_on_production_page_is_valid(tmp_path: pathlib.Path) -> None:
     page = (DOCS / "operations/production.md").read_text()
     found = {step.name: step.text for step in steps(page) if isinstance(step, File)}
     blocks = re.findall(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
@@ -210,7 +210,7 @@ def test_configuration_on_page_on_production_is_valid(tmp_path: pathlib.Path) ->
     assert "[bulkhead.compress]" in ran.stdout
 
 
-#: Bulkheads whose jobs end in each way that docs/operations/incidents.md describes. `{python}` is the interpreter.
+#: Bulkheads whose jobs end in every way that docs/operations/incidents.md describes.
 SYMPTOMS = """
 [supervisor]
 socket = "jobs.sock"
@@ -257,7 +257,7 @@ sandbox = { read = {read} }
 rlimits = { data = "256MiB" }
 """
 
-#: Number of the system call bpf.
+#: System call numbers of bpf(2).
 BPF = {"x86_64": 321, "aarch64": 280}
 
 
@@ -286,7 +286,7 @@ def supervisor_with_symptoms(folder: pathlib.Path) -> Iterator[subprocess.Popen[
 
 
 def symptoms() -> list[str]:
-    """Returns the texts in the first column of the tables of symptoms, without commands."""
+    """Returns the texts in the first column of the symptom tables, without commands."""
     page = (DOCS / "operations/incidents.md").read_text()
     section = page.split("\n## Symptoms\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
@@ -344,11 +344,11 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
         submit("breaker", code=75)
         run("resume", "breaker", code=0)
 
-        # A job that waits until its deadline behind one that hangs, which is then cancelled.
+        # A job waits until its deadline behind a hanging job, which is then cancelled.
         run("resize", "slow", "--max-in-flight", "1", code=0)
         with ThreadPoolExecutor() as threads:
             hanging = threads.submit(submit, "slow", "--deadline", "10m", code=130)
-            wait_for("the job runs", lambda: "running" in run("jobs", "slow"))
+            wait_for("the job is running", lambda: "running" in run("jobs", "slow"))
             submit("slow", "--deadline", "1s", code=124)
             listed = json.loads(run("jobs", "slow", "--json"))["jobs"]
             run("cancel", "slow", listed[0]["job"], code=0)
@@ -380,7 +380,7 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
         (tmp_path / "jobs.sock").unlink()
         wait_for_event("socket_removed")
         process.send_signal(signal.SIGHUP)
-        wait_for("the socket is there again", (tmp_path / "jobs.sock").exists)
+        wait_for("the socket exists again", (tmp_path / "jobs.sock").exists)
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.5)  # the pause itself
         process.send_signal(signal.SIGCONT)
@@ -389,7 +389,7 @@ def test_every_documented_symptom_can_be_reproduced(tmp_path: pathlib.Path) -> N
     assert not missing, f"{missing}\n{seen}\n{(tmp_path / 'log').read_text()}"
 
 
-def test_check_of_pages_finds_differences() -> None:
+def test_page_check_finds_differences() -> None:
     shown = Command("x", ["ran 1.2 ms", "[...]", "exit…"])
     assert is_shown(shown, "ran  30 ms\nmore\nlines\nexit code 3\n")
     assert not is_shown(shown, "ran 30 bytes\nmore\nexit code 3\n")

@@ -46,7 +46,7 @@ def channel_of(pool: BulkheadExecutor) -> Channel:
 
 
 class Interrupted:
-    """A socket that a raising signal handler interrupts after a part of the data was sent."""
+    """A socket that a raising signal handler interrupts after part of the data was sent."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -64,7 +64,7 @@ class Interrupted:
         return int(self._real.sendmsg([b"".join(pieces)[:10]], *rest))
 
 
-def test_timeout_during_a_send_loses_no_other_call(pool: BulkheadExecutor) -> None:
+def test_timeout_during_a_send_does_not_lose_other_calls(pool: BulkheadExecutor) -> None:
     channel = channel_of(pool)
     channel._socket = Interrupted(channel._socket)  # type: ignore[assignment]
     with pytest.raises(TimeoutError, match="a soft limit"):
@@ -74,7 +74,7 @@ def test_timeout_during_a_send_loses_no_other_call(pool: BulkheadExecutor) -> No
 
 
 class InMain:
-    """Runs an action and raises KeyboardInterrupt when pickled in the main thread. Pickles as 7 in other threads."""
+    """Runs an action and raises KeyboardInterrupt when pickled in the main thread. In other threads, pickles as 7."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
@@ -88,14 +88,14 @@ class InMain:
 
 def test_ctrl_c_does_not_fail_another_threads_call(pool: BulkheadExecutor) -> None:
     future = PoolFuture(pool._pool)
-    # Imitates a call that another thread has submitted, but that has not been sent yet.
+    # Imitates a call that another thread has submitted but that has not been sent yet.
     pool._pool._waiting.append(Call(future, pool._metadata, False, jobs.double, (InMain(lambda: None),), {}))
     with pytest.raises(KeyboardInterrupt):
         pool._pool.shut_down(wait=False, cancel=False)
     assert future.result(LONG) == 14
 
 
-def test_ctrl_c_during_pickling_blocks_no_shutdown(pool: BulkheadExecutor) -> None:
+def test_ctrl_c_during_pickling_does_not_block_shutdown(pool: BulkheadExecutor) -> None:
     thread = threading.Thread(target=pool.shutdown)
 
     def waits() -> bool:
@@ -116,10 +116,10 @@ def test_ctrl_c_during_pickling_blocks_no_shutdown(pool: BulkheadExecutor) -> No
     assert not thread.is_alive()
 
 
-# Exceptions in threads on which others depend.
+# Exceptions in threads on which other threads depend.
 
 
-def test_callbacks_run_after_one_has_raised(pool: BulkheadExecutor) -> None:
+def test_callbacks_run_after_an_earlier_callback_has_raised(pool: BulkheadExecutor) -> None:
     called = threading.Event()
 
     def leave(_: Future[Any]) -> None:
@@ -149,7 +149,7 @@ def test_failed_thread_start_leaves_no_call_pending(monkeypatch: pytest.MonkeyPa
         assert channel_of(pool) is not channel
 
 
-def test_unreadable_outcome_ends_only_the_connection(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_outcome_closes_only_the_connection(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_metadata: bytes) -> int:
         raise struct.error("an outcome that cannot be read")
 
@@ -160,7 +160,7 @@ def test_unreadable_outcome_ends_only_the_connection(pool: BulkheadExecutor, mon
         channel = channel_of(pool)
         for future in [pool.submit(jobs.double, number) for number in range(100)]:
             assert isinstance(future.exception(LONG), (PoolDisconnected, type(None)))
-    wait_for("the thread has ended", lambda: told)
+    wait_for("the thread has exited", lambda: told)
     assert pool.submit(jobs.double, 2).result(LONG) == 4
     assert channel_of(pool) is not channel
 
@@ -170,7 +170,7 @@ class Large(bytes):
         return 1 << 32
 
 
-def test_too_large_call_fails_alone(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_call_fails_alone(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool._pool.pickler, "dump", lambda _: [Large()])
         with pytest.raises(ValueError, match="4294967296 bytes; the maximum is"):
@@ -178,7 +178,7 @@ def test_too_large_call_fails_alone(pool: BulkheadExecutor, monkeypatch: pytest.
     assert pool.submit(jobs.double, 2).result(LONG) == 4
 
 
-# Supervisors that do not start.
+# Supervisors that fail to start.
 
 
 def test_waiting_calls_fail_if_no_supervisor_starts(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_executor_can_be_dropped_at_any_time(where: str, is_killed: bool) -> Non
 
 
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_forked_child_closes_descriptors_of_the_pool(sandbox: str) -> None:
+def test_forked_child_closes_the_pools_descriptors(sandbox: str) -> None:
     ended = script(f"""
         import os, jobs
         from bulkhead import BulkheadExecutor
@@ -290,7 +290,7 @@ def test_forked_child_closes_descriptors_of_the_pool(sandbox: str) -> None:
 
 
 class Kept:
-    """A standard output in pure Python that raises an exception for some words."""
+    """A standard output stream in pure Python that raises an exception for some words."""
 
     def __init__(self) -> None:
         self.lines = ""
@@ -312,7 +312,7 @@ def test_printed_output_precedes_the_result(pool: BulkheadExecutor, monkeypatch:
         assert kept.lines.endswith(f"line {number}\n")
 
 
-def test_failing_output_stream_stops_no_call(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_output_stream_does_not_fail_calls(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     monkeypatch.setattr(sys, "stdout", kept)
     assert pool.submit(jobs.say, "fail").result(LONG) == 1

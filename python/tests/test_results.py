@@ -121,7 +121,7 @@ def test_accepts_frames(pool: BulkheadExecutor, code: str) -> None:
         ("pandas.errors.EmptyDataError('none')", "pandas.errors.EmptyDataError"),
     ],
 )
-def test_accepts_exceptions_of_libraries(pool: BulkheadExecutor, code: str, kind: Any) -> None:
+def test_accepts_library_exceptions(pool: BulkheadExecutor, code: str, kind: Any) -> None:
     need(code)
     error = pool.submit(results.evaluate, code).exception(LONG)
     assert type(error) is kind or f"{type(error).__module__}.{type(error).__qualname__}" == kind
@@ -274,7 +274,7 @@ def test_rejects_makers_and_buffers_as_values() -> None:
                 loads(pickled, buffers)
 
 
-def test_reading_a_result_imports_no_module() -> None:
+def test_reading_a_result_does_not_import_modules() -> None:
     need("numpy PIL")
     pickled = [
         pickle.dumps(_Made(_libraries.make_array, "<f8", (1,), False, bytes(8))),

@@ -18,7 +18,7 @@ def temporary(tmp_path: Path) -> Temporary:
 
 
 def rounds(temporary: Temporary, name: bytes, rounds_max: int) -> int:
-    """Returns the number of calls of ``remove`` until nothing is left to do."""
+    """Returns the number of calls to ``remove`` until nothing is left to do."""
     for number in range(1, rounds_max + 1):
         if temporary.remove(name):
             return number
@@ -61,7 +61,7 @@ def test_removes_a_deep_tree_with_conflicting_names(temporary: Temporary, tmp_pa
 
 
 def test_conflicting_names_do_not_prevent_removal(temporary: Temporary, tmp_path: Path) -> None:
-    """A worker can create folders whose names resemble the names of moved folders."""
+    """A worker can create folders whose names resemble those of moved folders."""
     os.close(temporary.make(b"taken"))
     for number in range(ENTRIES_AT_ONCE + 1):
         (tmp_path / "taken" / f".bulkhead-{number}" / "in" / "it").mkdir(parents=True)

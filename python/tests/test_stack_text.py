@@ -1,4 +1,4 @@
-"""Tests of stacks at a deadline: as a worker writes them, in crash reports, and in the exceptions of a pool."""
+"""Tests of stacks taken at a deadline: as written by a worker, in crash reports, and in a pool's exceptions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILE_BYTES = _link.JOURNAL_BYTES + _stack_text.FILE_BYTES
 
 
 class FalseSupervisor:
-    """Runs one worker, and does the supervisor's part of a request for stacks."""
+    """Runs one worker, and performs the supervisor's part of a stack request."""
 
     def __init__(self, *command: str, file_bytes: int = FILE_BYTES) -> None:
         self.file = os.memfd_create("journal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -55,7 +55,7 @@ class FalseSupervisor:
         self.receive(_wire.READY)
 
     def receive(self, kind: int) -> _wire.Frame:
-        """Returns the next frame of a kind, and drops all frames before."""
+        """Returns the next frame of a kind, and drops all earlier frames."""
         while True:
             while self._reader.frames:
                 frame = self._reader.frames.popleft()
@@ -82,7 +82,7 @@ class FalseSupervisor:
     def stacks(self) -> str:
         """Requests the stacks until there is a text, and returns the text.
 
-        A request that arrives while another thread still writes the text of the previous request has no effect.
+        A request that arrives while another thread is still writing the text for the previous request has no effect.
         """
 
         def found() -> str | None:
@@ -92,7 +92,7 @@ class FalseSupervisor:
                 return self.text()
             return None
 
-        return wait_for("there are stacks", found)
+        return wait_for("the stacks are available", found)
 
     def is_handled(self) -> bool:
         with open(f"/proc/{self.pid}/status") as file:
@@ -139,15 +139,15 @@ def test_worker_writes_the_stack_of_a_running_handler(operation: str, payload: b
     with worker(*HANDLERS) as supervisor:
         assert supervisor.capabilities & _wire.WORKER_STACK_TEXT
         supervisor.submit(operation, payload)
-        line = wait_for("the handler runs", lambda: line_in(supervisor.stacks(), function))
+        line = wait_for("the handler is running", lambda: line_in(supervisor.stacks(), function))
         assert line in body(function)
-        # The text of a later request replaces the text of an earlier request.
+        # The text for a later request replaces the text for an earlier request.
         assert supervisor.stacks().count("in _run_handlers") == 1
 
 
-def test_worker_survives_requests_without_a_job() -> None:
+def test_worker_survives_stack_requests_without_a_job() -> None:
     with worker(*HANDLERS) as supervisor:
-        wait_for("the thread for the link runs", lambda: "in _watch" in supervisor.stacks())
+        wait_for("the link's thread is running", lambda: "in _watch" in supervisor.stacks())
         assert supervisor.call("", b"x") == b"x"
         # The text is longer than the file.
         os.lseek(supervisor.file, FILE_BYTES - 10, os.SEEK_SET)
@@ -156,7 +156,7 @@ def test_worker_survives_requests_without_a_job() -> None:
         assert supervisor.call("", b"x") == b"x"
 
 
-def test_worker_with_a_small_journal_registers_nothing() -> None:
+def test_worker_with_a_small_journal_registers_no_handler() -> None:
     with worker(*HANDLERS, file_bytes=_link.JOURNAL_BYTES) as supervisor:
         assert supervisor.call("", b"x") == b"x"
         assert not supervisor.is_handled()
@@ -202,15 +202,15 @@ PROGRAM = PROGRAM.replace("NAMES", repr(NAMES))
 
 
 @pytest.mark.parametrize(("change", "answer"), [("own", b"own handler"), ("own_file", b"in _run_handlers")])
-def test_handler_of_user_code_replaces_the_text(change: str, answer: bytes) -> None:
+def test_user_signal_handler_replaces_the_stack_text(change: str, answer: bytes) -> None:
     with worker("-c", PROGRAM) as supervisor:
         supervisor.call(change)
         supervisor.request()
-        wait_for("the handler of the user code has run", lambda: answer in supervisor.call("answer"))
+        wait_for("the user code's signal handler has run", lambda: answer in supervisor.call("answer"))
         assert supervisor.text() == ""
 
 
-def test_worker_ignores_requests_after_unregistering() -> None:
+def test_worker_ignores_stack_requests_after_unregistering() -> None:
     with worker("-c", PROGRAM) as supervisor:
         supervisor.call("unregister")
         supervisor.request()
@@ -224,20 +224,20 @@ def test_worker_writes_stacks_after_faulthandler_was_disabled() -> None:
         assert "in _run_handlers" in supervisor.stacks()
 
 
-def test_forked_process_does_not_write_to_the_file_of_its_parent() -> None:
+def test_forked_process_does_not_write_to_its_parents_file() -> None:
     with worker("-c", PROGRAM) as supervisor:
         os.lseek(supervisor.file, _link.JOURNAL_BYTES, os.SEEK_SET)
         assert supervisor.call("fork") == b"40"
         assert supervisor.text() == ""
         assert "in _run_handlers" in supervisor.stacks()
-        # The handler of user code also works in a forked process.
+        # The user code's signal handler also works in a forked process.
         supervisor.call("own")
         assert supervisor.call("fork") == b"41"
 
 
-# Texts for people.
+# Human-readable texts.
 
-#: Written by Python 3.11 for a call of `map` with a `chunksize`.
+#: Written by Python 3.11 for a call made by `map` with a `chunksize`.
 STACKS = """Thread 0x00007f0c1d7fa6c0 (most recent call first):
   File "/venv/bulkhead/_serve.py", line 592 in _watch_link
   File "/venv/bulkhead/_serve.py", line 577 in _watch
@@ -256,13 +256,13 @@ Current thread 0x00007f0c2a0f3040 (most recent call first):
 """
 
 
-def test_stack_of_a_call_has_no_frames_of_the_worker() -> None:
+def test_stack_of_a_call_omits_the_workers_frames() -> None:
     _, others, current = STACKS.split("\n\n")
     own = "\n".join(current.splitlines()[:2])
     assert _without_own_frames(STACKS) == f"{others}\n\n{own}"
     # A compiled program has relative paths.
     assert _without_own_frames(STACKS.replace("/venv/", "")) == f"{others}\n\n{own}"
-    # The stack is deeper than the maximum of `faulthandler`, or a thread has no frame of the call.
+    # The stack is deeper than `faulthandler` supports, or a thread has no frame of the call.
     deep = "Thread 0x1 (most recent call first):\n" + '  File "/app/own.py", line 4 in f\n' * 100 + "  ..."
     assert _without_own_frames(deep + "\n") == deep
     for frame in ('File "/venv/bulkhead/_pool_worker.py", line 9 in _run', "<no Python frame>"):
@@ -270,11 +270,11 @@ def test_stack_of_a_call_has_no_frames_of_the_worker() -> None:
     assert _without_own_frames("") == ""
 
 
-# Reports of a supervisor. It takes stacks at most once a second, and on a busy machine not always in time.
+# A supervisor's reports. It takes stacks at most once per second, and on a busy machine not always in time.
 
 
 def stack_in_report(supervisor: Supervisor, client: Client, name: str, operation: str, payload: bytes) -> str:
-    """Runs jobs until their deadline until a report has the text of the worker. Returns the text."""
+    """Runs jobs beyond their deadline until a report contains the worker's text. Returns the text."""
 
     def found() -> str | None:
         with pytest.raises(DeadlineExceeded) as raised:
@@ -291,12 +291,12 @@ def stack_in_report(supervisor: Supervisor, client: Client, name: str, operation
         assert report["cause"] == "deadline"
         return str(report.get("runtime_stack") or "")
 
-    return wait_for("a report has the text", found)
+    return wait_for("a report contains the text", found)
 
 
 @pytest.mark.parametrize("mode", ["spawn", "fork"])
 @pytest.mark.parametrize("profile", ["none", "default", "strict"])
-def test_report_of_a_late_job_has_the_stack_of_its_handler(profile: str, mode: str) -> None:
+def test_report_on_a_late_job_contains_the_handlers_stack(profile: str, mode: str) -> None:
     keys = {**sandboxed(profile), **({"start": {"mode": "fork"}} if mode == "fork" else {})}
     with running(one=keys, many={**keys, "max_in_flight": 4}) as own, Client(own.socket) as client:
         for name, operation in (("one", "sleep"), ("one", "hold"), ("many", "sleep")):
@@ -305,7 +305,7 @@ def test_report_of_a_late_job_has_the_stack_of_its_handler(profile: str, mode: s
         assert client.call("one", b"x").payload == b"x"
 
 
-# Exceptions of a pool.
+# A pool's exceptions.
 
 
 def shown(error: BaseException) -> str:
@@ -313,7 +313,7 @@ def shown(error: BaseException) -> str:
 
 
 def timeout_with_report(call: Callable[[], Any], is_wanted: Callable[[CallTimeout], object]) -> CallTimeout:
-    """Makes calls until one times out with a report that is wanted. Returns its exception."""
+    """Makes calls until one times out and ``is_wanted`` accepts its exception. Returns the exception."""
 
     def found() -> CallTimeout | None:
         error = call().exception(LONG)
@@ -331,7 +331,7 @@ def has_stack(error: CallTimeout) -> bool:
 @pytest.mark.parametrize(
     ("sandbox", "tasks"), [("none", None), ("none", 1), ("default", None), ("strict", None), ("strict", 1)]
 )
-def test_timeout_of_a_call_shows_where_its_function_was(method: str, sandbox: str, tasks: int | None) -> None:
+def test_timeout_of_a_call_shows_the_functions_position(method: str, sandbox: str, tasks: int | None) -> None:
     context = multiprocessing.get_context(method)
     with BulkheadExecutor(1, context, timeout=0.5, sandbox=sandbox, max_tasks_per_child=tasks) as pool:
         function: Any
@@ -348,12 +348,12 @@ def test_timeout_of_a_call_shows_where_its_function_was(method: str, sandbox: st
 
 
 @pytest.mark.parametrize(("function", "arguments"), [(jobs.spin, ()), (jobs.hold_the_lock, (10**12,))])
-def test_timeout_of_a_busy_call_shows_where_its_function_was(function: Any, arguments: tuple[Any, ...]) -> None:
+def test_timeout_of_a_busy_call_shows_the_functions_position(function: Any, arguments: tuple[Any, ...]) -> None:
     with BulkheadExecutor(1, timeout=0.5) as pool:
         try:
             error = timeout_with_report(lambda: pool.submit(function, *arguments), has_stack)
         except AssertionError:
-            # The worker gets too little processor time to write within the supervisor's time limit.
+            # The worker gets too little CPU time to write its stack within the supervisor's time limit.
             if os.getloadavg()[0] < 4 * (os.cpu_count() or 1):
                 raise
             message = "NOT RUN: the machine is too busy"
@@ -362,12 +362,12 @@ def test_timeout_of_a_busy_call_shows_where_its_function_was(function: Any, argu
         assert line_in(shown(error), function) in body(function)
 
 
-def test_timeout_of_a_call_without_a_text_has_no_stack(tmp_path: Path) -> None:
+def test_timeout_without_a_stack_text_shows_no_stack(tmp_path: Path) -> None:
     with BulkheadExecutor(1, timeout=0.5, initializer=jobs.handle_stack_signal) as pool:
         error = timeout_with_report(lambda: pool.submit(jobs.sleep, 600), lambda _: True)
         assert not has_stack(error)
         assert "runtime_stack" not in pool._pool.supervisor().get(f"/v1/crashes/{error.outcome.report}")
-    # A stopped process handles no signal.
+    # A stopped process does not handle signals.
     note = str(tmp_path / "note")
     with BulkheadExecutor(1, timeout=3, config={"health": {"heartbeat": "60s"}}) as pool:
         pid = pool.submit(jobs.pid).result(LONG)
@@ -398,7 +398,7 @@ def test_many_timeouts_request_few_reports(monkeypatch: pytest.MonkeyPatch) -> N
     assert 1 <= len(requests) <= took + 1
 
 
-def test_wait_for_a_stack_delays_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_stack_does_not_delay_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     is_waiting, may_end = threading.Event(), threading.Event()
 
     def stack_of(_supervisor: PrivateSupervisor, _report: str) -> str:
@@ -412,7 +412,7 @@ def test_wait_for_a_stack_delays_no_other_call(monkeypatch: pytest.MonkeyPatch) 
         assert is_waiting.wait(LONG)
         assert pool.submit(jobs.double, 1).result(LONG) == 2
         assert not late.done()
-        # Too many calls wait for their stacks.
+        # Too many calls are waiting for their stacks.
         monkeypatch.setattr(bulkhead._pool, "STACKS_MAX", 1)
         error = timeout_with_report(lambda: pool.with_options(timeout=0.2).submit(jobs.sleep, 600), lambda _: True)
         assert not has_stack(error)

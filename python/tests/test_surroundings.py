@@ -1,4 +1,4 @@
-"""A pool's surroundings: environment, umask, frozen programs, editable packages, other systems, wrong arguments."""
+"""Tests of a pool's surroundings: environment, umask, frozen programs, editable packages, wrong arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = ["spawn", "forkserver"]
 
 
 def program(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs an interpreter that can import the modules of the tests."""
+    """Runs an interpreter that can import the test modules."""
     paths = [variables.pop("PYTHONPATH", ""), str(SOURCE), str(TESTS)]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
@@ -40,7 +40,7 @@ def program(code: str, *arguments: str, **variables: str) -> subprocess.Complete
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_workers_have_the_umask_of_the_caller(method: str, sandbox: str) -> None:
+def test_workers_inherit_the_callers_umask(method: str, sandbox: str) -> None:
     before = os.umask(0o027)
     try:
         context = multiprocessing.get_context(method)
@@ -113,7 +113,7 @@ def test_errors_explain_denied_access(sandbox: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["finder", "link"])
 def test_editable_packages_are_readable_in_the_sandbox(kind: str, tmp_path: Path) -> None:
-    """Covers installations by setuptools, and by flit with a symbolic link."""
+    """Covers installations by setuptools, and by flit with symbolic links."""
     tmp_path.chmod(0o755)
     package = tmp_path / "project" / "edited"
     package.mkdir(parents=True)
@@ -147,7 +147,7 @@ sys.meta_path.append(Finder)
 
 
 def test_forked_workers_start_with_pandas(capfd: pytest.CaptureFixture[str]) -> None:
-    """pyarrow's allocator starts a thread unless this is disabled."""
+    """pyarrow's allocator starts a thread unless this feature is disabled."""
     context = multiprocessing.get_context("forkserver")
     preload = [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name)]
     with BulkheadExecutor(1, mp_context=context, preload=preload) as pool:
@@ -155,7 +155,7 @@ def test_forked_workers_start_with_pandas(capfd: pytest.CaptureFixture[str]) -> 
         assert all(pool.submit(jobs.loaded, name).result(LONG) for name in preload)
     assert "leaves the thread" not in capfd.readouterr().err
     if "pyarrow" not in preload:
-        pytest.skip("NOT RUN: the check with pandas, because pandas and pyarrow are not installed")
+        pytest.skip("NOT RUN: the check with pandas, because pyarrow is not installed")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -194,8 +194,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_initializers_get_locks_and_queues_without_a_sandbox(method: str) -> None:
-    # The test runs a separate program, because `multiprocessing` leaves a helper process behind.
+def test_initializers_receive_locks_and_queues_without_a_sandbox(method: str) -> None:
+    # Runs a separate program, because `multiprocessing` leaves a helper process behind.
     ended = program(f"""
         import multiprocessing, jobs
         from bulkhead import BulkheadExecutor
@@ -249,7 +249,7 @@ def test_pickling_errors_contain_a_hint() -> None:
 
 # Frozen programs.
 
-#: A program that starts itself, like programs of PyInstaller. Interpreter arguments have no effect until
+#: A program that starts copies of itself, like a PyInstaller program. Interpreter arguments have no effect until
 #: `freeze_support` handles them.
 FROZEN = """
 import multiprocessing, os, sys
@@ -257,7 +257,7 @@ sys.frozen = True
 with open(os.environ["TRACE"], "a") as trace:
     print(os.getpid(), file=trace)
 if len(open(os.environ["TRACE"]).readlines()) > 10:
-    sys.exit("it starts itself without end")
+    sys.exit("it starts itself endlessly")
 from bulkhead import BulkheadExecutor
 def double(number):
     return 2 * number
@@ -311,7 +311,7 @@ def test_frozen_program_starts_workers_or_reports_why_not(method: str, support: 
 # Programming errors.
 
 
-def test_import_fails_outside_of_linux() -> None:
+def test_import_fails_on_systems_other_than_linux() -> None:
     ended = script("""
         import sys
         sys.platform = "darwin"

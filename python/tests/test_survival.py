@@ -1,8 +1,8 @@
-"""Tests that failures which break other pools affect only one call of this pool.
+"""Tests that failures that break other pools affect only one call in this pool.
 
 Covers single failures, storms of failing calls, and killed callers.
 
-``BULKHEAD_SURVIVAL_JOBS`` sets the number of calls of a storm. The default is 1,500; use 10,000 before a release.
+``BULKHEAD_SURVIVAL_JOBS`` sets the number of calls in a storm. The default is 1,500; use 10,000 before a release.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def test_documented_survival_table_is_correct() -> None:
     }
 
 
-def test_storm_of_failing_calls_affects_no_honest_call() -> None:
-    """A twentieth of the calls is bad. Each bad call gets the expected error, and every honest result is correct."""
+def test_storm_of_failing_calls_does_not_affect_honest_calls() -> None:
+    """One call in twenty is bad. Each bad call raises the expected error, and every honest result is correct."""
     with BulkheadExecutor(4, memory=storm.MEMORY) as pool:
         ended: Counter[str] = Counter()
         for future, wanted in storm.begin(pool, JOBS):
@@ -80,7 +80,7 @@ def test_caller_killed_under_load_leaves_no_process() -> None:
     assert os.path.exists(folder)
     os.kill(caller.pid, signal.SIGKILL)
     caller.wait(LONG)
-    # The storm had not been reported as finished.
+    # The storm was not reported as finished.
     assert caller.stdout.read() == ""
     caller.stdout.close()
     wait_for("no process is left", lambda: not any(map(is_running, pids)) and not of_folder(folder))
@@ -88,7 +88,7 @@ def test_caller_killed_under_load_leaves_no_process() -> None:
 
 
 def of_folder(folder: str) -> list[int]:
-    """Returns the processes that have this folder, or a file in it, as an argument."""
+    """Returns the PIDs of processes with this folder, or a file in it, as an argument."""
     found = []
     for name in os.listdir("/proc"):
         try:
@@ -148,7 +148,7 @@ def test_call_that_kills_its_process_group_fails_alone() -> None:
 
 @pytest.mark.parametrize("profile", ["default", "strict"])
 def test_sandbox_denies_access(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Needs a machine and an interpreter path that allow a sandbox."""
+    """Requires a machine and an interpreter path that allow a sandbox."""
     user = {"user": "shared"} if os.geteuid() == 0 else {}
     # Naming a path that the pool grants anyway is allowed.
     sandbox = {"profile": profile, "read": [sys.prefix, os.path.dirname(jobs.__file__)], **user}

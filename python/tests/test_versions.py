@@ -1,4 +1,4 @@
-"""Tests other installed Python versions, including free-threaded builds."""
+"""Tests the package with other installed Python versions, including free-threaded builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests invalid frames from a peer that acts as the supervisor. They must not make a job or a worker wait forever."""
+"""Tests that invalid frames from a peer acting as the supervisor never make a job or a worker wait forever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from running import SOURCE
 
 from bulkhead import AsyncClient, Client, Disconnected, _wire
 
-#: A frame with more metadata than bytes, an outcome and a progress report without fields.
+#: A frame with more metadata than bytes, an outcome without fields, and a progress report without fields.
 FRAMES = [
     _wire.HEADER.pack(4, _wire.OUTCOME, 0, 8, 1),
     _wire.frame(_wire.OUTCOME, 1, b""),
@@ -29,7 +29,7 @@ FRAMES = [
 
 @contextlib.contextmanager
 def false_supervisor(path: str, frame: bytes) -> Iterator[None]:
-    """Accepts one client, and sends the frame after the client's first job. Then reads until the client closes."""
+    """Accepts one client, and sends the frame after its first job. Then reads until the client disconnects."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
@@ -48,10 +48,10 @@ def false_supervisor(path: str, frame: bytes) -> Iterator[None]:
         thread.start()
         yield
         thread.join(LONG)
-        assert not thread.is_alive(), "the client keeps the connection"
+        assert not thread.is_alive(), "the client keeps the connection open"
 
 
-# Calls of a pool ignore progress reports.
+# A pool's calls ignore progress reports.
 @pytest.mark.parametrize(
     ("way", "frame"), [*(("call", frame) for frame in FRAMES[:2]), *(("submit", frame) for frame in FRAMES)]
 )

@@ -1,4 +1,4 @@
-"""Tests the encoding against docs/protocol.md, and reading data in arbitrary pieces."""
+"""Tests the encoding against docs/protocol.md, and the reading of data in arbitrary pieces."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def outcome(verdict: int, reason: int = 0, extensions: bytes = u64(0), **changes
     return head + times + after + status + texts + extensions
 
 
-def test_outcome_has_all_fields() -> None:
+def test_outcome_contains_all_fields() -> None:
     given = u64(3) + struct.pack("<HQ", 4, 8) + u64(0xABC) + struct.pack("<HQ", 5, 8) + u64(200_000)
     given += struct.pack("<HQ", 99, 1) + b"x"
     told = _wire.outcome(outcome(4, 2, given, status=11, message="killed by SIGSEGV"))
@@ -128,7 +128,7 @@ def test_outcome_has_all_fields() -> None:
     assert told == _wire.outcome(outcome(4, 2, given, status=11, message="killed by SIGSEGV"))
 
 
-def test_each_outcome_has_its_exception() -> None:
+def test_each_outcome_maps_to_its_exception() -> None:
     failed = _wire.error(outcome(1, code="bad", fault=1, message="no"), b"details")
     assert (failed.outcome.reason, failed.outcome.fault, failed.payload, failed.http_status) == (
         "bad",

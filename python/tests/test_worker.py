@@ -130,7 +130,7 @@ def test_job_without_a_matching_handler_fails() -> None:
         assert "no operation 'b'; the operations are 'a'" in str(error)
 
 
-def test_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:
+def test_crash_report_contains_the_python_stack(client: Client, supervisor: Supervisor) -> None:
     error = failure(client, "plain", "segv")
     assert error.outcome.reason == "signal"
 
@@ -156,7 +156,7 @@ def test_worker_runs_max_in_flight_jobs_at_once(client: Client) -> None:
 def test_async_handlers_share_one_loop() -> None:
     with running(many={**WORKER, "max_in_flight": 100}) as own, Client(own.socket) as client:
         jobs = [client.submit("many", b"1", operation="asleep") for _ in range(100)]
-        wait_for("all jobs run", lambda: own.snapshot("many")["in_flight"] == 100)
+        wait_for("all jobs are running", lambda: own.snapshot("many")["in_flight"] == 100)
         assert [bytes(job.result(LONG).payload) for job in jobs] == [b"slept"] * 100
 
 
@@ -313,7 +313,7 @@ def test_initializer_can_request_more_time() -> None:
         assert own.snapshot("one")["restarts"] == 0
 
 
-def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
+def test_sigterm_stops_a_worker_without_losing_jobs(client: Client) -> None:
     with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as many:
         ended = threading.Event()
         wrong: list[object] = []
@@ -334,7 +334,7 @@ def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
             thread.start()
         for _ in range(4):
             before = answered[0]
-            wait_for("more jobs are answered", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
+            wait_for("more jobs end", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
             # The snapshot may still contain a worker that has exited.
             victim = wait_for("a worker", lambda: [pid for pid in own.pids("one") if is_running(pid)])[0]
             os.kill(victim, signal.SIGTERM)
@@ -370,7 +370,7 @@ def test_workers_exit_when_their_supervisor_dies() -> None:
 def test_shutdown_finishes_the_running_job() -> None:
     with running(one=WORKER) as own, Client(own.socket) as client:
         jobs = [client.submit("one", b"0.2", operation="sleep") for _ in range(3)]
-        wait_for("one job runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        wait_for("one job is running", lambda: own.snapshot("one")["in_flight"] == 1)
         assert own.process is not None
         own.process.terminate()
         errors = [job.exception(LONG) for job in jobs]
@@ -383,7 +383,7 @@ def test_shutdown_finishes_the_running_job() -> None:
 # Heartbeats.
 
 
-def test_handler_that_holds_the_gil_sends_heartbeats() -> None:
+def test_worker_survives_a_handler_that_holds_the_gil() -> None:
     keys = {**WORKER, "health": {"heartbeat": "100ms", "missed": 2}, "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"1.5", operation="hold").payload == b"held"
@@ -394,7 +394,7 @@ def test_handler_that_holds_the_gil_sends_heartbeats() -> None:
         assert own.snapshot("one")["restarts"] == 0
 
 
-# Fork in a handler.
+# Forks in handlers.
 
 
 @pytest.mark.parametrize("name", ["plain", "many", "strict", "none"])
