@@ -17,8 +17,7 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from one of many echo processes. Small, because each process gets few
-/// requests.
+/// Maximum number of bytes per read from one of many echo processes. Small, because each process gets few requests.
 const SPREAD_BYTES: usize = 8 * 1024;
 
 /// Size of the header before each payload, in bytes. The header contains the length of the payload and the

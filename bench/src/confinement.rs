@@ -122,8 +122,7 @@ fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// Submits a tenant's first job, which starts a worker. Returns the time until the result, and the worker's
-/// PID.
+/// Submits a tenant's first job, which starts a worker. Returns the time until the result, and the worker's PID.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);

@@ -20,8 +20,7 @@ use crate::report::{Figure, Report, Target};
 /// a bulkhead's workers at the same interval.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number in the crashing
-/// bulkhead.
+/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number in the crashing bulkhead.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 

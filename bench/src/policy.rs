@@ -31,8 +31,7 @@ const PERMITS: u32 = 64;
 /// Simulated time per cycle. Too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs before most of these jobs are cancelled. `STAYING` jobs remain at each end of the
-/// queue.
+/// Number of waiting jobs before most of these jobs are cancelled. `STAYING` jobs remain at each end of the queue.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 

@@ -102,8 +102,7 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the workspace's programs with this program's build profile. Returns the folder that contains the
-/// programs.
+/// Builds the workspace's programs with this program's build profile. Returns the folder that contains the programs.
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));

@@ -628,8 +628,7 @@ impl Driver {
         self.lost.retain(|lost| lost.has_detached_jobs());
     }
 
-    /// Handles GOAWAY. The connection stays open until its last job has ended. Later jobs wait for a new
-    /// connection.
+    /// Handles GOAWAY. The connection stays open until its last job has ended. Later jobs wait for a new connection.
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
         let Some(requests) = self.requests.take() else { return };

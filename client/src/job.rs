@@ -22,8 +22,7 @@ pub(crate) const PROGRESS_MAX: usize = 16;
 /// Maximum number of retries of a job; see [`Job::retry`].
 const RETRIES_MAX: u32 = 3;
 
-/// Pause before the first retry of a job, if the supervisor did not specify a time. The pause doubles with
-/// each retry.
+/// Pause before the first retry of a job, if the supervisor did not specify a time. The pause doubles with each retry.
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(100);
 
 /// Builder for a job. Nothing is sent until [`Job::send`] or [`Job::start`] is called.
@@ -283,8 +282,7 @@ impl Job {
                 && error.is_retryable()
                 && self.request.deadline.is_none_or(fits)
                 && self.client.with_budget(RetryBudget::try_retry);
-            // If an earlier attempt may have run, the error of a later attempt that did not run would obscure
-            // this.
+            // If an earlier attempt may have run, the error of a later attempt that did not run would obscure this.
             let error = match reported.take() {
                 Some(earlier) if ran(&earlier) && !ran(&error) => earlier,
                 _ => error,

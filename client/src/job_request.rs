@@ -13,8 +13,7 @@ use bulkhead_shared::{Executed, JobOptions, Outcome, RejectReason, Verdict};
 
 use crate::reply::JobError;
 
-/// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The supervisor's limits
-/// are lower.
+/// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The supervisor's limits are lower.
 const TEXT_BYTES_MAX: usize = 1024;
 
 /// Source of a payload.

@@ -131,8 +131,7 @@ impl Leases {
         if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
             return Some(self.free.swap_remove(at).number);
         }
-        // Ignores unknown lease numbers, because the client may have returned the lease before the recall
-        // arrived.
+        // Ignores unknown lease numbers, because the client may have returned the lease before the recall arrived.
         if let Some(is_recalled) = self.in_use.get_mut(&number) {
             *is_recalled = true;
         }

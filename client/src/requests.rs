@@ -60,8 +60,7 @@ enum Phase {
     /// All clones of the client were dropped, so no further job can be submitted. The driver is notified when
     /// the last job ends.
     Ending,
-    /// The supervisor accepts no further jobs on this connection. The driver is notified when the last job
-    /// ends.
+    /// The supervisor accepts no further jobs on this connection. The driver is notified when the last job ends.
     Leaving,
     /// A write has failed. The driver will determine the reason.
     Broken,

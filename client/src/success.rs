@@ -1,5 +1,4 @@
-//! Compact record of a successful outcome. The [`Outcome`] is built only on demand, because most callers
-//! never read it.
+//! Compact record of a successful outcome. The [`Outcome`] is built only on demand, because most callers never read it.
 
 use std::sync::OnceLock;
 use std::time::Duration;

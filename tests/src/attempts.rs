@@ -1,9 +1,10 @@
-//! Attempts of the hostile worker, with the expected result under each profile. This table is the only definition of
-//! these results: the tests compare it with a running system, and `docs/confinement/attempts.md` is generated from it.
+//! Attempts by the hostile worker, with the expected result under each profile. This table is the only
+//! definition of these results: the tests compare it with a running system, and
+//! `docs/confinement/attempts.md` is generated from it.
 //!
-//! The table assumes a supervisor that runs as root. Except under `strict`, its workers run as root as well, because a
-//! separate user id would hide a missing layer. Under `default`, workers have a pid namespace. [`OF_SHARED_PROCESSES`]
-//! lists the attempts that succeed without one.
+//! The table assumes a supervisor that runs as root. Except under `strict`, its workers run as root as well,
+//! because a separate UID would hide a missing layer. Under `default`, workers have a PID namespace.
+//! [`OF_SHARED_PROCESSES`] lists the attempts that succeed without a PID namespace.
 
 use std::fmt;
 
@@ -14,8 +15,9 @@ pub enum Expected {
     Succeeds,
     /// The result depends on the kernel's configuration and on the user.
     Machine,
-    /// The attempt fails with one of these errors, and the worker continues. The text names the layer that caused the
-    /// failure. The error `NOTHING` means that every call succeeded, but the attempt did not reach its goal.
+    /// The attempt fails with one of these errors, and the worker continues. The text names the layer that
+    /// caused the error. The error `NOTHING` means that every call succeeded, but the attempt did not reach
+    /// its goal.
     Refused(&'static [&'static str], &'static str),
     /// The worker is killed for a violation. The message contains this word, normally the name of a system call.
     Violation(&'static str),
@@ -26,7 +28,7 @@ pub enum Expected {
 /// Configuration of the bulkhead, except for the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Grants paths to read and to write, and a `tmp` of 1 MiB.
+    /// Grants paths for reading and for writing, and a `tmp` of 1 MiB.
     Plain,
     /// Like [`Setting::Plain`], with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
@@ -51,8 +53,8 @@ pub struct Attempt {
 
 use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
 
-/// Crash reasons of a worker that writes garbage and dies immediately. Which one applies depends on whether the
-/// supervisor reads the garbage before it notices the death.
+/// Crash reasons of a worker that writes garbage and dies immediately. The reason depends on whether the
+/// supervisor reads the garbage before noticing the death.
 const SEEN_OR_DEAD: &str = "signal or protocol";
 const FAMILIES: &str = "seccomp: no sockets";
 const FILTER: &str = "seccomp";
@@ -124,7 +126,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("read-shared-memory", "read another program's shared memory in `/dev/shm`", Succeeds, Refused(&["ENOENT", "EACCES"], "private `/dev/shm`"), HIDDEN),
             plain("write-beside-own-program", "create a file next to its own program", Succeeds, LANDLOCK, READ_ONLY),
             plain("link-beside-own-program", "create a symbolic link next to its own program", Succeeds, LANDLOCK, READ_ONLY),
-            plain("write-to-own-program", "change its own program while the program runs", RUNNING, RUNNING, RUNNING),
+            plain("write-to-own-program", "modify its own program while the program is running", RUNNING, RUNNING, RUNNING),
             plain("write-to-working-folder", "create a file in its working directory", Succeeds, LANDLOCK, READ_ONLY),
             plain("read-what-is-given", "read a path listed in `read`", Succeeds, Succeeds, Succeeds),
             plain("write-to-what-is-only-read", "write to a path listed in `read`", Succeeds, LANDLOCK, READ_ONLY),
@@ -169,9 +171,9 @@ pub const ATTEMPTS: &[Group] = &[
             plain("connect-by-tcp", "connect over TCP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("listen-on-tcp", "listen on TCP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("listen-on-any-port", "listen on a TCP port that the kernel chooses", Succeeds, NO_FAMILY, NO_FAMILY),
-            plain("connect-by-mptcp", "connect by Multipath TCP", Machine, NO_FAMILY, NO_FAMILY),
-            plain("connect-by-fast-open", "connect by TCP fast open, without `connect`", Machine, NO_FAMILY, NO_FAMILY),
-            plain("send-by-udp", "send by UDP", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("connect-by-mptcp", "connect over Multipath TCP", Machine, NO_FAMILY, NO_FAMILY),
+            plain("connect-by-fast-open", "connect with TCP Fast Open, without `connect`", Machine, NO_FAMILY, NO_FAMILY),
+            plain("send-by-udp", "send over UDP", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("connect-to-abstract-socket", "connect to an abstract Unix socket", Succeeds, NO_FAMILY, NO_FAMILY),
             plain("take-an-abstract-name", "take the name of an abstract Unix socket before its owner does", Succeeds, NOT_PERMITTED, Refused(&["EAFNOSUPPORT", "EPERM"], FAMILIES)),
             plain("connect-to-path-socket", "connect to a Unix socket by its path", Succeeds, NO_FAMILY, NO_FAMILY),
@@ -204,7 +206,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("read-sibling-directly", "read the memory of another worker (process_vm_readv)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("write-sibling-directly", "write the memory of another worker (process_vm_writev)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("compare-with-sibling", "learn about kernel addresses with kcmp", Machine, NOT_PERMITTED, NOT_PERMITTED),
-            plain("take-descriptor-of-sibling", "copy a descriptor from another worker", Succeeds, Refused(&["ESRCH", "EPERM", "EINVAL"], "seccomp, its own process numbers"), Refused(&["ESRCH", "EPERM", "EINVAL"], "seccomp, its own process numbers")),
+            plain("take-descriptor-of-sibling", "copy a descriptor from another worker", Succeeds, Refused(&["ESRCH", "EPERM", "EINVAL"], "seccomp, pid namespace"), Refused(&["ESRCH", "EPERM", "EINVAL"], "seccomp, pid namespace")),
             plain("signal-supervisor", "signal the supervisor", Succeeds, NO_PROCESS, NO_PROCESS),
             plain("signal-keeper", "signal the keeper", Succeeds, NO_PROCESS, NO_PROCESS),
             plain("signal-sibling", "signal another worker", Succeeds, NO_PROCESS, NO_PROCESS),
@@ -239,7 +241,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("copy-of-the-mounts", "copy a mount (open_tree)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("change-the-root", "change the root directory", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("pivot-the-root", "pivot the root directory", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
-            plain("real-time-scheduling", "get real-time scheduling", Machine, NO_CAPABILITY, NOT_PERMITTED),
+            plain("real-time-scheduling", "switch to real-time scheduling", Machine, NO_CAPABILITY, NOT_PERMITTED),
             plain("higher-priority", "raise its own priority", Machine, Refused(&["EACCES", "EPERM"], "no capabilities"), Refused(&["EACCES", "EPERM"], "no capabilities")),
             plain("real-time-disk", "get real-time priority for disk access", Machine, NO_CAPABILITY, NOT_PERMITTED),
             plain("raise-a-limit", "raise a hard limit", Machine, NO_CAPABILITY, NO_CAPABILITY),
@@ -308,8 +310,7 @@ pub const ATTEMPTS: &[Group] = &[
     ),
 ];
 
-/// Attempts of a program of `exec` against another program of the same worker, called `sibling`, and against
-/// their host.
+/// Attempts by an `exec` program against another program in the same worker, called `sibling`, and against their host.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary directories of all programs", Succeeds, LANDLOCK, LANDLOCK),
@@ -329,8 +330,7 @@ pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("shut-temporary-folders", "remove the permissions of the directory that contains all temporary directories (`chmod`; the host restores them)", Refused(&["NOTHING"], "no such directory"), Succeeds, Succeeds),
 ];
 
-/// Attempts of a forked worker against another worker of the same template, called `sibling`, and against the
-/// template.
+/// Attempts by a forked worker against another worker of the same template, called `sibling`, and against the template.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary directories of all workers", Succeeds, LANDLOCK, LANDLOCK),
@@ -392,11 +392,11 @@ pub const ELSEWHERE: &[&str] = &[
     "write-temporary-file-of-sibling",
 ];
 
-/// Attempts that older kernels permit. On these kernels, the supervisor kills the worker instead.
+/// Attempts that older kernels permit. On such a kernel, the supervisor kills the worker instead.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// Attempts whose results differ for programs of `exec`, which are not sealed. Each row contains the results
-/// under `default` and `strict`.
+/// Attempts whose results are different for `exec` programs, which are not sealed. Each row contains the
+/// results under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),
     ("list-temporary-files", LANDLOCK, LANDLOCK),
@@ -405,15 +405,15 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("run-from-memory", Succeeds, Succeeds),
 ];
 
-/// Attempts that succeed under `default` if workers have no pid namespace.
+/// Attempts that succeed under `default` if workers have no PID namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
-/// Further attempts that succeed without a pid namespace if the supervisor and its workers run as one unprivileged
-/// user. A supervisor that runs as root is protected by its capabilities.
+/// Further attempts that succeed without a PID namespace if the supervisor and its workers run as the same
+/// unprivileged user. A supervisor that runs as root is protected by its capabilities.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
-/// Attempts that succeed under `default` if workers run as the supervisor's user. Workers with separate users are
-/// refused.
+/// Attempts that succeed under `default` if workers run as the supervisor's user. The attempts of workers
+/// that run as separate users are refused.
 pub const OF_A_SHARED_ID: &[&str] =
     &["stat-neighbour", "watch-neighbour", "chmod-neighbour", "chmod-configuration"];
 
@@ -437,8 +437,8 @@ pub fn markdown() -> String {
     let mut text = String::new();
     let of_workers = ATTEMPTS.iter().map(|(heading, attempts)| (*heading, "worker", *attempts));
     let all = of_workers.chain([
-        ("Programs of one worker", "program of `exec`", BETWEEN_PROGRAMS),
-        ("Workers of one template", "forked worker", BETWEEN_FORKED),
+        ("Programs in the same worker", "program run by `exec`", BETWEEN_PROGRAMS),
+        ("Workers of the same template", "forked worker", BETWEEN_FORKED),
     ]);
     for (heading, who, attempts) in all {
         let _ = write!(text, "\n**{heading}.** A {who} tries to …\n\n");

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::{not_run, wait_for};
 
-/// Command line flags of the browser, which also disable its own network access in the background.
+/// Command-line flags for the browser. They also disable the browser's own background network access.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",
@@ -35,7 +35,7 @@ const FLAGS: [&str; 11] = [
 /// Key of element references in WebDriver responses.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
 
-/// A tab of a browser with a new profile. Dropping this value ends the browser.
+/// A tab in a browser with a new profile. Dropping this value terminates the browser.
 #[derive(Debug)]
 pub struct Browser {
     driver: Child,
@@ -45,7 +45,7 @@ pub struct Browser {
 }
 
 impl Browser {
-    /// Starts a browser. If none is installed, prints a note and returns `None`.
+    /// Starts a browser. If no browser is installed, prints a note and returns `None`.
     pub fn start() -> Option<Self> {
         let (Some(chromium), Some(chromedriver)) = (find("chromium"), find("chromedriver")) else {
             not_run!(
@@ -89,7 +89,7 @@ impl Browser {
         self.send("POST", &format!("{}{path}", self.session), body)
     }
 
-    /// Opens a page and waits until it is loaded.
+    /// Opens a page and waits until the page is loaded.
     pub fn visit(&self, url: &str) {
         self.post("/url", &json!({"url": url}));
     }
@@ -134,7 +134,7 @@ impl Browser {
         found[ELEMENT].as_str().expect("an element").to_owned()
     }
 
-    /// Presses keys one after the other, in the focused element.
+    /// Presses keys one after the other in the focused element.
     pub fn press(&self, keys: &[&str]) {
         let pressed =
             keys.iter().flat_map(|key| ["keyDown", "keyUp"].map(|kind| json!({"type": kind, "value": key})));
@@ -160,14 +160,14 @@ impl Browser {
         self.command("Emulation.setEmulatedMedia", &features);
     }
 
-    /// Returns a screenshot as PNG.
+    /// Returns a screenshot in PNG format.
     pub fn picture(&self) -> Vec<u8> {
         let taken = self.send("GET", &format!("{}/screenshot", self.session), &Value::Null);
         STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
     }
 
-    /// Returns the log entries since the last call. `kind` is `browser` for the console or `performance` for all
-    /// requests.
+    /// Returns the log entries since the last call. `kind` is `browser` for the console, or `performance` for
+    /// all requests.
     pub fn log(&self, kind: &str) -> Vec<Value> {
         let entries = self.post("/se/log", &json!({"type": kind}));
         entries.as_array().expect("entries").clone()
@@ -186,7 +186,7 @@ fn address(driver: &mut Child) -> SocketAddr {
     loop {
         let mut line = String::new();
         let count = said.read_line(&mut line).expect("text");
-        assert!(count > 0, "chromedriver ended");
+        assert!(count > 0, "chromedriver exited");
         if let Some((_, port)) = line.split_once("successfully on port ") {
             let port = port.trim().trim_end_matches('.').parse().expect("a port");
             return SocketAddr::from(([127, 0, 0, 1], port));

@@ -25,13 +25,13 @@ use crate::{PATIENCE, Supervisor, programs, wait_for};
 /// The user `nobody`, which owns no files and has no privileges.
 pub const NOBODY: u32 = 65534;
 
-/// A range of user ids that this machine does not use, for workers with separate users.
+/// A range of UIDs that this machine does not use, for workers that run as separate users.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
-/// Programs that are copied to a folder that every user can access.
+/// Programs to copy to a folder that every user can access.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of a file of another user, which without confinement only its owner and root can read.
+/// Mode of another user's file. Without confinement, only the file's owner and root can read it.
 const SECRET_MODE: u32 = 0o600;
 
 /// Layers of confinement that the profile `strict` needs.
@@ -51,22 +51,22 @@ pub const STRICT_LAYERS: &[&str] = &[
 /// Layers of confinement that `default` needs to give the expected results.
 pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 
-/// Parameters of a supervisor to start.
+/// Parameters for starting a supervisor.
 #[derive(Clone, Copy, Default)]
 pub struct Setup<'s> {
-    /// Further keys of the table `[supervisor]`, in TOML.
+    /// Additional keys for the table `[supervisor]`, in TOML.
     pub supervisor: &'s str,
     /// Configuration of the bulkheads, in TOML. `HOSTILE` is replaced with the path of the hostile worker,
     /// and `PLACE` with the path of the supervisor's folder.
     pub bulkheads: &'s str,
-    /// User id of the supervisor. `None` means the user who runs the test.
+    /// UID of the supervisor. `None` means the user who runs the test.
     pub user: Option<u32>,
-    /// User that the supervisor runs as, instead of `user`. Can have subordinate ids.
+    /// User that the supervisor runs as, instead of `user`. Can have subordinate IDs.
     pub user_with_ids: Option<User>,
     /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,
-    /// Rules for the program `filtered`, which make system calls of the supervisor and its descendants fail or have no
-    /// effect.
+    /// Rules for the program `filtered`. They make system calls by the supervisor and its descendants fail or
+    /// have no effect.
     pub filter: &'s [&'s str],
 }
 
@@ -82,13 +82,13 @@ pub struct Place {
 }
 
 impl Setup<'_> {
-    /// Starts the supervisor, and waits until every bulkhead has started or failed to.
+    /// Starts the supervisor, and waits until every bulkhead has started or failed to start.
     pub fn start(self) -> Place {
         let mut place = self.launch();
         let supervisor = &mut place.supervisor;
         wait_for("the supervisor is ready", || {
             if let Some(status) = supervisor.child.try_wait().expect("our own child") {
-                panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+                panic!("the supervisor exited with {status}:\n{}", supervisor.log());
             }
             (supervisor.try_get("/readyz")?.0 == 200).then_some(())
         });
@@ -235,14 +235,14 @@ fn own(place: &Path, user: u32) {
     }
 }
 
-/// Creates shared memory like `shm_open`, readable by all users.
+/// Creates shared memory in the same way as `shm_open`, readable by all users.
 fn shared_memory() -> tempfile::NamedTempFile {
     let shared = tempfile::NamedTempFile::new_in("/dev/shm").expect("shared memory");
     fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o644)).expect("our own file");
     shared
 }
 
-/// Opens sockets in this process, which is not confined. Returns them with their addresses.
+/// Opens sockets in this process, which is not confined. Returns the sockets with their addresses.
 fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
     let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
@@ -288,9 +288,9 @@ impl Place {
         Ended::of(client.job(bulkhead, targets.to_string()).operation(name).deadline(PATIENCE).send())
     }
 
-    /// Returns the process id of the only worker of a bulkhead.
+    /// Returns the PID of a bulkhead's only worker.
     pub fn worker(&self, bulkhead: &str) -> u32 {
-        wait_for("a worker runs", || self.supervisor.worker_pids(bulkhead).first().copied())
+        wait_for("a worker is running", || self.supervisor.worker_pids(bulkhead).first().copied())
     }
 
     /// Waits until a bulkhead has failed, and returns the reason.
@@ -304,7 +304,7 @@ impl Place {
     /// Runs an operation in a worker of this bulkhead, and returns the result as text.
     pub fn ask(&self, bulkhead: &str, operation: &str) -> String {
         let reply = self.client().job(bulkhead, "").operation(operation).deadline(PATIENCE).send();
-        let reply = reply.unwrap_or_else(|error| panic!("{bulkhead} does not answer {operation}: {error}"));
+        let reply = reply.unwrap_or_else(|error| panic!("{bulkhead} did not complete {operation}: {error}"));
         String::from_utf8_lossy(reply.payload()).into_owned()
     }
 
@@ -317,7 +317,7 @@ impl Place {
 /// Confinement of a worker, as in the snapshot. Tests read this part of the snapshot only here.
 #[derive(Debug)]
 pub struct Confinement {
-    /// Process id of the worker.
+    /// PID of the worker.
     pub pid: u32,
     /// Name of the profile in the configuration.
     pub profile: String,
@@ -325,7 +325,7 @@ pub struct Confinement {
     pub no_new_privs: bool,
     /// True if a seccomp filter is active.
     pub is_filtered: bool,
-    /// Effective user id outside of user namespaces.
+    /// Effective UID outside all user namespaces.
     pub uid: u64,
     /// Namespaces that are not shared with the supervisor.
     pub namespaces: Vec<String>,
@@ -333,14 +333,14 @@ pub struct Confinement {
     pub landlock: Option<u64>,
     /// True if the worker has any capability.
     pub has_capabilities: bool,
-    /// Layers of the profile that are missing.
+    /// Missing layers of the profile.
     pub missing: Vec<String>,
     /// True if each worker has a separate limit on the number of processes.
     pub has_process_bound: bool,
 }
 
-/// Item of `missing` in the snapshot if the number of processes is not limited. It is the name of a limit, not of a
-/// layer.
+/// Item of `missing` in the snapshot if the number of processes is not limited. This is the name of a limit,
+/// not a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -436,7 +436,7 @@ pub fn status_field(pid: u32, name: &str) -> String {
     field.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the namespaces of a process by kind. The map is empty if the process does not exist.
+/// Returns the namespaces of a process, by kind. The map is empty if the process does not exist.
 pub fn namespaces(pid: u32) -> std::collections::BTreeMap<String, String> {
     let entries = fs::read_dir(format!("/proc/{pid}/ns")).into_iter().flatten().flatten();
     let one = |entry: fs::DirEntry| {

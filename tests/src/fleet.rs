@@ -1,4 +1,4 @@
-//! Fleets of real servers, supervisors and agents, each in a temporary folder.
+//! Fleets of real servers, supervisors and agents. Each fleet runs in a temporary folder.
 
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use tempfile::TempDir;
 use crate::ports::free_port;
 use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 
-/// Oldest and newest version of the server that is tested.
+/// Oldest and newest server version that is tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
-/// Returns the server program of a version, which `.ci/run` has unpacked. Prints a note if it is missing.
+/// Returns the server program of a version, as unpacked by `.ci/run`. Prints a note if the program is missing.
 pub fn server_program(version: &str) -> Option<PathBuf> {
     let program = programs().join("..").join("nats-server").join(version).join("nats-server");
     if program.exists() {
@@ -26,7 +26,7 @@ pub fn server_program(version: &str) -> Option<PathBuf> {
     None
 }
 
-/// A running NATS server, which is killed when dropped.
+/// A running NATS server. The process is killed on drop.
 pub struct NatsServer {
     child: Child,
     program: PathBuf,
@@ -47,7 +47,7 @@ impl NatsServer {
         Self::start_configured(program, folder, name, port, &text)
     }
 
-    /// Starts a server with this configuration, which must name the port.
+    /// Starts a server with this configuration, which must contain the port.
     pub fn start_configured(program: &Path, folder: &Path, name: &str, port: u16, text: &str) -> Self {
         let config = folder.join(format!("{name}.conf"));
         std::fs::write(&config, text).expect("a writable folder");
@@ -72,7 +72,7 @@ impl NatsServer {
         TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok()
     }
 
-    /// Ends the server by SIGKILL.
+    /// Kills the server with SIGKILL.
     pub fn kill(&mut self) {
         self.child.kill().expect("our own child");
         self.child.wait().expect("our own child");
@@ -96,7 +96,7 @@ impl NatsServer {
 
 impl Drop for NatsServer {
     fn drop(&mut self) {
-        // The server may have ended already.
+        // The server may already have exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
@@ -108,7 +108,7 @@ impl Drop for NatsServer {
 
 /// A host: a supervisor with its agent.
 pub struct Host {
-    /// The supervisor, which may have ended.
+    /// The supervisor, which may have exited.
     pub supervisor: Supervisor,
     /// The agent; `None` after a test has stopped it.
     pub agent: Option<Child>,
@@ -131,7 +131,7 @@ impl Host {
         self.spawn_agent(command, &[]);
     }
 
-    /// Starts another program as the agent. `arguments` follow the configuration.
+    /// Starts another program as the agent. `arguments` are placed after the configuration.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
         self.spawn_agent(Command::new(program), arguments);
     }
@@ -150,7 +150,7 @@ impl Host {
         self.agent = Some(agent.expect("the agent's program runs"));
     }
 
-    /// Ends the agent by SIGKILL.
+    /// Kills the agent with SIGKILL.
     pub fn kill_agent(&mut self) {
         let mut agent = self.agent.take().expect("the agent runs");
         agent.kill().expect("our own child");
@@ -176,7 +176,7 @@ impl Host {
             .expect("the supervisor's program runs");
     }
 
-    /// Ends the supervisor by SIGKILL.
+    /// Kills the supervisor with SIGKILL.
     pub fn kill_supervisor(&mut self) {
         let supervisor = &mut self.supervisor;
         supervisor.child.kill().expect("our own child");
@@ -207,21 +207,21 @@ pub struct TestFleet {
     pub hosts: Vec<Host>,
     /// The servers.
     pub servers: Vec<NatsServer>,
-    /// Folder with all files of servers and agents.
+    /// Folder that contains all files of the servers and agents.
     pub folder: TempDir,
     settings: String,
-    /// Further keys of `[nats]`, and the scheme of server addresses.
+    /// Additional keys for `[nats]`, and the scheme of the server addresses.
     nats: (String, &'static str),
 }
 
 impl TestFleet {
-    /// Starts servers and prepares the streams. `settings` contains further tables of `fleet.toml`, at least one
-    /// `[bulkhead.NAME]`. Returns `None` if the server's program is missing.
+    /// Starts servers and prepares the streams. `settings` contains additional tables for `fleet.toml`,
+    /// including at least one `[bulkhead.NAME]`. Returns `None` if the server's program is missing.
     pub fn start(version: &str, servers: usize, settings: &str) -> Option<Self> {
         Self::start_with(version, servers, settings, "")
     }
 
-    /// Starts servers with further configuration.
+    /// Starts servers with additional configuration.
     pub fn start_with(version: &str, servers: usize, settings: &str, server_settings: &str) -> Option<Self> {
         let program = server_program(version)?;
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -235,8 +235,8 @@ impl TestFleet {
         Some(Self::prepare(folder, servers, settings, (String::new(), "nats")))
     }
 
-    /// Prepares the streams on running servers. `nats` contains further keys of `[nats]` and the scheme of server
-    /// addresses.
+    /// Prepares the streams on running servers. `nats` contains additional keys for `[nats]` and the scheme
+    /// of the server addresses.
     pub fn prepare(
         folder: TempDir,
         servers: Vec<NatsServer>,
@@ -244,7 +244,7 @@ impl TestFleet {
         nats: (String, &'static str),
     ) -> Self {
         for server in &servers {
-            wait_for("the server listens", || server.is_listening().then_some(()));
+            wait_for("the server is listening", || server.is_listening().then_some(()));
         }
         let fleet = Self { hosts: Vec::new(), servers, folder, settings: settings.to_owned(), nats };
         std::fs::write(fleet.config(), fleet.configuration("operator", None)).expect("a writable folder");
@@ -252,7 +252,7 @@ impl TestFleet {
         fleet
     }
 
-    /// Returns the configuration of submitters and operators.
+    /// Returns the path of the configuration for submitters and operators.
     pub fn config(&self) -> PathBuf {
         self.folder.path().join("fleet.toml")
     }
@@ -289,7 +289,7 @@ impl TestFleet {
         self.hosts.len() - 1
     }
 
-    /// Waits until an agent takes jobs of a bulkhead.
+    /// Waits until an agent takes jobs for a bulkhead.
     pub fn wait_agent(&self, name: &str) {
         wait_for(&format!("the agent {name} takes jobs"), || {
             let status = self.status()?;
@@ -299,7 +299,7 @@ impl TestFleet {
         });
     }
 
-    /// Runs the program with the configuration of submitters.
+    /// Runs `bulkhead-fleet` with the submitters' configuration.
     pub fn command(&self, arguments: &[&str]) -> Output {
         Command::new(programs().join("bulkhead-fleet"))
             .arg("--config")
@@ -310,7 +310,7 @@ impl TestFleet {
             .expect("the program runs")
     }
 
-    /// Runs the program. Returns its exit code and the JSON lines on its standard output.
+    /// Runs `bulkhead-fleet`. Returns the exit code and the JSON lines from standard output.
     pub fn json(&self, arguments: &[&str]) -> (i32, Vec<Value>) {
         let output = self.command(&[&["--json"], arguments].concat());
         let lines = String::from_utf8(output.stdout).expect("text");
@@ -324,13 +324,13 @@ impl TestFleet {
         (code == 0).then(|| lines.remove(0))
     }
 
-    /// Returns the number of jobs of a bulkhead without an outcome.
+    /// Returns the number of a bulkhead's jobs that have no outcome.
     pub fn pending(&self, bulkhead: &str) -> Option<u64> {
         let status = self.status()?;
         status["bulkheads"].as_array()?.iter().find(|of| of["name"] == bulkhead)?["pending"].as_u64()
     }
 
-    /// Waits until all messages of a bulkhead are acknowledged.
+    /// Waits until all messages for a bulkhead are acknowledged.
     pub fn wait_drained(&self, bulkhead: &str) {
         wait_for("all messages are acknowledged", || (self.pending(bulkhead)? == 0).then_some(()));
     }

@@ -16,7 +16,7 @@ use crate::{PATIENCE, Supervisor, wait_for};
 pub enum Place {
     /// The admin socket.
     Unix(PathBuf),
-    /// The TCP address in the key `http`.
+    /// The TCP address from the key `http`.
     Tcp(SocketAddr),
 }
 
@@ -35,7 +35,7 @@ impl Place {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor, as found in its log, because with port 0 the kernel chooses the port.
+    /// Returns the TCP address of a supervisor, taken from its log, because the kernel chooses the port if it is 0.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -45,7 +45,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Returns the address of a supervisor's `jobs_http`, as found in its log.
+    /// Returns the address of a supervisor's `jobs_http`, taken from its log.
     pub fn jobs_http(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -60,7 +60,7 @@ impl Place {
         KeptAlive(BufReader::new(self.connect()))
     }
 
-    /// Connects to the admin API, with [`PATIENCE`] as the timeout of reads and writes.
+    /// Connects to the admin API, with [`PATIENCE`] as the timeout for reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
             Self::Unix(path) => {
@@ -106,7 +106,7 @@ impl Socket {
         let _ = self.write_all(format!("{head}\r\n").as_bytes());
     }
 
-    /// Sets the timeout of reads and writes.
+    /// Sets the timeout for reads and writes.
     pub fn give_up_after(&self, time: Duration) {
         let time = Some(time);
         let set = match self {
@@ -153,14 +153,14 @@ impl Write for Socket {
 pub struct KeptAlive(BufReader<Socket>);
 
 impl KeptAlive {
-    /// Uses an open connection.
+    /// Wraps an open connection.
     pub fn new(socket: TcpStream) -> Self {
         let socket = Socket::Tcp(socket);
         socket.give_up_after(PATIENCE);
         Self(BufReader::new(socket))
     }
 
-    /// Sends a request and reads the response. Returns `None` if the connection ends first.
+    /// Sends a request and reads the response. Returns `None` if the connection closes first.
     pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
         self.socket().send_head(method, path, headers, Some(body.len()));
         let _ = self.socket().write_all(body);
@@ -195,7 +195,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Reads a response to its end. Returns `None` if the connection ends first.
+    /// Reads a response to its end. Returns `None` if the connection closes first.
     pub fn read(socket: Socket) -> Option<Self> {
         Self::read_from(&mut BufReader::new(socket))
     }

@@ -1,8 +1,8 @@
-//! Independent bookkeeping of all jobs. Clients record every outcome. Workers record the beginning and end of each job
-//! in a file, and detect by file locks if more jobs run at once than allowed.
+//! Independent bookkeeping of all jobs. Clients record every outcome. Workers record the beginning and end of
+//! each job in a file, and use file locks to detect whether more jobs run at once than allowed.
 //!
-//! During a run, workers are killed, stopped and continued, the configuration is reloaded, and hostile clients flood
-//! the jobs socket. After the run, both records are compared.
+//! During a run, workers are killed, stopped and continued, the configuration is reloaded, and hostile
+//! clients flood the jobs socket. After the run, both records are compared.
 
 pub mod chaos;
 pub mod clients;
@@ -26,7 +26,7 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Attempt, Mark, Record};
 
-/// Name of the bulkhead whose jobs mostly have the same priority and tenant, because many of these are prefetched.
+/// Name of a bulkhead whose jobs mostly have the same priority and tenant, so that many of them are prefetched.
 pub const AHEAD: &str = "ahead";
 
 /// Bulkheads under load, with the number of jobs that each can run at once. No disturbance changes these numbers.
@@ -80,7 +80,7 @@ pub struct Bulkhead {
     pub processes: usize,
     /// Maximum number of concurrent jobs per worker.
     pub max_in_flight: usize,
-    /// Further keys of the bulkhead, in TOML.
+    /// Additional keys of the bulkhead, in TOML.
     pub keys: &'static str,
 }
 
@@ -90,8 +90,8 @@ impl Bulkhead {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the range for the limit while no job is running. A worker has at least one permit and, with
-    /// `recycle.jobs`, no more permits than jobs left.
+    /// Returns the range of the limit while no job is running. A worker has at least one permit and, with
+    /// `recycle.jobs`, no more permits than it has jobs left to run.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -103,10 +103,11 @@ impl Bulkhead {
 pub struct Plan {
     /// Duration of the load.
     pub lasts: Duration,
-    /// Seed of the random choices. Timing still depends on the machine.
+    /// Seed for random choices. Timing still depends on the machine.
     pub seed: u64,
-    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A killed worker can run
-    /// for a moment next to its successor. Otherwise, the limit of concurrent jobs is never exceeded.
+    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A killed worker
+    /// can run for a moment alongside its successor. Otherwise, the limit on concurrent jobs is never
+    /// exceeded.
     pub has_hangs: bool,
 }
 
@@ -119,13 +120,13 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began above the limit while a killed worker still held a place. A worker can still exist
-    /// after SIGKILL when its replacement begins a job.
+    /// Number of jobs that began above the limit while a killed worker still held a place. After SIGKILL, a
+    /// worker can still exist when its replacement begins a job.
     pub beside_killed: usize,
-    /// Number of jobs reported as executed without a record of their beginning. A worker can die between claiming a job
-    /// and recording it, so a few are possible.
+    /// Number of jobs reported as executed without a record of their beginning. A few such jobs are possible,
+    /// because a worker can die between claiming a job and recording it.
     pub executed_unseen: usize,
-    /// Descriptions of the violated invariants.
+    /// Descriptions of violated invariants.
     pub faults: Vec<String>,
     /// Number of open descriptors of the idle supervisor, before and after the load.
     pub descriptors: (usize, usize),
@@ -133,7 +134,7 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Maximum number of faults to report in full per kind.
+/// Maximum number of faults of each kind to report in full.
 const TOLD_MAX: usize = 5;
 
 /// Maximum growth of the idle supervisor's number of open descriptors.
@@ -146,7 +147,7 @@ const RESIDENT_SLACK: u64 = 96 << 20;
 
 /// Runs the load and returns the results.
 pub fn keep(plan: Plan) -> Findings {
-    // Workers write to this folder, so it is not part of the supervisor's.
+    // Workers write to this folder, so it is not part of the supervisor's folder.
     let notes = TempDir::new().expect("a temporary folder");
     open_to_all(notes.path());
     let temporary = TempDir::new().expect("a temporary folder");
@@ -189,8 +190,8 @@ fn judge(
     findings
 }
 
-/// Lets all users write to the folder. Not sticky, because with `fs.protected_regular`, opening another user's file for
-/// creation fails in a sticky folder.
+/// Lets all users write to the folder. The folder is not sticky, because with `fs.protected_regular`, opening
+/// another user's file with `O_CREAT` fails in a sticky folder.
 fn open_to_all(folder: &Path) {
     use std::os::unix::fs::PermissionsExt;
     std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o777)).expect("our own folder");
@@ -205,8 +206,8 @@ fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
         .until_ready()
 }
 
-/// Returns the configuration of the bulkheads, in TOML. A new `revision` changes the environment of workers,
-/// so that a reload replaces all workers.
+/// Returns the configuration of the bulkheads, in TOML. A new `revision` changes the workers' environment, so
+/// that a reload replaces all workers.
 pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     let grace = if plan.has_hangs { "50ms" } else { "60s" };
     let program = programs().join("ledger");
@@ -251,8 +252,8 @@ fn fill_all(supervisor: &Supervisor) {
 /// Number of measurements of the idle supervisor.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until no job is in flight and all limits are restored. Returns the lowest of several descriptor counts,
-/// because recycling by age briefly uses more.
+/// Waits until no job is in flight and all limits are restored. Returns the lowest of several descriptor
+/// counts, because recycling by age briefly uses more descriptors.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();
@@ -297,15 +298,15 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     supervisor.signal(Signal::SIGTERM);
     let status = supervisor.wait();
     if status.code() != Some(0) {
-        findings.faults.push(format!("the supervisor ended with {status}"));
+        findings.faults.push(format!("the supervisor exited with {status}"));
     }
     findings.faults.extend(left_of(notes, temporary));
     if supervisor.socket().exists() {
-        findings.faults.push("the jobs socket is left".into());
+        findings.faults.push("the jobs socket still exists".into());
     }
 }
 
-/// Describes the processes and files that a supervisor has left behind after its end.
+/// Describes the processes and files that a supervisor has left behind after it exited.
 fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     let mut left = Vec::new();
     let processes = processes_with(notes.to_str().expect("an ordinary path"));
@@ -319,7 +320,7 @@ fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     left
 }
 
-/// Returns the files and the folders of workers that are left in a folder.
+/// Returns the files and worker folders that are left in a folder.
 fn files_below(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut waiting = vec![folder.to_owned()];
@@ -338,7 +339,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Compares the outcomes of the clients with the records of the workers.
+/// Compares the clients' outcomes with the workers' records.
 fn compare(
     told: &HashMap<u64, Entry>,
     records: &[Record],
@@ -373,7 +374,7 @@ fn compare(
     }
     for (job, times) in &begun {
         match told.get(job) {
-            None => faults.entry("a job began that no client sent").or_default().push(job.to_string()),
+            None => faults.entry("a job began that no client had sent").or_default().push(job.to_string()),
             Some(entry) if !entry.is_idempotent && *times > 1 => {
                 let what = format!("{job}: {times} times, {:?}", entry.told);
                 faults.entry("a job that is not idempotent began twice").or_default().push(what);

@@ -32,12 +32,12 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Configuration without a sandbox, for workers that report their process id. In a sandbox, a worker only knows its id
-/// inside the pid namespace.
+/// Configuration without a sandbox, for workers that report their PID. In a sandbox, a worker knows only its
+/// PID in the PID namespace.
 pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 
-/// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately. Only bounds how long
-/// a failure takes, and is generous because other tests run at the same time.
+/// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately. This limit
+/// only determines how long a failure takes, and is generous because other tests run at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
@@ -52,19 +52,19 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         }
         let waited = began.elapsed();
         assert!(waited < PATIENCE, "waited {PATIENCE:?} without success: {what}");
-        // Checks less and less often, because a check can cost a request or a scan of `/proc`.
+        // Checks at increasing intervals, because a check can cost a request or a scan of `/proc`.
         std::thread::park_timeout((waited / 16).clamp(PAUSE_MIN, PAUSE_MAX));
     }
 }
 
-/// Number of heavy tests that are running, and the condition that it has become smaller.
+/// Number of heavy tests that are running, and a condition variable that is notified when the number decreases.
 static HEAVY: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
-/// Permit for a heavy test. Dropping it admits the next one.
+/// Permit for a heavy test. Dropping the permit admits the next test.
 #[must_use]
 pub struct HeavyPermit(());
 
-/// Waits until fewer heavy tests of this program are running than there are processors. A test is heavy if it alone
+/// Waits until fewer heavy tests of this program are running than there are processors. A test is heavy if it
 /// keeps a processor busy for seconds.
 pub fn heavy() -> HeavyPermit {
     let permits = std::thread::available_parallelism().map_or(1, NonZero::get);
@@ -83,8 +83,8 @@ impl Drop for HeavyPermit {
     }
 }
 
-/// Ends this process with SIGALRM long after all tests should have finished, so that CI does not hang forever. By then,
-/// the test harness has named the hanging test.
+/// Kills this process with SIGALRM long after all tests should have finished, so that CI does not hang
+/// forever. By then, the test harness has named the hanging test.
 fn end_if_it_hangs() {
     const SECONDS_MAX: u32 = 40 * 60;
     nix::unistd::alarm::set(SECONDS_MAX);
@@ -109,7 +109,7 @@ pub fn programs() -> PathBuf {
             Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
-        // No time limit for the ledger program.
+        // There is no time limit for the ledger program.
         if beside.ends_with("deps") {
             end_if_it_hangs();
         }
@@ -117,9 +117,9 @@ pub fn programs() -> PathBuf {
     folder
 }
 
-/// A running supervisor, which is killed when dropped.
+/// A running supervisor. The process is killed on drop.
 pub struct Supervisor {
-    /// The process of the supervisor.
+    /// The supervisor process.
     pub child: Child,
     /// Folder with the configuration, the sockets and the log.
     pub folder: TempDir,
@@ -132,24 +132,24 @@ impl Supervisor {
         Self::start_with("", bulkheads)
     }
 
-    /// Starts a supervisor like [`Supervisor::start`], with further keys for `[supervisor]`.
+    /// Starts a supervisor like [`Supervisor::start`], with additional keys for `[supervisor]`.
     pub fn start_with(supervisor_keys: &str, bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         Self::launch(folder, supervisor_keys, bulkheads).until_ready()
     }
 
-    /// Waits until every bulkhead has started, or failed to.
+    /// Waits until every bulkhead has started or failed to start.
     pub fn until_ready(mut self) -> Self {
         wait_for("the supervisor is ready", || {
             if let Some(status) = self.child.try_wait().expect("our own child") {
-                panic!("the supervisor ended with {status}:\n{}", self.log());
+                panic!("the supervisor exited with {status}:\n{}", self.log());
             }
             (self.try_get("/readyz")?.0 == 200).then_some(())
         });
         self
     }
 
-    /// Starts a supervisor with further arguments and environment variables.
+    /// Starts a supervisor with additional arguments and environment variables.
     pub fn start_as(arguments: &[&str], variables: &[(&str, &str)], bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         Self::launch_as(folder, (arguments, variables), "", bulkheads).until_ready()
@@ -160,8 +160,7 @@ impl Supervisor {
         Self::launch_as(folder, (&[], &[]), supervisor_keys, bulkheads)
     }
 
-    /// Starts a supervisor in this folder with further environment variables, without waiting until it is
-    /// ready.
+    /// Starts a supervisor in this folder with additional environment variables, without waiting until it is ready.
     pub fn launch_with_variables(
         folder: TempDir,
         variables: &[(&str, &str)],
@@ -182,8 +181,7 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts a supervisor for which the kernel seems to lack `SO_PASSRIGHTS`, like a kernel before Linux
-    /// 6.16.
+    /// Starts a supervisor for which the kernel appears to lack `SO_PASSRIGHTS`, as before Linux 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -229,14 +227,14 @@ impl Supervisor {
         self.folder.path().join("jobs.sock")
     }
 
-    /// Returns the process id of the supervisor.
+    /// Returns the PID of the supervisor.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Returns the process id of the keeper.
+    /// Returns the PID of the keeper.
     pub fn keeper(&self) -> u32 {
-        wait_for("the keeper runs", || {
+        wait_for("the keeper is running", || {
             children(self.pid()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead-keeper"))
         })
     }
@@ -265,8 +263,8 @@ impl Supervisor {
         command
     }
 
-    /// Sends a GET request to the admin socket. Returns the status and the body, or `None` if nothing listens
-    /// on the socket.
+    /// Sends a GET request to the admin socket. Returns the status and the body, or `None` if no process is
+    /// listening on the socket.
     pub fn try_get(&self, path: &str) -> Option<(u16, String)> {
         self.request("GET", path)
     }
@@ -317,7 +315,7 @@ impl Supervisor {
         self.folder.path().join(name)
     }
 
-    /// Returns the size of a file in bytes, or 0 if it does not exist.
+    /// Returns the size of a file in bytes, or 0 if the file does not exist.
     pub fn file_bytes(&self, name: &str) -> usize {
         std::fs::metadata(self.file(name)).map_or(0, |about| about.len() as usize)
     }
@@ -346,7 +344,7 @@ impl Supervisor {
         self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is not a number"))
     }
 
-    /// Returns the process ids of a bulkhead's workers.
+    /// Returns the PIDs of a bulkhead's workers.
     pub fn worker_pids(&self, bulkhead: &str) -> Vec<u32> {
         self.state(bulkhead).workers.iter().filter_map(|worker| worker.pid).collect()
     }
@@ -388,16 +386,16 @@ fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, S
     Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
 }
 
-/// Checks continuously that the counters of a supervisor balance, in snapshots of all bulkheads from the same moment.
-/// Every submitted job must have an outcome, be in flight, or be queued. A bulkhead named `entry` must not be a
-/// fallback of another one.
+/// Checks continuously that a supervisor's counters balance, using snapshots of all bulkheads taken at the same
+/// moment. Every submitted job must have an outcome, be in flight, or be queued. A bulkhead named `entry` must
+/// not be the fallback of another bulkhead.
 pub struct Auditor {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64, String>>,
 }
 
 impl Auditor {
-    /// Starts checking the counters of a supervisor.
+    /// Starts checking a supervisor's counters.
     pub fn of(supervisor: &Supervisor) -> Self {
         let admin = supervisor.folder.path().join("admin.sock");
         let is_over = Arc::new(AtomicBool::new(false));
@@ -443,11 +441,11 @@ fn audit(bulkheads: &[Snapshot]) -> Result<(), String> {
     if submitted != ended + open {
         return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
     }
-    // No jobs come to `entry` from other bulkheads, so its own counters balance. They include jobs that run in its
-    // fallbacks.
+    // No jobs come to `entry` from other bulkheads, so its own counters balance. These counters include jobs
+    // that run in its fallbacks.
     for of in bulkheads.iter().filter(|of| of.name == "entry") {
         if of.submitted != outcomes(of) + of.in_flight + of.queued + of.elsewhere {
-            return Err(format!("the counters of one bulkhead: {of:?}"));
+            return Err(format!("the counters of one bulkhead do not balance: {of:?}"));
         }
     }
     Ok(())
@@ -480,7 +478,7 @@ fn dechunk(mut body: &str) -> String {
 /// Sends a signal to a process, if the process still exists.
 pub fn kill_pid(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid as i32), signal);
-    // The signal goes to one thread, which may be scheduled late. Until then, the other threads continue.
+    // The signal is delivered to one thread, which may be scheduled late. Until then, the other threads keep running.
     if signal == Signal::SIGSTOP {
         wait_for("all threads of the process have stopped", || has_stopped(pid).then_some(()));
     }
@@ -559,7 +557,7 @@ pub fn resident_bytes(pid: u32) -> u64 {
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-/// Counts equal items, for messages of assertions.
+/// Counts equal items, for assertion messages.
 pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     let mut counts = BTreeMap::new();
     for item in items {
@@ -607,8 +605,8 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the default sandbox of the tests. Workers can execute the workspace's programs and, because they run as the
-/// test's user, write to the folder of their configuration.
+/// Returns the default sandbox for tests. Workers can execute the workspace's programs and, because they run
+/// as the test's user, write to the folder of their configuration.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");

@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use crate::programs;
 
-/// Reports that the current test cannot run on this machine. Takes the reason as a format string. Writes to standard
-/// error directly, because the harness hides the output of passing tests.
+/// Reports that the current test cannot run on this machine. The reason is given as a format string. Writes
+/// to standard error directly, because the harness hides the output of passing tests.
 #[macro_export]
 macro_rules! not_run {
     ($($reason:tt)*) => { $crate::machine::report_not_run(&format!($($reason)*)) };
@@ -41,8 +41,8 @@ pub fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Returns true if this machine supports the layers, named as in the output of `doctor`. Otherwise prints a note and
-/// returns false.
+/// Returns true if this machine supports the layers. The layers have the names that `doctor` prints.
+/// Otherwise prints a note and returns false.
 pub fn has_layers(layers: &[&str]) -> bool {
     let output = Command::new(programs().join("bulkhead-supervisor")).args(["doctor", "--json"]).output();
     let output = output.expect("the supervisor's program runs").stdout;

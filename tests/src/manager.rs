@@ -1,5 +1,5 @@
-//! A stand-in for systemd: starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and restarts
-//! the service as with `Restart=on-failure` and `KillMode=mixed`.
+//! A stand-in for systemd. Starts a supervisor with `NOTIFY_SOCKET`, follows `MAINPID`, answers barriers, and
+//! restarts the service as systemd does with `Restart=on-failure` and `KillMode=mixed`.
 
 use std::collections::BTreeSet;
 use std::io::IoSliceMut;
@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 use crate::{is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
 
-/// A service, which is killed when dropped.
+/// A service. Its processes are killed on drop.
 pub struct Manager {
     /// Folder with the configuration, the sockets and the log.
     pub folder: TempDir,
@@ -47,7 +47,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Manager {
-    /// Starts a service, and waits until it is ready. `folder` can contain files that the configuration names.
+    /// Starts a service, and waits until it is ready. `folder` can contain files that the configuration refers to.
     pub fn start(
         folder: TempDir,
         supervisor_keys: &str,
@@ -177,7 +177,7 @@ impl Service {
                 state.notifiers.extend(sender);
                 for line in text.lines() {
                     if let Some(pid) = line.strip_prefix("MAINPID=").and_then(|pid| pid.parse().ok()) {
-                        // systemd ignores processes that have ended.
+                        // systemd ignores processes that have exited.
                         state.main =
                             if Path::new(&format!("/proc/{pid}")).exists() { pid } else { state.main };
                     }
@@ -198,14 +198,14 @@ impl Service {
     /// Kills the remaining processes of the service, and starts it again after a failure. Returns true if the service
     /// has stopped.
     fn main_ended(&self, state: &Mutex<State>, main: u32, status: WaitStatus) -> bool {
-        // Another process may just have become the main process.
+        // Another process may have just become the main process.
         if lock(state).main != main {
             return false;
         }
         let marker = self.folder.join("workers.toml").display().to_string();
-        // A process that is exiting has no arguments any more, but still holds its locks.
+        // An exiting process no longer has arguments, but still holds its locks.
         let mut killed = BTreeSet::new();
-        wait_for("the rest of the service has ended", || {
+        wait_for("the service's other processes have exited", || {
             let rest = processes_with(&marker);
             rest.iter().for_each(|pid| kill_pid(*pid, Signal::SIGKILL));
             killed.extend(rest);
@@ -222,7 +222,8 @@ impl Service {
     }
 }
 
-/// Receives a notification. Returns it with its sender. Closes received descriptors, which answers a barrier.
+/// Receives a notification. Returns the notification and its sender. Closes received descriptors, which
+/// answers a barrier.
 fn receive(socket: &UnixDatagram) -> Option<(String, Option<u32>)> {
     let mut bytes = [0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1), ScmRights(4))];

@@ -9,7 +9,7 @@ pub struct Family {
     pub name: String,
     /// Type of the family: `counter`, `gauge` or `histogram`.
     pub kind: String,
-    /// Samples in the order of the page.
+    /// Samples, in page order.
     pub samples: Vec<Sample>,
 }
 
@@ -24,10 +24,10 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// A complete page of metrics.
+/// A complete metrics page.
 #[derive(Debug)]
 pub struct Page {
-    /// Families in the order of the page.
+    /// Families, in page order.
     pub families: Vec<Family>,
 }
 
@@ -79,7 +79,8 @@ impl Page {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns the samples that can only grow, by name and labels: those of all families except gauges.
+    /// Returns the samples whose values can only increase, by name and labels: the samples of all families
+    /// except gauges.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);

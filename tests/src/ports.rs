@@ -5,15 +5,15 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::Mutex;
 
-/// First port that [`free_port`] returns.
+/// Lowest port that [`free_port`] returns.
 const FIRST: u16 = 10_000;
 
 /// Locks on the ports that this process has returned.
 static LOCKS: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
 
-/// Returns a TCP port of 127.0.0.1 that stays free for the programs of this test, also while such a program restarts.
+/// Returns a TCP port on 127.0.0.1 that stays free for this test's programs, even while such a program restarts.
 ///
-/// The port is outside of the range from which the kernel chooses the ports of connections and of listeners on port 0.
+/// The port is outside the range from which the kernel chooses the ports of connections and of listeners on port 0.
 /// A socket in the abstract namespace reserves the port for this process among all test programs on this machine.
 pub fn free_port() -> u16 {
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").expect("Linux");
@@ -28,5 +28,5 @@ pub fn free_port() -> u16 {
             return port;
         }
     }
-    panic!("no free port between {FIRST} and {end}, the begin of net.ipv4.ip_local_port_range");
+    panic!("no free port between {FIRST} and {end}, the start of net.ipv4.ip_local_port_range");
 }

@@ -1,5 +1,5 @@
-//! A user with subordinate ids in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced in a mount
-//! namespace, so that the machine's own files do not change.
+//! A user with subordinate IDs in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced in a
+//! mount namespace, so that the machine's own files do not change.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -8,29 +8,28 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::machine::{has_layers, has_program, is_root};
 
-/// A user that exists only in a test, with its subordinate ids.
+/// A user that exists only in a test, with its subordinate IDs.
 #[derive(Clone, Copy, Debug)]
 pub struct User {
-    /// User id and group id.
+    /// UID and GID.
     pub uid: u32,
     first: u32,
     has_ids: bool,
 }
 
-/// First user id of test users, and first subordinate id. The machine must not use ids from here on.
+/// First UID of test users, and first subordinate ID. The machine must not use IDs from these numbers upwards.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 
-/// Number of subordinate ids of each user.
+/// Number of subordinate IDs per user.
 const COUNT: u32 = 100;
 
-/// Layers needed to run workers with subordinate ids.
+/// Layers needed to run workers with subordinate IDs.
 pub const LAYERS: &[&str] =
     &["landlock scopes", "seccomp notify", "user namespace", "tree end", "mount_setattr"];
 
 impl User {
-    /// Creates a user with subordinate ids. Prints a note and returns `None` if this is not possible on this
-    /// machine.
+    /// Creates a user with subordinate IDs. Prints a note and returns `None` if this is not possible on this machine.
     pub fn with_ids() -> Option<Self> {
         const FILES: [&str; 6] = [
             "/usr/bin/newuidmap",
@@ -44,7 +43,7 @@ impl User {
         can.then(|| Self::new(true))
     }
 
-    /// Creates a user without subordinate ids. Prints a note and returns `None` if this is not possible on
+    /// Creates a user without subordinate IDs. Prints a note and returns `None` if this is not possible on
     /// this machine.
     pub fn without_ids() -> Option<Self> {
         let can = is_root() && ["/usr/bin/setpriv", "/usr/bin/unshare"].iter().all(|path| has_program(path));
@@ -59,7 +58,7 @@ impl User {
         Self { uid: USERS + own * 100 + number, first: IDS + (own * 100 + number) * COUNT, has_ids }
     }
 
-    /// Returns the subordinate ids of the user.
+    /// Returns the user's subordinate IDs.
     pub fn ids(&self) -> RangeInclusive<u32> {
         self.first..=self.first + COUNT - 1
     }

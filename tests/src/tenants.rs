@@ -3,7 +3,7 @@
 use crate::{SAME_NUMBERS, Supervisor, children, wait_for};
 use serde_json::Value;
 
-/// Returns the configuration of a bulkhead `b` with isolated tenants. `more` contains further keys.
+/// Returns the configuration of a bulkhead `b` with isolated tenants. `more` contains additional keys.
 pub fn isolated(tenants: &str, more: &str) -> String {
     format!(
         "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
@@ -30,7 +30,7 @@ pub fn wait_part(supervisor: &Supervisor, tenant: &str, field: &str, value: u64)
     });
 }
 
-/// Returns the process ids of a tenant's workers.
+/// Returns the PIDs of a tenant's workers.
 pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
     let part = part(supervisor, tenant);
     let workers = part["workers"].as_array().expect("workers");
@@ -39,7 +39,7 @@ pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
 
 /// Waits until the bulkhead `b` has no workers, according to the snapshot and to the kernel.
 pub fn wait_for_rest(supervisor: &Supervisor) {
-    wait_for("no worker runs", || {
+    wait_for("no worker is running", || {
         let is_at_rest = supervisor.worker_pids("b").is_empty() && children(supervisor.keeper()).is_empty();
         is_at_rest.then_some(())
     });

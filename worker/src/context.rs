@@ -27,8 +27,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// Returns the payload exactly as the client sent it. A payload in a memory file is copied on the first
-    /// call.
+    /// Returns the payload exactly as the client sent it. A payload in a memory file is copied on the first call.
     pub fn payload(&self) -> &[u8] {
         self.loan.as_ref().map_or(&self.payload, |loan| loan.copy())
     }

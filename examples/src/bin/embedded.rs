@@ -46,8 +46,7 @@ fn application() -> Result<(), Box<dyn Error>> {
         grace = \"100ms\"
         "
     );
-    // The path only determines the folder to which relative paths refer. To read a file, use
-    // `config::load_embedded`.
+    // The path only determines the folder to which relative paths refer. To read a file, use `config::load_embedded`.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
     let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;

@@ -1,6 +1,6 @@
-//! An application with an embedded supervisor. The same program is the supervisor's keeper. The first argument selects
-//! the scenario. Each scenario has its own current folder, and the environment variable `MISBEHAVE` names the worker's
-//! program. Panics on any failure.
+//! An application with an embedded supervisor. The same program is the supervisor's keeper. The first
+//! argument selects the scenario. Each scenario runs in its own folder, and the environment variable
+//! `MISBEHAVE` names the worker's program. Panics on any failure.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -28,7 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than any wait of a scenario, and short enough for the test to report the failure.
+    // Longer than any wait in a scenario, and short enough for the test to report the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -64,7 +64,7 @@ fn main() {
     println!("done");
 }
 
-/// Returns a configuration with one bulkhead `a` and the given further keys.
+/// Returns a configuration with a single bulkhead `a` and the given additional keys.
 fn settings(supervisor_keys: &str, keys: &str) -> config::Config {
     let worker = std::env::var("MISBEHAVE").unwrap();
     let text = format!(
@@ -93,7 +93,7 @@ fn parent(pid: u32) -> u32 {
     bulkhead_tests::parent(pid).unwrap()
 }
 
-/// Returns the process ids of a worker, its keeper, and the keeper's guard.
+/// Returns the PIDs of a worker, its keeper, and the keeper's guard.
 fn line(client: &Client) -> [u32; 3] {
     let worker = number(client, "pid");
     let keeper = parent(worker);
@@ -145,7 +145,7 @@ fn lends_files() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that in-process clients are subject to the same limits as clients of a socket.
+/// Checks that in-process clients are subject to the same limits as clients that connect to a socket.
 fn admission() {
     let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
     let config = settings("max_clients = 4", keys);
@@ -154,7 +154,7 @@ fn admission() {
     assert_eq!(outcome(&client.job("b", "").send()), "rejected/not_found");
     assert_eq!(outcome(&send(&client, "echo", &"x".repeat(2000))), "rejected/too_large");
     let running = client.job("a", "").operation("steps:wait go").start().unwrap();
-    wait_for("one more job waits and one is rejected", || {
+    wait_for("one more job is waiting and one is rejected", || {
         let results = [(); 2].map(|()| {
             let job = client.job("a", "").operation("echo").deadline(Duration::from_millis(50));
             job.start().unwrap()
@@ -185,8 +185,8 @@ fn admission() {
     wait_for("another client is served", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
-/// Prints the ids of the supervisor's processes and waits to be killed. With the argument `forks`, a forked child also
-/// holds all descriptors of this process.
+/// Prints the PIDs of the supervisor's processes and waits to be killed. With the argument `forks`, a forked
+/// child also holds all of this process's descriptors.
 fn is_killed() {
     let (_supervisor, client) = start("processes = 2");
     let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
@@ -200,7 +200,7 @@ fn is_killed() {
 
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn fork_and_sleep() -> i32 {
-    // SAFETY: the child only makes two system calls.
+    // SAFETY: the child makes only two system calls.
     unsafe {
         match libc::fork() {
             0 => {
@@ -219,7 +219,7 @@ static OWN: AtomicI32 = AtomicI32::new(0);
 #[expect(unsafe_code, reason = "what the kernel tells a handler")]
 extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void) {
     SEEN.fetch_add(1, Ordering::SeqCst);
-    // SAFETY: for SIGCHLD this field is valid.
+    // SAFETY: this field is valid for SIGCHLD.
     let pid = unsafe { (*told).si_pid() };
     if pid != OWN.load(Ordering::SeqCst) {
         STRANGER.store(pid, Ordering::SeqCst);
@@ -260,12 +260,12 @@ fn waits_for_all() {
     supervisor.shutdown().unwrap();
     assert_eq!((found.lock().unwrap().len(), SEEN.load(Ordering::SeqCst)), (0, 0));
     let (ends, may_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-    // SAFETY: the child only makes three system calls.
+    // SAFETY: the child makes only three system calls.
     let own = unsafe {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent closes its end. By then, the parent knows the child's process id.
+                // Blocks until the parent closes its end. By then, the parent knows the child's PID.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -286,7 +286,7 @@ fn signals(status: &str) -> Vec<String> {
     text.lines().filter(wanted).map(str::to_owned).collect()
 }
 
-/// Returns those parts of this process's state that an embedded supervisor must not change.
+/// Returns the parts of this process's state that an embedded supervisor must not change.
 fn process_state() -> Vec<String> {
     let mut state = signals("/proc/thread-self/status");
     for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
@@ -314,7 +314,7 @@ extern "C" fn on_signal(_: i32) {
 #[expect(unsafe_code, reason = "handlers")]
 fn keeps_its_own() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
-        // SAFETY: the handler only accesses atomics and asks for a thread id.
+        // SAFETY: the handler only accesses atomics and requests a thread ID.
         unsafe { nix::sys::signal::signal(signal, SigHandler::Handler(on_signal)) }.unwrap();
     }
     once();
@@ -352,8 +352,8 @@ fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
 
-/// Waits until this process has at most `before` open descriptors. A client's thread closes its descriptors only when
-/// it ends.
+/// Waits until this process has at most `before` open descriptors. A client's thread closes its descriptors
+/// only when the thread exits.
 fn assert_nothing_open(before: usize) {
     wait_for("no descriptors are left", || (descriptors(std::process::id()) <= before).then_some(()));
 }
@@ -390,7 +390,7 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Checks that keepers that are killed during their start are replaced.
+/// Checks that keepers that are killed while they start are replaced.
 fn loses_starting_keepers() {
     let folder = std::env::var("FOLDER").unwrap();
     let is_own = |pid: &u32| {
@@ -409,8 +409,8 @@ fn loses_starting_keepers() {
     supervisor.shutdown().unwrap();
 }
 
-/// Runs all attempts of the hostile worker under the given profile. The file `workers.toml` configures the bulkheads,
-/// and the file `targets` contains the targets.
+/// Runs all of the hostile worker's attempts under the given profile. The file `workers.toml` configures the
+/// bulkheads, and the file `targets` contains the targets.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
     let supervisor = Supervisor::start_blocking(config).unwrap();
@@ -480,7 +480,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
-                // The victim may have exited and its pid may have been reused, so the name is checked as well.
+                // The victim may have exited and its PID may have been reused, so the name is checked as well.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
                 else {
                     continue;
@@ -527,7 +527,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Keys of a bulkhead that runs one job at a time, and the number of jobs that wait in the queue.
+/// Configuration of a bulkhead that runs one job at a time. `WAITS` is the number of jobs in its queue.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
@@ -550,7 +550,7 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor that has had no
+/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor before any
 /// iteration in which it could send the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
@@ -581,8 +581,8 @@ async fn local_is_told() {
     }
 }
 
-/// Checks that the supervisor survives panics of the application, dropped futures, and use from other threads and
-/// runtimes.
+/// Checks that the supervisor survives panics in the application, dropped futures, and use from other threads
+/// and runtimes.
 fn local_goes_on() {
     let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let keys = "max_in_flight = 4\nmax_queue = 300\ngrace = \"100ms\"";
@@ -612,7 +612,7 @@ fn local_goes_on() {
         assert!(threads.block_on(given_up).is_err());
     }
     echo(&mut supervisor, &threads);
-    // Jobs come from all threads at once, while a future keeps this thread busy.
+    // Jobs are sent from all threads at once, while a future keeps this thread busy.
     let jobs = (0..200).map(|_| threads.spawn(client.job("a", vec![7; 100_000]).operation("echo").send()));
     let jobs: Vec<_> = jobs.collect();
     let all = async {
@@ -621,7 +621,7 @@ fn local_goes_on() {
         }
     };
     threads.block_on(supervisor.run_until(all)).unwrap();
-    // Another runtime now drives the supervisor, and the first one is shut down.
+    // Another runtime now drives the supervisor, and the first runtime is shut down.
     let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     echo(&mut supervisor, &other);
     threads.shutdown_background();
@@ -658,8 +658,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that clients get an error as soon as the supervisor has ended, and that a forked child cannot shut down the
-/// parent's supervisor.
+/// Checks that clients get an error as soon as the supervisor has stopped, and that a forked child cannot
+/// shut down the parent's supervisor.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -682,7 +682,7 @@ fn ends_for_good() {
     assert_eq!(outcome(&send(&another, "echo", "")), "ok");
     supervisor.shutdown().unwrap();
     for client in [&client, &another] {
-        wait_for("the client reports the end of the supervisor", || {
+        wait_for("the client reports that the supervisor has stopped", || {
             let told = send(client, "echo", "").unwrap_err();
             assert!(matches!(told, JobError::Disconnected { executed: Executed::No, .. }), "{told}");
             told.to_string().contains("in this process has ended").then_some(())
@@ -765,7 +765,7 @@ fn forgets() {
     assert!(error.contains("did not become a keeper"), "{error}");
 }
 
-/// Crash reports of an embedded supervisor are files.
+/// Checks that an embedded supervisor writes crash reports to files.
 fn backtrace() {
     let folder = std::env::current_dir().unwrap().join("crashes");
     let keys = format!("crash_dir = {folder:?}");
@@ -781,7 +781,7 @@ fn backtrace() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that dropping the supervisor lets running jobs finish.
+/// Checks that running jobs finish when the supervisor is dropped.
 fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);
@@ -804,7 +804,7 @@ fn drains() {
     assert_ne!(outcome(&running.wait()), "ok");
 }
 
-/// Starts supervisors within a runtime, while many threads allocate memory.
+/// Starts supervisors within a runtime while many threads allocate memory.
 async fn in_a_runtime() {
     let is_over = Arc::new(AtomicUsize::new(0));
     let threads: Vec<_> = (0..16)
@@ -815,7 +815,7 @@ async fn in_a_runtime() {
                     for bytes in 10_000..10_020 {
                         std::hint::black_box(vec![0_u8; bytes]);
                     }
-                    // A shorter sleep would use too much processor time.
+                    // A shorter sleep would use too much CPU time.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             })
@@ -837,7 +837,7 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    // Dropping the future of a start must end all processes and threads of the supervisor.
+    // Dropping the future that starts a supervisor must stop all of its processes and threads.
     drop(tokio::time::timeout(Duration::ZERO, Supervisor::start(settings("", ""))).await);
     tokio::task::spawn_blocking(|| {
         wait_for("no thread of a supervisor is left", || {
@@ -911,7 +911,7 @@ async fn local() {
         [second, parent(second), parent(parent(second))]
     });
     let line = line.await.unwrap();
-    // A supervisor that is not driven receives nothing, and its timers stand still. Workers do not count as hung.
+    // A supervisor that is not driven receives nothing, and its timers do not advance. Workers do not count as hung.
     let waits = client.job("a", "").operation("echo").deadline(Duration::from_millis(100));
     let waits = tokio::spawn(waits.send());
     std::thread::sleep(Duration::from_secs(6));
@@ -942,7 +942,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends supervisors by a stop, by dropping, and by dropping before the first iteration.
+/// Ends supervisors in three ways: by stopping, by dropping, and by dropping before the first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -971,7 +971,8 @@ async fn local_ends() {
     drop(start_local(""));
 }
 
-/// Waits to be killed without driving the data plane. The keeper must detect the end of the application by itself.
+/// Waits to be killed without driving the data plane. The keeper must detect on its own that the application
+/// has exited.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();

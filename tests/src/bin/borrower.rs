@@ -1,4 +1,5 @@
-//! A worker that implements the protocol without the SDK. The operation selects how it uses or misuses memory files.
+//! A worker that implements the protocol without the SDK. The operation selects how the worker uses or
+//! misuses memory files.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -117,7 +118,7 @@ impl Worker {
         let size = result.metadata().expect("a file").len();
         match order.operation {
             "where" => self.send(kind::RESULT, job, &Empty, None, b"file"),
-            // Returns the forbidden operations that succeed.
+            // Returns the names of forbidden operations that succeeded.
             "attack" => {
                 let path = format!("/proc/self/fd/{}", payload.as_raw_fd());
                 let tries = [
@@ -131,7 +132,7 @@ impl Worker {
                     tries.into_iter().filter(|(_, is_done)| *is_done).map(|(name, _)| name).collect();
                 self.send(kind::RESULT, job, &Empty, None, format!("done: {}", done.join(" ")).as_bytes());
             }
-            // Sends a correct result, and continues to write to the result file.
+            // Sends a correct result, but continues to write to the result file.
             "scribble" => {
                 result.write_all_at(&vec![1; named.bytes as usize], 0).expect("the result file is writable");
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");

@@ -1,4 +1,5 @@
-//! Connects to the jobs socket with other credentials, from a process that exits immediately, or many times.
+//! Connects to the jobs socket in special ways: with other credentials, from a process that exits
+//! immediately, or many times.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -12,13 +13,13 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match arguments[..] {
-        // Executes a program as a user with a group and comma-separated supplementary groups.
+        // Executes a program as the given user, with the given group and comma-separated supplementary groups.
         ["as", uid, gid, groups, program, ref rest @ ..] => become_user(uid, gid, groups, program, rest),
         // Connects, passes the connection to another process, and exits.
         ["leave", socket] => leave(socket),
         // Copies standard input to standard output.
         ["listen"] => std::io::copy(&mut std::io::stdin(), &mut std::io::stdout()).map(drop),
-        // Connects `times` times. Prints the number of connections that got a reply.
+        // Connects `times` times. Prints the number of connections that received a reply.
         ["knock", socket, times] => knock(socket, times),
         _ => return ExitCode::from(2),
     };

@@ -1,4 +1,4 @@
-//! An agent with a planted fault, in place of `bulkhead-fleet agent`. The last argument names the fault.
+//! An agent with an injected fault, used in place of `bulkhead-fleet agent`. The last argument names the fault.
 
 use std::path::PathBuf;
 

@@ -1,8 +1,9 @@
 //! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. Simulates a kernel
 //! that lacks these calls, or the sandbox of a container or of another supervisor.
 //!
-//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. Error 0 means success without effect. If the only rule is
-//! `@FILE`, applies the seccomp profile of a container engine in this file, without its conditions on arguments.
+//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. Error 0 means success without effect. If the only rule
+//! is `@FILE`, applies the container engine's seccomp profile in this file, without its conditions on
+//! arguments.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -11,7 +12,7 @@ use bulkhead_supervisor::keeper::syscall_name;
 use libc::{c_long, sock_filter};
 use serde_json::Value;
 
-/// Numbers of system calls are below this number.
+/// Upper bound on system call numbers.
 const NUMBER_MAX: u32 = 1024;
 
 /// Supported system calls.
@@ -52,7 +53,7 @@ fn parse(rule: &str) -> Option<(c_long, u32)> {
     Some((*number, libc::SECCOMP_RET_ERRNO | u32::from(errno.parse::<u16>().ok()?)))
 }
 
-/// Returns the filter of a profile of a container engine. Panics if the file is not such a profile.
+/// Returns the filter for a container engine's profile. Panics if the file is not such a profile.
 fn profile(file: &str) -> Vec<sock_filter> {
     let text = std::fs::read_to_string(file).expect("the profile can be read");
     let profile: Value = serde_json::from_str(&text).expect("the profile is JSON");
@@ -63,7 +64,7 @@ fn profile(file: &str) -> Vec<sock_filter> {
     for group in profile["syscalls"].as_array().expect("groups of system calls") {
         assert_eq!(group["action"], "SCMP_ACT_ALLOW");
         for name in group["names"].as_array().expect("names").iter().filter_map(Value::as_str) {
-            // Skips calls that only other architectures have.
+            // Skips calls that exist only on other architectures.
             let number = (0..NUMBER_MAX).find(|number| syscall_name(*number) == name);
             rules.extend(number.map(|number| (number.into(), libc::SECCOMP_RET_ALLOW)));
         }
@@ -71,8 +72,8 @@ fn profile(file: &str) -> Vec<sock_filter> {
     filter(&rules, default)
 }
 
-/// Returns a filter with the given action for each system call in `rules`, and with the action `default` for all
-/// others.
+/// Returns a filter that applies the given action to each system call in `rules`, and the action `default` to
+/// all others.
 fn filter(rules: &[(c_long, u32)], default: u32) -> Vec<sock_filter> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const JUMP_IF_IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;

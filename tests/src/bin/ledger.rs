@@ -1,8 +1,8 @@
 //! Runs the ledger and prints the results: `ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]`.
 //!
 //! - `calm` leaves out everything that makes the supervisor kill workers.
-//! - `embedded` and `embedded-local` run the supervisor in the process of the clients.
-//! - `worker` and `in` are internal: a worker of the ledger, and the process of an embedded supervisor.
+//! - `embedded` and `embedded-local` run the supervisor in the clients' process.
+//! - `worker` and `in` are internal: a ledger worker, and the process of an embedded supervisor.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         ["worker", notes, bulkhead, bound] => ledger::worker::serve(notes, bulkhead, bound),
         ["in", notes, ref rest @ .., mode] => match plan(rest) {
             Some(plan) => {
-                // The log says why, if the supervisor ends early.
+                // If the supervisor stops early, the log says why.
                 let filter = LogFilter { level: "error", has_output: false };
                 logging::init(LogFormat::Text, filter).expect("a valid level");
                 told(&ledger::embedded::keep(notes.as_ref(), plan, mode == EMBEDDED[1]))

@@ -1,5 +1,5 @@
-//! A worker that misbehaves on request. Without arguments, it uses the SDK, and the operation selects the misbehaviour.
-//! With `raw MODE`, it implements the protocol without the SDK, and violates it.
+//! A worker that misbehaves on request. Without arguments, it uses the SDK, and the operation selects the
+//! misbehaviour. With `raw MODE`, it implements the protocol without the SDK and violates the protocol.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
-        // The first process becomes ready immediately, later ones when the file `go` exists.
+        // The first process becomes ready immediately. Later processes become ready when the file `go` exists.
         ["slow-again", once] => {
             let once = once.to_owned();
             Server::new()
@@ -77,8 +77,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a template. The operation `who` returns the process ids of template and worker. After `forks_max` forks, a
-/// process limit makes further forks fail.
+/// Runs a template. The operation `who` returns the PIDs of the template and the worker. After `forks_max`
+/// forks, a process limit makes further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -89,7 +89,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
                     let _ = runs.send(());
                     forever()
                 })?;
-                // A new thread sets its own name, so this waits until it has.
+                // A new thread sets its own name, so this waits until the name is set.
                 let _ = is_running.recv();
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
@@ -165,17 +165,17 @@ fn alter(pid: u32) {
     let _ = std::fs::write(format!("/proc/{pid}/timerslack_ns"), "77000");
 }
 
-/// Time after which the chains of [`leave_chains`] end by themselves.
+/// Time after which the chains of [`leave_chains`] end on their own.
 const CHAINS_MAX: Duration = Duration::from_secs(20);
 
-/// Leaves chains of processes behind. Each process of a chain forks a successor and exits.
+/// Leaves chains of processes behind. Each process in a chain forks a successor and exits.
 #[expect(unsafe_code, reason = "fork")]
 fn leave_chains(count: u64) {
     let end = Instant::now() + CHAINS_MAX;
-    // SAFETY: only changes which process adopts orphans of this one.
+    // SAFETY: only changes which process adopts this process's orphans.
     unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) };
     for _ in 0..count {
-        // SAFETY: the child only makes system calls.
+        // SAFETY: the child makes only system calls.
         if unsafe { libc::fork() } == 0 {
             // SAFETY: only system calls.
             unsafe {
@@ -191,7 +191,7 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Runs a worker that forks in its initialisation and in a handler. The forked processes return from there as well.
+/// Runs a worker that forks during initialisation and in a handler. The forked processes also return from there.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -201,8 +201,7 @@ fn forked_stray() -> ExitCode {
         .serve()
 }
 
-/// Forks a child, and returns in both processes. The parent waits for the child and returns the result of the
-/// wait.
+/// Forks a child and returns in both processes. The parent waits for the child and returns the result of the wait.
 fn fork_stray() -> String {
     // SAFETY: the child only does what the SDK does when a handler returns.
     #[expect(unsafe_code, reason = "fork(2) has no safe form")]
@@ -305,17 +304,17 @@ fn take_steps(
             ["count", path] => drop(count_up(path)?),
             // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
-            // Records begin and end of a job that takes some milliseconds.
+            // Records the beginning and end of a job that takes `ms` milliseconds.
             ["ledger", path, ms, id] => {
                 append(path, &format!("begin {id}\n"))?;
                 std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0)));
                 append(path, &format!("end {id}\n"))?;
             }
-            // Waits for a file whose name contains the id of this process.
+            // Waits for a file whose name contains this process's PID.
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
-            // Returns where the payload was stored, and the sum of its bytes.
+            // Returns the place where the payload was stored, and the sum of the payload's bytes.
             ["sum"] => {
                 let place = if job.mapped_payload().is_some() { "file" } else { "bytes" };
                 let sum: u64 = job.payload().iter().map(|byte| u64::from(*byte)).sum();
@@ -348,7 +347,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
         "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
-        // Inverts the bytes of the payload, if possible in place.
+        // Inverts the payload's bytes, in place if possible.
         "invert" => {
             let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
             if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
@@ -385,7 +384,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             kill(Pid::this(), Signal::SIGSTOP)?;
             forever();
         }
-        // Rust's handler takes the first SIGSEGV for a stack overflow and then removes itself.
+        // Rust's handler mistakes the first SIGSEGV for a stack overflow and then removes itself.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },
@@ -430,7 +429,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks as many MiB of memory as the payload says.
+        // Leaks the number of MiB of memory given in the payload.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -451,7 +450,8 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 (0..wanted).map_while(|_| std::thread::Builder::new().spawn(std::thread::park).ok()).count();
             return Ok(started.to_string().into_bytes());
         }
-        // Starts a process tree that tries to outlive the worker. The payload marks the command lines of its processes.
+        // Starts a process tree that tries to outlive the worker. The payload marks the command lines of the
+        // tree's processes.
         "tree" => {
             let marker = String::from_utf8_lossy(job.payload()).into_owned();
             shell(&format!(
@@ -461,15 +461,15 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             ));
             forever();
         }
-        // Sends SIGKILL to the process ids in the payload.
+        // Sends SIGKILL to the PIDs in the payload.
         "kill" => {
             for pid in String::from_utf8_lossy(job.payload()).split_whitespace() {
                 let pid = pid.parse().map_err(|_| HandlerError::new("no_pid", pid))?;
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Writes `+` to a file at the beginning and `-` at the end, from which the number of concurrent jobs can be
-        // computed.
+        // Writes `+` to a file at the beginning and `-` at the end, so that the number of concurrent jobs can
+        // be computed.
         "mark" => {
             use std::io::Write;
             let path = String::from_utf8_lossy(job.payload()).into_owned();
@@ -497,7 +497,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let path = String::from_utf8_lossy(job.payload()).into_owned();
             wait_for_file(&path, || ctx.is_cancelled());
         }
-        // Stops the process whose id is the payload.
+        // Stops the process whose PID is the payload.
         "freeze" => kill(Pid::from_raw(number(job) as i32), Signal::SIGSTOP)?,
         other => return Err(HandlerError::new("unknown_operation", other)),
     }
@@ -540,9 +540,9 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
-/// Runs a worker that cannot be resized, and that keeps its jobs until the file `go` exists. The result of each job is
-/// the largest number of jobs held at once. Creates the file `too-many` if it gets more jobs than the welcome allows,
-/// and the file `told` if it gets a LIMITS frame.
+/// Runs a worker that cannot be resized and that holds its jobs until the file `go` exists. The result of
+/// each job is the maximum number of jobs held at once. Creates the file `too-many` if the worker gets more
+/// jobs than the welcome allows, and the file `told` if it gets a LIMITS frame.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();
@@ -596,9 +596,9 @@ fn hoard() -> ExitCode {
 /// Capabilities needed to receive prefetched jobs.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::PREFETCH;
 
-/// Runs a worker that replies to every job immediately, with three exceptions. For `lie`, the worker sends a result for
-/// the next job instead. For `ignore`, it begins the job and then stops reading, replying and sending heartbeats. For
-/// the first `ignore all`, it stops without beginning the job.
+/// Runs a worker that replies to every job immediately, with three exceptions. For `lie`, the worker sends a
+/// result for the next job instead. For `ignore`, the worker begins the job and then stops reading, replying
+/// and sending heartbeats. For the first `ignore all`, it stops without beginning the job.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
@@ -626,9 +626,9 @@ fn liar() -> ExitCode {
     }
 }
 
-/// Runs a worker that replies to every job immediately, with two exceptions. For `scribble garbage`, the worker writes
-/// garbage into its journal and dies. For `scribble results`, it writes results for other jobs into the journal,
-/// followed by a result for this job, and dies.
+/// Runs a worker that replies to every job immediately, with two exceptions. For `scribble garbage`, the
+/// worker writes garbage into its journal and dies. For `scribble results`, the worker writes results for
+/// other jobs into the journal, followed by a result for this job, and dies.
 fn scribbler() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -671,7 +671,7 @@ fn scribbler() -> ExitCode {
     }
 }
 
-/// Runs a worker that writes heartbeats into its journal until the file `still` exists.
+/// Runs a worker that writes heartbeats to its journal until the file `still` exists.
 fn beater() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -865,7 +865,7 @@ extern "C" fn panic_in_c() {
     panic!("a function called from C panicked");
 }
 
-/// Dies of SIGSEGV with the default action of the signal.
+/// Dies of SIGSEGV with the signal's default action.
 fn die_without_record() -> Result<(), HandlerError> {
     #[expect(unsafe_code, reason = "setting the disposition of a signal")]
     // SAFETY: no handler function is installed.
@@ -874,7 +874,7 @@ fn die_without_record() -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Writes a crash record with random registers and stack, and with mappings of files that are not programs.
+/// Writes a crash record with random registers, a random stack, and mappings of files that are not programs.
 fn forge_record() -> Result<(), HandlerError> {
     use std::hash::{BuildHasher, Hasher, RandomState};
     use std::os::unix::fs::{FileExt, MetadataExt};

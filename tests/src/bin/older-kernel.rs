@@ -1,4 +1,4 @@
-//! Runs a program as on a kernel before Linux 6.16, without `SO_PASSRIGHTS`: `older-kernel PROGRAM [ARGUMENT...]`.
+//! Runs a program as if on a kernel before Linux 6.16, without `SO_PASSRIGHTS`: `older-kernel PROGRAM [ARGUMENT...]`.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Makes `setsockopt(2)` of `SO_PASSRIGHTS` fail with `ENOPROTOOPT` from now on, also after `execve(2)`.
+/// Makes `setsockopt(2)` with `SO_PASSRIGHTS` fail with `ENOPROTOOPT` from now on, even after `execve(2)`.
 fn forget_pass_rights() -> std::io::Result<()> {
     // Offsets of the system call number and of the lower halves of the arguments (little-endian).
     const NUMBER: u32 = 0;
@@ -40,7 +40,7 @@ fn forget_pass_rights() -> std::io::Result<()> {
     #[expect(unsafe_code, reason = "no library filters system calls like this")]
     // SAFETY: the filter and the array outlive the calls, which only read them.
     let done = unsafe {
-        // Root can install a filter without no_new_privs, and thus stays unchanged.
+        // Root can install a filter without no_new_privs, and therefore keeps its privileges.
         if libc::geteuid() != 0 {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
         }

@@ -1,4 +1,4 @@
-//! Disturbances of the supervisor and its workers during a run.
+//! Disturbs the supervisor and its workers during a run.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// A disturbance: time of its start in µs of CLOCK_MONOTONIC, and name.
+/// A disturbance: its start time in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.
@@ -117,7 +117,7 @@ impl Target {
     fn deed(&self, random: &mut Random, revision: &mut u64) -> &'static str {
         match random.below(100) {
             0..60 => self.signal(random, Signal::SIGKILL, "worker killed"),
-            60..68 => self.signal(random, Signal::SIGTERM, "worker told to end"),
+            60..68 => self.signal(random, Signal::SIGTERM, "SIGTERM to a worker"),
             68..78 if self.plan.has_hangs => {
                 let Some(pid) = self.worker(random) else { return "no worker" };
                 kill_pid(pid, Signal::SIGSTOP);
@@ -178,15 +178,15 @@ impl Target {
         while !self.is_over() {
             let at_us = now_us();
             let burst = match random.below(3) {
-                0 => self.burst("a flood of jobs for a bulkhead that is missing", |socket, number| {
+                0 => self.burst("a flood of jobs whose bulkhead is missing", |socket, number| {
                     push(socket, &submit("missing", number, 0))
                 }),
-                1 => self.burst("frames half sent", |socket, number| {
+                1 => self.burst("partially sent frames", |socket, number| {
                     let mut announced = submit("single", number, 0);
                     let metadata = announced.len() - 16;
                     announced[..4].copy_from_slice(&(metadata as u32 + (1 << 20)).to_le_bytes());
                     announced.extend(*b"xx");
-                    // The supervisor takes everything that follows on the connection as payload.
+                    // The supervisor treats everything that follows on the connection as payload.
                     push(socket, &announced) && number == 0
                 }),
                 _ => self.burst("rubbish", |socket, _| push(socket, &[0xFF; 64])),
@@ -217,7 +217,7 @@ impl Target {
     }
 }
 
-/// Sleeps for this number of milliseconds.
+/// Sleeps for the given number of milliseconds.
 pub fn pause(ms: usize) {
     std::thread::sleep(Duration::from_millis(ms as u64));
 }

@@ -13,7 +13,7 @@ use super::chaos::Random;
 use super::{AHEAD, BULKHEADS, Bulkhead, Plan, worker};
 use crate::PATIENCE;
 
-/// Number of connections, and number of concurrent jobs on each connection.
+/// Number of connections, and number of concurrent jobs per connection.
 pub const CONNECTIONS: usize = 4;
 const LANES: usize = 12;
 
@@ -47,7 +47,7 @@ pub enum Told {
         /// Whether the supervisor reports the job as executed.
         executed: Executed,
     },
-    /// The connection was lost. This is a fault, because the supervisor does not end during the load.
+    /// The connection was lost. This is a fault, because the supervisor does not exit under load.
     Lost(String),
 }
 
@@ -103,9 +103,9 @@ pub fn on_this_thread<T>(future: impl Future<Output = T>) -> T {
 pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     let book = Rc::new(RefCell::new(HashMap::new()));
     for client in &clients {
-        // Connects first, because some deadlines are shorter than connecting takes.
+        // Connects first, because some deadlines are shorter than the time needed to connect.
         let asked = client.job("missing", "").deadline(LAST_OUTCOMES_WITHIN).send().await;
-        assert!(asked.is_err_and(|error| error.outcome().is_some()), "the supervisor answers");
+        assert!(asked.is_err_and(|error| error.outcome().is_some()), "the supervisor responds");
     }
     let until = Instant::now() + plan.lasts;
     let mut lanes = tokio::task::JoinSet::new();
@@ -144,8 +144,8 @@ pub async fn fill_all(client: &Client) {
     }
 }
 
-/// Runs the maximum number of jobs of a bulkhead at once. Each job waits until all of them run. Returns the messages of
-/// jobs that did not end `ok`.
+/// Runs a bulkhead's maximum number of jobs at once. Each job waits until all of them are running. Returns
+/// the messages of jobs that did not end `ok`.
 async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     let operation = format!("meet {}", worker::now_us());
     let jobs = (0..bulkhead.bound()).map(|_| {

@@ -1,5 +1,6 @@
-//! The ledger for a supervisor that is embedded in the clients' process, with the data plane on a separate thread or on
-//! the clients' thread. Without an admin API, the ledger observes the supervisor only from outside.
+//! The ledger for a supervisor that is embedded in the clients' process, with the data plane on a separate
+//! thread or on the clients' thread. There is no admin API, so the ledger observes the supervisor only from
+//! outside.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan, has_more_descriptors};
 use crate::{PATIENCE, descriptors, kill_pid, name, parent, processes_with, programs};
 
-/// Runs the program `ledger` with these arguments. Afterwards checks that no processes and no files are left.
+/// Runs the program `ledger` with these arguments. Then checks that no processes or files are left.
 pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     let (notes, temporary) = (folder(), folder());
     super::open_to_all(notes.path());
@@ -102,8 +103,9 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
     (told, deeds, findings)
 }
 
-/// Returns the lowest of several counts of this process's open descriptors, because recycling a worker briefly uses
-/// more. Memory is not measured, because the clients' records are in this process and grow.
+/// Returns the lowest of several counts of this process's open descriptors, because recycling a worker
+/// briefly uses more descriptors. Memory is not measured, because the clients' records are in this process
+/// and grow.
 async fn at_rest() -> usize {
     let mut counts = Vec::new();
     while counts.len() < LOOKS_AT_REST {
@@ -177,7 +179,7 @@ impl Disturbs {
             }
             70..80 => self
                 .worker(random)
-                .map_or("no worker", |pid| ends(pid, Signal::SIGTERM, "worker told to end")),
+                .map_or("no worker", |pid| ends(pid, Signal::SIGTERM, "SIGTERM to a worker")),
             80..92 if self.has_hangs => {
                 let ms = random.below(1_500);
                 self.worker(random).map_or("no worker", |pid| stops(pid, ms, "worker stopped and continued"))
@@ -192,14 +194,14 @@ impl Disturbs {
         }
     }
 
-    /// Returns the pid of a random worker or template.
+    /// Returns the PID of a random worker or template.
     fn worker(&self, random: &mut Random) -> Option<u32> {
         let workers = processes_with(text(&self.notes));
         let workers: Vec<u32> = workers.into_iter().filter(|pid| *pid != std::process::id()).collect();
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// Returns the pid of the keeper or guard above a random worker. `wanted` is the name of either.
+    /// Returns the PID of the keeper or guard above a random worker. `wanted` is the name of the process.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));
@@ -213,8 +215,8 @@ fn flood(client: &Client, mut random: Random, is_over: &AtomicBool) -> Vec<Deed>
     while !is_over.load(Ordering::SeqCst) {
         let at_us = now_us();
         let burst = match random.below(2) {
-            0 => "a flood of jobs for a bulkhead that is missing",
-            _ => "a flood of jobs that are dropped at once",
+            0 => "a flood of jobs whose bulkhead is missing",
+            _ => "a flood of immediately dropped jobs",
         };
         let bulkhead = if burst.ends_with("missing") { "missing" } else { "ahead" };
         on_this_thread(async {

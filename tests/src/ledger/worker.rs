@@ -1,7 +1,6 @@
-//! Workers of the ledger. They append a record to one file when a job begins and when it ends. A running job
-//! locks one byte of another file. This file has one byte (a place) for each job that is allowed to run at
-//! the same time. The kernel releases the locks of a dying process before the death of the process is
-//! visible.
+//! Ledger workers. They append a record to one file when a job begins and when it ends. A running job locks
+//! one byte of another file. This file has one byte (a place) for each job that is allowed to run at the same
+//! time. The kernel releases a dying process's locks before its death is visible.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
@@ -20,8 +19,8 @@ const RECORDS: &str = "records";
 /// Number of scans of all places after which a job counts as above the limit.
 const SCANS: usize = 4;
 
-/// Held for writing while a process is spawned, and for reading while a place is released. Until a new process executes
-/// its program, it shares all open files of the worker, and with them the locks of other jobs.
+/// Held for writing while a process is spawned, and for reading while a place is released. Until a new
+/// process executes its program, it shares all of the worker's open files, including the locks of other jobs.
 static SPAWNING: RwLock<()> = RwLock::new(());
 
 /// Kind of a record.
@@ -44,14 +43,14 @@ impl Mark {
 /// A worker's record about a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Number that the client has given to the job.
+    /// Job number assigned by the client.
     pub job: u64,
-    /// Time in µs of CLOCK_MONOTONIC at which this attempt of the job began. An attempt is identified by
-    /// this time and the number of its job.
+    /// Time in µs of CLOCK_MONOTONIC at which this attempt of the job began. This time and the job number
+    /// identify the attempt.
     pub began_us: u64,
     /// Time in µs of CLOCK_MONOTONIC.
     pub at_us: u64,
-    /// Process id of the worker in its own pid namespace.
+    /// PID of the worker in its own PID namespace.
     pub pid: u32,
     /// Kind of the record.
     pub mark: Mark,
@@ -86,7 +85,7 @@ impl Record {
 /// Attempt of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempt {
-    /// Number that the client has given to the job.
+    /// Job number assigned by the client.
     pub job: u64,
     /// Time in µs of CLOCK_MONOTONIC at which the attempt began.
     pub began_us: u64,
@@ -120,8 +119,8 @@ pub fn read(notes: &Path) -> Vec<Record> {
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
-/// Returns the payload of a job, which is also its expected result: the job's number, repeated. The operation says what
-/// the job does.
+/// Returns the payload of a job, which is also its expected result: the job number, repeated. The operation
+/// determines what the job does.
 pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
     job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
 }
@@ -142,7 +141,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
             let number = job.payload().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
             let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
             let attempt = Attempt { job: number, began_us: now_us() };
-            // A single write in append mode, so that records do not mix.
+            // Uses a single write in append mode, so that records do not mix.
             let write = |record: Record| (&records).write_all(&record.encode());
             write(attempt.record(attempt.began_us, Mark::Begun))?;
             let place = take_place(&places, bound, attempt)?;
@@ -173,13 +172,13 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 
 fn open(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
-    // Fails unless the file belongs to this worker's user. One worker that succeeds is enough.
+    // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
 
-/// Stops the whole worker process for a tenth of a second, like a call that holds an interpreter's lock. Meanwhile, no
-/// thread reads the link or begins a job.
+/// Stops the whole worker process for a tenth of a second, as does a call that holds an interpreter's lock.
+/// Meanwhile, no thread reads the link or begins a job.
 fn freeze() -> std::io::Result<()> {
     let mut waker = spawn("sleep 0.1; kill -CONT $PPID")?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
@@ -187,7 +186,7 @@ fn freeze() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts chains of processes, in which each starts a successor and exits. They end some time after the job.
+/// Starts chains of processes. Each process starts a successor and exits. The chains end some time after the job.
 fn start_chains() -> std::io::Result<()> {
     let chains =
         "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
@@ -195,7 +194,7 @@ fn start_chains() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts a shell script that runs next to the job.
+/// Starts a shell script that runs alongside the job.
 fn spawn(script: &str) -> std::io::Result<Child> {
     let _spawning = SPAWNING.write();
     let mut command = Command::new("/bin/sh");
@@ -208,7 +207,7 @@ pub fn now_us() -> u64 {
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
 }
 
-/// Returns the description of a write lock on one byte.
+/// Returns the `flock` structure for a write lock on one byte.
 fn lock_of(byte: usize) -> nix::libc::flock {
     nix::libc::flock {
         l_type: nix::libc::F_WRLCK as i16,
@@ -219,11 +218,11 @@ fn lock_of(byte: usize) -> nix::libc::flock {
     }
 }
 
-/// Maximum time in µs that a job waits for the others of its round. If workers are being replaced, a later round
-/// succeeds.
+/// Maximum time in µs that a job waits for the other jobs in its round. If workers are being replaced, a
+/// later round succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at once. The first job that finds them taken creates a file to inform the others.
+/// Waits until all places are taken at the same time. The first job that sees this creates a file to inform the others.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -259,10 +258,10 @@ enum Place {
 fn take_place(places: &Path, bound: usize, attempt: Attempt) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
-    // Fails unless the file belongs to this worker's user. One worker that succeeds is enough.
+    // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     let mut since_us = now_us();
-    // Scans several times, because between two attempts one place can be freed and another one taken.
+    // Scans several times, because between two attempts one place can be freed and another taken.
     for byte in (0..SCANS).flat_map(|_| 0..bound) {
         if byte == 0 {
             since_us = now_us();

@@ -201,8 +201,7 @@ impl Orphans {
         self.children.as_ref().is_none_or(|children| !matches!(children.read_at(&mut [0], 0), Ok(0)))
     }
 
-    /// Kills and reaps all processes that exited programs have left behind. Returns when the cleanup is
-    /// complete.
+    /// Kills and reaps all processes that exited programs have left behind. Returns when the cleanup is complete.
     pub(super) fn reap(&self) {
         if !self.has_children() {
             return;

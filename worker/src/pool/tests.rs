@@ -367,8 +367,7 @@ fn init_thread_begins_no_job_above_the_limit() {
     fixture.wait_for("the limit is known", |state| state.threads_max == 1);
     fixture.release([first]);
     assert_eq!(fixture.answered.recv_timeout(TIMEOUT), Ok(first));
-    // The first thread waits for the link. The other thread uses up the limit of one job, so the new job
-    // stays pending.
+    // The first thread waits for the link. The other thread uses up the limit of one job, so the new job stays pending.
     fixture.send_jobs([QUICK]);
     fixture.wait_for("the job has arrived and not begun", |state| state.arrived == 3 && state.idle == 1);
     assert_eq!(lock(&fixture.pool.state).pending.len(), 1);

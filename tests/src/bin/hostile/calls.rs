@@ -4,10 +4,10 @@ use std::io;
 
 use nix::errno::Errno;
 
-/// Error of an attempt that was refused.
+/// Error from an attempt that was refused.
 pub(crate) struct Refused {
-    /// Name of the error, or of the signal that killed a child. Other words are results that are not errors of the
-    /// kernel, such as `NOTHING` for an attempt that did not reach its goal.
+    /// Name of the error, or of the signal that killed a child. Other words are results that are not kernel
+    /// errors, such as `NOTHING` for an attempt that did not reach its goal.
     pub(crate) errno: String,
     /// Action that was attempted.
     pub(crate) what: String,
@@ -53,8 +53,8 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call, because attempts must bypass the checks of libraries. Safe only with the arguments in the
-/// SAFETY comment.
+/// Makes a raw system call, because attempts must bypass the checks in libraries. Safe only with the
+/// arguments listed in the SAFETY comment.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
@@ -82,8 +82,8 @@ pub(crate) fn close(descriptor: usize) {
     let _ = call(libc::SYS_close, [descriptor]);
 }
 
-/// Evaluates a call with intentionally invalid arguments. The errors in `behind` occur only after the permission check,
-/// so they count as success.
+/// Evaluates the result of a call with intentionally invalid arguments. The errors in `behind` occur only
+/// after the permission check, so they count as success.
 pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str) -> Tried {
     match result {
         Ok(_) => Ok(format!("{what}: done")),
@@ -105,8 +105,8 @@ pub(crate) fn ended(status: i32, what: &str) -> Tried {
     }
 }
 
-/// Creates a child with the given flags of `clone(2)`, whose exit code is 0 or the error. The task must make only raw
-/// system calls, because the child has a copy of only one of several threads.
+/// Creates a child with the given `clone(2)` flags. The exit code of the child is 0 or the error. The task
+/// must make only raw system calls, because the child has a copy of only one of several threads.
 pub(crate) fn child(flags: i32, task: impl FnOnce() -> Result<(), Errno>) -> Result<i32, Errno> {
     let flags = (flags | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0])?;
@@ -129,7 +129,7 @@ pub(crate) fn wait(pid: usize) -> Result<i32, Errno> {
     }
 }
 
-/// Runs the task on a temporary thread, so that it can change attributes of its thread.
+/// Runs the task on a temporary thread, so that the task can change the attributes of its thread.
 pub(crate) fn thread<T: Send>(task: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| match scope.spawn(task).join() {
         Ok(result) => result,

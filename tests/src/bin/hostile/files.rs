@@ -81,7 +81,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
 ];
 
-/// Maximum number of bytes to read. A few suffice to prove access.
+/// Maximum number of bytes to read. A few bytes are enough to prove access.
 const ENOUGH: u64 = 4096;
 
 pub(crate) fn read(path: &str) -> Tried {
@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// Lists `/tmp`, except the parents of paths that the worker was given.
+/// Lists `/tmp`, except the parents of paths that were granted to the worker.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -125,7 +125,7 @@ fn parent(path: &str) -> Result<&Path, Refused> {
     Path::new(path).parent().ok_or_else(|| Refused::because("NOTARGET", "a path has no parent"))
 }
 
-/// Creates a file without a name, which disappears when it is closed.
+/// Creates an unnamed file, which disappears when it is closed.
 fn unnamed_file(folder: &str) -> Tried {
     let mut options = OpenOptions::new();
     let opened = options.write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder);
@@ -272,8 +272,9 @@ fn give_a_file_away(_: &Targets) -> Tried {
     Ok("given away".into())
 }
 
-/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other files: links to
-/// other folders, an inaccessible folder, many files, and more levels than descriptor limits and path lengths allow.
+/// Fills the temporary folder with entries that are hard to remove, or whose removal could affect other
+/// files: links to other folders, an inaccessible folder, many files, and deeper nesting than descriptor
+/// limits and path lengths allow.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
@@ -323,12 +324,12 @@ fn inherited_descriptors(_: &Targets) -> Tried {
     }
 }
 
-/// Leaves the shared memory behind, where the next worker would find it.
+/// Leaves shared memory behind where the next worker would find it.
 fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");
     made.and_then(|file| file.set_len(4096)).at(what)?;
-    // `sem_open` names its semaphores like this.
+    // `sem_open` names its semaphores in this way.
     fs::hard_link("/dev/shm/bulkhead-attempt", "/dev/shm/sem.bulkhead-attempt").at(what)?;
     Ok("made".into())
 }

@@ -1,5 +1,5 @@
-//! Attempts to make system calls that have been used in kernel exploits, that administer the machine, or that start
-//! programs.
+//! Attempts to make system calls that have been used in kernel exploits, that administer the machine, or that
+//! start programs.
 
 use std::ffi::CString;
 use std::fs;
@@ -127,7 +127,7 @@ fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
 
-/// Calls `bpf` in a child. Errors from behind the filter count as success.
+/// Calls `bpf` in a child. Errors that occur only after the filter count as success.
 fn load_bpf_in_a_child() -> Tried {
     let what = "load a BPF program in a child";
     let load = || match call(libc::SYS_bpf, [0xffff, 0, 0]) {
@@ -147,7 +147,7 @@ fn add_a_key() -> Tried {
     Ok("kept".into())
 }
 
-/// Makes an x32 system call. Few kernels still support them, but a filter has to reject them anyway.
+/// Makes an x32 system call. Few kernels still support such calls, but a filter has to reject them anyway.
 #[cfg(target_arch = "x86_64")]
 fn x32_call() -> Tried {
     const X32: libc::c_long = 0x4000_0000;

@@ -44,7 +44,7 @@ pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Re
 
 /// Sends descriptors together with a valid frame.
 fn pass_descriptors() -> Tried {
-    /// Number of descriptors per message, almost the maximum that the kernel allows.
+    /// Number of descriptors per message, close to the maximum that the kernel allows.
     const DESCRIPTORS: usize = 250;
     const TIMES: usize = 2;
     let what = "pass descriptors to the supervisor";
@@ -75,7 +75,7 @@ fn urgent_data() -> Tried {
     sent.or(sent_by_message).map(|_| "sent".into())
 }
 
-/// Passes a TCP socket whose last close takes ten minutes.
+/// Passes a TCP socket that takes ten minutes to close when its last descriptor is closed.
 fn pass_lingering_socket() -> Tried {
     let link = link()?;
     let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
@@ -93,7 +93,7 @@ fn pass_lingering_socket() -> Tried {
     rights.push(SendAncillaryMessage::ScmRights(&descriptors));
     let sent = sendmsg(link, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at("pass the socket");
     if sent.is_err() {
-        // This process still has the socket and must not close it.
+        // This process still holds the socket and must not close it.
         std::mem::forget(socket);
     }
     sent.map(|_| "passed".into())

@@ -1,16 +1,16 @@
 //! A worker that attempts forbidden actions. Each job runs one attempt and returns its result. The operation
 //! names the attempt, and the payload is a JSON object with the targets ([`Targets`]).
 //!
-//! - `hostile`: a worker of the SDK. With `prepare`, runs attempts during its start that a sealed worker
-//!   could not run later.
+//! - `hostile`: an SDK worker. With `prepare`, runs attempts during startup that a sealed worker could not run later.
 //! - `hostile once [ATTEMPT]`: an ordinary program for `exec`. Reads the targets from standard input.
 //! - `hostile template HOW`: a template that violates the protocol.
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the kernel has
-//! permitted or refused the action. An attempt requests no effect, passes arguments that cannot work, or sets values
-//! that are already in force. Every attempt removes the files that it created, and every loop is bounded.
+//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the
+//! kernel has permitted or refused the action. An attempt requests no effect, passes arguments that cannot
+//! work, or sets values that are already set. Every attempt removes the files that it created, and every loop
+//! is bounded.
 
 mod calls;
 mod devices;
@@ -33,7 +33,7 @@ use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 use calls::{Refused, Tried};
 use serde_json::{Value, json};
 
-/// Targets of the attempts, by name: paths, process ids, addresses.
+/// Targets of the attempts, by name: paths, PIDs, addresses.
 struct Targets(Value);
 
 impl Targets {
@@ -42,7 +42,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // Of several paths, takes one outside of this process's temporary folder.
+        // Of several paths, selects one outside this process's temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -56,7 +56,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // Of several processes, takes another than this one.
+        // Of several processes, selects one other than this process.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {
@@ -112,8 +112,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during the start that a sealed worker cannot run later. The operation `prepared` returns their
-/// results.
+/// Runs attempts during startup that a sealed worker cannot run later. The operation `prepared` returns the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];
@@ -161,7 +160,7 @@ fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
         "leave-a-file" => {
             let path = std::env::temp_dir().join("left");
             std::fs::write(&path, "left")?;
-            // Takes long enough that two concurrent jobs go to different processes.
+            // Takes long enough for two concurrent jobs to run in different processes.
             let text = String::from_utf8_lossy(payload);
             std::thread::sleep(std::time::Duration::from_millis(text.parse().unwrap_or(0)));
             Ok(path.to_string_lossy().into_owned().into_bytes())

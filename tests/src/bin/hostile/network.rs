@@ -111,7 +111,7 @@ fn take_an_abstract_name(like: &str) -> Tried {
     Ok("holds it".into())
 }
 
-/// Sends from a pair of datagram sockets. This needs no `socket` call and can reach any path.
+/// Sends from a datagram socket pair, which needs no `socket` call and can reach any path.
 fn send_to_path_socket(to: &Targets) -> Tried {
     let pair = socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
     let (socket, _other) = pair.at("make a pair of datagram sockets")?;
@@ -120,7 +120,7 @@ fn send_to_path_socket(to: &Targets) -> Tried {
     Ok("sent".into())
 }
 
-/// Returns the supervisor's reply, or an empty one if it closes the connection.
+/// Returns the supervisor's reply, or an empty reply if the supervisor closes the connection.
 fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
     const ENOUGH: usize = 1024;
     let what = "be served by the supervisor";

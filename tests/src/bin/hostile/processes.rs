@@ -100,7 +100,7 @@ fn trace_sibling(to: &Targets) -> Tried {
     Ok("traced".into())
 }
 
-/// Starts a child that asks to be traced by its parent.
+/// Starts a child that requests to be traced by its parent.
 fn ask_to_be_traced() -> Tried {
     let what = "be traced by the parent";
     let ask = || call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as usize, 0, 0, 0]).map(drop);
@@ -150,8 +150,8 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     Ok("could be signalled".into())
 }
 
-/// Makes the kernel send SIGIO to a sibling when input arrives, which kills a process without a handler. Only the
-/// sibling shows the result.
+/// Makes the kernel send SIGIO to a sibling when input arrives, which kills a process without a handler. Only
+/// the sibling's fate shows the result.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
     let what = "have a sibling told of input";
     let (reader, writer) = rustix::pipe::pipe().at(what)?;
@@ -168,14 +168,14 @@ fn all_processes() -> Vec<i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Returns true if this process seems to be in a small pid namespace.
+/// Returns true if this process appears to be in a small PID namespace.
 fn is_in_own_pid_namespace() -> bool {
     const FEW: usize = 10;
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
-/// Kills the parent if it is the first process of a pid namespace, which survives all signals of its children.
-/// Otherwise only checks the permission.
+/// Kills the parent if it is the first process in a PID namespace, which survives all signals from its
+/// children. Otherwise only checks the permission.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
@@ -201,7 +201,7 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets the limit of processor time to its current value. A lower limit could kill the supervisor.
+/// Sets the limit on CPU time to its current value. A lower limit could kill the supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
@@ -251,7 +251,7 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the processor mask of a process to its current value.
+/// Sets the CPU affinity mask of a process to its current value.
 fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
     let pid = pid as usize;

@@ -1,4 +1,5 @@
-//! Attempts to use more than a fair share. Every loop is bounded, because some configurations have no limits.
+//! Attempts to use more than a fair share of resources. Every loop is bounded, because some configurations
+//! have no limits.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -31,7 +32,7 @@ const TOUCHED_BYTES: usize = 1 << 20;
 const FAR_BYTES: u64 = 1 << 40;
 const FILLED_BYTES: usize = 8 << 20;
 
-/// Time after which a process exits by itself, in seconds.
+/// Time after which a process exits on its own, in seconds.
 const LIFETIME_S: u64 = 60;
 
 fn open_many_descriptors() -> Tried {
@@ -68,8 +69,8 @@ fn touch_much_memory() -> Tried {
     ))
 }
 
-/// Writes one byte far beyond the end of a file, which uses a single block. The thread blocks SIGXFSZ, which would
-/// otherwise kill the process at the limit.
+/// Writes one byte far beyond the end of a file. The file uses only a single block. The thread blocks
+/// SIGXFSZ, which would otherwise kill the process at the limit.
 fn grow_a_file() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-large-{}", std::process::id()));
     let file = File::create(&path).at("make a file in the own temporary folder")?;
@@ -139,8 +140,8 @@ fn leave_processes_behind() -> Tried {
     Ok(format!("left {LEFT}"))
 }
 
-/// Sets the core limit to 0. With a limit of 0, unlike with 1, the kernel still passes dumps to a program in
-/// `core_pattern`.
+/// Sets the core limit to 0. With a limit of 0, in contrast to 1, the kernel still passes dumps to a program
+/// in `core_pattern`.
 fn lower_the_dump_limit() -> Tried {
     let what = "set the limit of core dumps to 0";
     let mut before = [0_u64; 2];
@@ -165,13 +166,13 @@ pub(crate) fn sleep_bounded() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Leaves a chain of processes behind in which each process forks a successor and exits, so that a process
-/// found by a search has ended before it can be signalled. The chain lasts up to 20 s. Returns the process id
-/// of the worker.
+/// Leaves a chain of processes behind. Each process in the chain forks a successor and exits, so that a
+/// process found by a search has exited before it can be signalled. The chain lasts up to 20 s. Returns the
+/// worker's PID.
 pub(crate) fn leave_a_runner() -> Result<Vec<u8>, bulkhead_worker::HandlerError> {
     const LIFETIME: std::time::Duration = std::time::Duration::from_secs(20);
     let began = std::time::Instant::now();
-    // SAFETY: the child only makes system calls and never returns.
+    // SAFETY: the child makes only system calls and never returns.
     #[expect(unsafe_code, reason = "forks, in which nothing is allocated")]
     unsafe {
         if libc::fork() == 0 {

@@ -1,4 +1,4 @@
-//! A template (`start.mode = "fork"`) without the SDK that violates the protocol with the keeper.
+//! A template (`start.mode = "fork"`), implemented without the SDK, that violates the keeper's protocol.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,13 +12,13 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 
 use crate::calls::call;
 
-/// Time after which a forked sibling exits by itself, in seconds.
+/// Time after which a forked sibling exits on its own, in seconds.
 const LIFETIME_S: u32 = 100;
 
 /// Number of siblings to fork.
 const SIBLINGS: usize = 50;
 
-/// Runs a template that misbehaves as named by `how`.
+/// Runs a template that misbehaves in the way named by `how`.
 pub(crate) fn run(how: &str) -> ExitCode {
     match play(how) {
         Ok(()) => ExitCode::SUCCESS,
@@ -31,7 +31,7 @@ pub(crate) fn run(how: &str) -> ExitCode {
 
 fn play(how: &str) -> io::Result<()> {
     match how {
-        // Sends status messages forever, and never becomes ready.
+        // Sends status messages forever and never becomes ready.
         "talks" => loop {
             say(TemplateMessage::Status("and so on"))?;
         },
@@ -73,7 +73,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Two siblings report that they are the same worker.
+        // Two siblings claim to be the same worker.
         "has-twins" => {
             say(TemplateMessage::Ready)?;
             let worker = next_order()?;
@@ -85,8 +85,8 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Never forks the ordered worker. Creates processes that die and become the keeper's to reap, and floods the
-        // keeper with messages.
+        // Never forks the ordered worker. Creates processes that die and must be reaped by the keeper, and
+        // floods the keeper with messages.
         "floods" => {
             say(TemplateMessage::Ready)?;
             let worker = next_order()?;
@@ -147,7 +147,7 @@ fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for an order to fork a worker. Returns the worker's number.
+/// Waits for a fork order. Returns the worker's number.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }
