@@ -167,7 +167,7 @@ struct Scene {
     effects: Effects,
     /// Timers of the bulkheads, as in the supervisor.
     timers: Timers,
-    /// Order in which the bulkheads get jobs.
+    /// Order in which the bulkheads receive jobs.
     order: Vec<u32>,
     names: Names,
     priorities: &'static [Priority],

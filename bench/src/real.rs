@@ -88,7 +88,8 @@ impl Chain {
         self.folder.path().join("jobs.sock")
     }
 
-    /// Sends a job that hangs. Returns the time from the end of its grace period to the result of the next job, in ms.
+    /// Sends a job that hangs. Returns the time from the end of the job's grace period to the next job's
+    /// result, in ms.
     pub(crate) async fn hang(&self, bulkhead: &str) -> Result<f64> {
         let began = Instant::now();
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;

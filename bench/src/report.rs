@@ -130,7 +130,7 @@ impl Report {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }
 
-    /// Returns true if a figure that takes minutes is wanted; see [`Report::wants`].
+    /// Returns true if a figure is wanted that takes minutes to measure; see [`Report::wants`].
     pub(crate) fn wants_slow(&self, name: &str) -> bool {
         self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
     }

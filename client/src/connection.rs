@@ -106,7 +106,7 @@ pub struct Client {
 }
 
 /// A function that opens connections to a supervisor in the same process. An error of kind `NotConnected`
-/// means that the supervisor has ended permanently.
+/// means that the supervisor has stopped permanently.
 pub type Connector = Arc<dyn Fn() -> io::Result<in_process::Endpoint> + Send + Sync>;
 
 /// Location of the supervisor.
@@ -610,8 +610,8 @@ impl Driver {
         }
     }
 
-    /// Returns true if lost jobs can be sent again over a new connection. An in-process supervisor that has ended is
-    /// never replaced.
+    /// Returns true if lost jobs can be sent again over a new connection. An in-process supervisor that has
+    /// stopped is never replaced.
     fn can_reconnect(&self) -> bool {
         matches!(self.target, Target::Path(_))
     }
@@ -683,7 +683,8 @@ impl Driver {
         }
     }
 
-    /// Tries to reconnect until an attempt succeeds. Returns `None` if the supervisor has ended permanently.
+    /// Tries to reconnect until an attempt succeeds. Returns `None` if the supervisor has stopped
+    /// permanently.
     async fn reconnect(&self, pause: &mut Duration) -> Option<Arc<Requests>> {
         loop {
             tokio::select! {
@@ -694,7 +695,7 @@ impl Driver {
             match open(&self.target).await {
                 Ok(requests) => return Some(requests),
                 Err(ConnectError::Unreachable { source, .. }) if self.has_ended(&source) => {
-                    let reason = format!("the supervisor {IN_PROCESS} has ended");
+                    let reason = format!("the supervisor {IN_PROCESS} has stopped");
                     let loss = Loss { is_final: true, ..Loss::now(&reason) };
                     self.current.send_replace(Connection::Down(loss));
                     return None;
@@ -709,7 +710,7 @@ impl Driver {
         }
     }
 
-    /// Returns true if this error means that the supervisor has ended permanently.
+    /// Returns true if this error means that the supervisor has stopped permanently.
     fn has_ended(&self, error: &io::Error) -> bool {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
@@ -722,19 +723,19 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Fails the pending jobs, because the runtime can end before the tasks that wait for them.
+    /// Fails the pending jobs, because the runtime can shut down before the tasks that wait for the jobs.
     fn drop(&mut self) {
-        // If the supervisor has ended permanently, the pending jobs already have an error.
+        // If the supervisor has stopped permanently, the pending jobs already have an error.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
             return;
         }
-        const REASON: &str = "the async runtime that served the connection has ended";
+        const REASON: &str = "the async runtime that served the connection has shut down";
         self.lost.iter().chain(&self.leaving).for_each(|lost| lost.close(REASON, false));
         self.disconnect(REASON, false);
     }
 }
 
-/// Reads and writes frames until the connection ends. Returns the reason why it ended.
+/// Reads and writes frames until the connection closes. Returns the reason.
 async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
         message = read(&requests) => message,

@@ -28,8 +28,8 @@ impl MappedResult {
     /// Copies bytes of the result, starting at offset `at`, until `into` is full. Panics if the result is too
     /// short.
     ///
-    /// Returns an error if the supervisor has revoked the file. The supervisor can revoke the file five
-    /// seconds after the end of the job or later, or when the connection is lost. After an error, `into` can
+    /// Returns an error if the supervisor has revoked the file. The supervisor can revoke the file when the
+    /// connection is lost, or at the earliest five seconds after the job ends. After an error, `into` can
     /// contain zeros.
     pub fn read(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
         assert!(
@@ -49,8 +49,8 @@ impl MappedResult {
     }
 
     /// Returns true if the supervisor has not revoked the file. If so, all bytes read before this call were
-    /// valid, including those read through [`MappedResult::as_ptr`]. The supervisor can revoke the file five
-    /// seconds after the end of the job or later, or when the connection is lost. A revoked file contains
+    /// valid, including those read through [`MappedResult::as_ptr`]. The supervisor can revoke the file when
+    /// the connection is lost, or at the earliest five seconds after the job ends. A revoked file contains
     /// zeros.
     pub fn is_whole(&self) -> bool {
         self.lease.as_ref().is_none_or(|lease| lease.is_whole())

@@ -361,13 +361,13 @@ impl Requests {
     }
 
     /// Writes queued bytes immediately instead of leaving them to the driver. A program that cancels a job
-    /// often exits soon afterwards, which ends the driver as well.
+    /// often exits soon afterwards, which stops the driver as well.
     fn flush_now(&self, state: &mut State) {
         let _ = self.try_flush(state);
         self.schedule_flush(state);
     }
 
-    // Outcomes, and the end of the connection.
+    // Outcomes, and closing the connection.
 
     /// Notifies the driver if the last job has ended.
     fn notify_if_idle(&self, state: &State) {
@@ -471,10 +471,11 @@ impl Requests {
         self.leaving.notified().await;
     }
 
-    // Jobs that are sent over another connection.
+    // Moving jobs to another connection.
 
-    /// Sends the detached jobs over another connection, in which `place` is the position of the caller. Returns
-    /// true once all of them were sent or have ended, and false if the other connection is unusable.
+    /// Sends the detached jobs over another connection, in which `place` is the position of the caller.
+    /// Returns true once all of these jobs were sent or have ended, and false if the other connection is
+    /// unusable.
     pub(crate) async fn move_jobs(&self, place: &mut QueuePosition<'_>) -> bool {
         let to = place.requests;
         let mut space = pin!(to.space.notified());
@@ -586,8 +587,8 @@ enum Moved {
 /// submitter if there is space.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
-    /// True if the queue was empty when this submitter joined. Exactly one of several concurrent submitters
-    /// gets true; otherwise each would wait for the others.
+    /// True if the queue was empty when this submitter joined. This is true for exactly one of several
+    /// concurrent submitters; otherwise each would wait for the others.
     is_first: bool,
 }
 

@@ -145,7 +145,7 @@ impl<M> Waiters<M> {
         self.waiting
     }
 
-    /// Adds a job. Returns the request's number.
+    /// Adds a job. Returns the request number.
     #[inline]
     pub(crate) fn insert(&mut self, request: JobRequest, waiter: Waiter, waker: Option<Waker>) -> u64 {
         let index = self.free.pop().unwrap_or_else(|| {

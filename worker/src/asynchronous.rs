@@ -84,5 +84,5 @@ fn runtime() -> std::io::Result<&'static Runtime> {
         // outside of any async context.
         let _ = RUNTIME.set(runtime);
     }
-    RUNTIME.get().ok_or_else(|| std::io::Error::other("no runtime"))
+    RUNTIME.get().ok_or_else(|| std::io::Error::other("the async runtime was not started"))
 }

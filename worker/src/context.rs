@@ -197,7 +197,12 @@ impl<S> Ctx<S> {
                 self.metadata.handle.signal_event();
             }
         }
-        let event = self.metadata.handle.event.get().ok_or_else(|| std::io::Error::other("no event"))?;
+        let event = self
+            .metadata
+            .handle
+            .event
+            .get()
+            .ok_or_else(|| std::io::Error::other("the cancellation descriptor was not created"))?;
         Ok(event.as_fd())
     }
 

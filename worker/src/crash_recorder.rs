@@ -119,7 +119,8 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
                 recorder.record(signal, info, context);
                 recorder.state.store(DONE, Ordering::Release);
             }
-            // Another thread is recording and will end the process. Until then, this thread faults again and again.
+            // Another thread is recording and will kill the process. Until then, this thread faults
+            // repeatedly.
             Err(RECORDING) => return,
             Err(_) => {}
         }

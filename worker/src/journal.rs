@@ -67,7 +67,8 @@ impl Journal {
         // as long as the mapping and is sealed against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(null, JOURNAL_BYTES, protection, MapFlags::SHARED, file, 0) }?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        let base = NonNull::new(base.cast())
+            .ok_or_else(|| io::Error::other("the journal was mapped at address 0"))?;
         Ok(Self { base, used: 0 })
     }
 

@@ -116,7 +116,8 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
                         let file = files
                             .pop()
                             .ok_or("the journal's descriptor did not arrive: raise `rlimits.nofile`")?;
-                        let journal = Journal::map(&file).map_err(|error| format!("the journal: {error}"))?;
+                        let journal = Journal::map(&file)
+                            .map_err(|error| format!("failed to map the journal: {error}"))?;
                         let is_read = welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
                         heartbeat_time = is_read.then(|| journal.heartbeat_time());
                         writer.set_journal(journal);

@@ -52,7 +52,7 @@ pub(crate) fn kill_self() -> ! {
 pub(crate) fn exit_with_message(message: &str) -> ! {
     // Bypasses `std::io::stderr`, whose lock another thread may have held during the fork.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());
-    // SAFETY: the call ends the process and does not return.
+    // SAFETY: the call terminates the process and does not return.
     #[expect(unsafe_code, reason = "_exit(2) has no safe form")]
     unsafe {
         libc::_exit(1)

@@ -108,8 +108,8 @@ impl Template {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
                         // Fails only if the keeper is gone.
                         let _ = self.send(fork_failed(worker, errno, step));
-                        // SAFETY: the call ends the process. `_exit` does not run exit handlers that the
-                        // template has registered.
+                        // SAFETY: the call terminates the process. `_exit` does not run exit handlers that
+                        // the template has registered.
                         unsafe { libc::_exit(1) }
                     }
                     let [link, ..] = descriptors;
@@ -257,7 +257,7 @@ impl Template {
         // Verifies that the rules are enforced: this process must not be able to signal the template.
         match rustix::process::test_kill_process(template) {
             Err(Errno::PERM) => {}
-            Err(errno) => return Err(("the worker's template has ended", errno)),
+            Err(errno) => return Err(("the worker's template has exited", errno)),
             Ok(()) => return Err(("landlock read-back: the worker can signal the template", Errno::PERM)),
         }
         if let (Some((path, _)), Some(temporary)) = (&folder, temporary) {

@@ -171,7 +171,7 @@ impl Worker {
 
     fn handler_threads(&self) -> usize {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-        // A thread can end before its name is read.
+        // A thread can exit before its name is read.
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
         names.filter(|name| name == "handler\n").count()
     }

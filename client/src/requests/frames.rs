@@ -78,7 +78,7 @@ impl<'r> Frames<'r> {
             }
             return Ok(());
         }
-        // Releases the lock, because the next call can copy a large result and takes the lock itself when
+        // Releases the lock, because the next call can copy a large result and acquires the lock itself when
         // needed.
         self.state = None;
         let result = self.requests.finish_leased_job(waiter, &message, (bulkhead, &extensions), payload)?;
@@ -87,7 +87,7 @@ impl<'r> Frames<'r> {
         self.requests.notify_if_idle(state);
         match result {
             Ok(waker) => self.wakers.extend(waker),
-            // Releases the lock, because dropping a mapped result returns the lease, which takes the lock.
+            // Releases the lock, because dropping a mapped result returns the lease, which acquires the lock.
             Err(result) => {
                 self.state = None;
                 drop(result);
@@ -230,7 +230,7 @@ impl Requests {
                 let of = |waiter: &mut Waiter| waiter.progress.clone();
                 let sender = self.lock().waiters.get(header.number).and_then(of);
                 // Sends the report without holding the lock, because the woken task may drop jobs, which
-                // takes the lock.
+                // acquires the lock.
                 if let Some(sender) = sender {
                     let _ = sender.try_send(progress);
                 }

@@ -216,7 +216,7 @@ static SEEN: AtomicUsize = AtomicUsize::new(0);
 static STRANGER: AtomicI32 = AtomicI32::new(0);
 static OWN: AtomicI32 = AtomicI32::new(0);
 
-#[expect(unsafe_code, reason = "what the kernel tells a handler")]
+#[expect(unsafe_code, reason = "reads the signal information from the kernel")]
 extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void) {
     SEEN.fetch_add(1, Ordering::SeqCst);
     // SAFETY: this field is valid for SIGCHLD.
@@ -228,7 +228,7 @@ extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void)
 
 /// Checks that the application sees only the exit of its own child, although a worker, a keeper and the
 /// supervisor exit as well.
-#[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
+#[expect(unsafe_code, reason = "installs a signal handler, and waits for any child")]
 fn waits_for_all() {
     let action = nix::sys::signal::SigAction::new(
         SigHandler::SigAction(on_child),
@@ -685,7 +685,7 @@ fn ends_for_good() {
         wait_for("the client reports that the supervisor has stopped", || {
             let told = send(client, "echo", "").unwrap_err();
             assert!(matches!(told, JobError::Disconnected { executed: Executed::No, .. }), "{told}");
-            told.to_string().contains("in this process has ended").then_some(())
+            told.to_string().contains("in this process has stopped").then_some(())
         });
     }
 }

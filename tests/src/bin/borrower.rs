@@ -27,7 +27,7 @@ fn main() {
     let takes = std::env::args().nth(1).as_deref() != Some("never-takes");
     let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
     // SAFETY: the supervisor passed this descriptor, and nothing else in this process uses it.
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    #[expect(unsafe_code, reason = "takes over an inherited descriptor")]
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     let mut worker = Worker { socket, lent: Lent::new(), takes };
     let hello = Hello {

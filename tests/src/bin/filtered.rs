@@ -93,7 +93,7 @@ fn install(program: &[sock_filter]) -> std::io::Result<()> {
         rustix::thread::set_no_new_privs(true)?;
     }
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
-    #[expect(unsafe_code, reason = "no library has it in this form")]
+    #[expect(unsafe_code, reason = "no library installs such a filter")]
     // SAFETY: the pointer is to a local variable, which holds a pointer to an array of the given length.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };

@@ -105,7 +105,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
         )
         .operation("who", |_, ctx| {
             // SAFETY: no other thread of this process calls `rand`.
-            #[expect(unsafe_code, reason = "the C library's random numbers")]
+            #[expect(unsafe_code, reason = "uses the C library's random numbers")]
             let drawn = unsafe { libc::rand() };
             Ok(format!("{} {} {drawn}", ctx.state().0, std::process::id()))
         })
@@ -138,7 +138,7 @@ fn attributes() -> String {
     let status = read("status");
     let processors = status.lines().find(|line| line.starts_with("Cpus_allowed_list")).unwrap_or_default();
     // SAFETY: both calls only return numbers.
-    #[expect(unsafe_code, reason = "there is no safe form")]
+    #[expect(unsafe_code, reason = "these calls have no safe form")]
     let (nice, io) =
         unsafe { (libc::getpriority(libc::PRIO_PROCESS, 0), libc::syscall(libc::SYS_ioprio_get, 1, 0)) };
     let rest = ["limits", "oom_score_adj", "timerslack_ns"].map(read).join("");
@@ -733,7 +733,7 @@ impl Raw {
 
     fn by_hand() -> Self {
         let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
-        #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+        #[expect(unsafe_code, reason = "takes over an inherited descriptor")]
         // SAFETY: the supervisor passed this descriptor, and nothing else in this process uses it.
         let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
         let jobs = std::collections::VecDeque::new();
@@ -867,7 +867,7 @@ extern "C" fn panic_in_c() {
 
 /// Dies of SIGSEGV with the signal's default action.
 fn die_without_record() -> Result<(), HandlerError> {
-    #[expect(unsafe_code, reason = "setting the disposition of a signal")]
+    #[expect(unsafe_code, reason = "sets the disposition of a signal")]
     // SAFETY: no handler function is installed.
     unsafe { nix::sys::signal::signal(Signal::SIGSEGV, nix::sys::signal::SigHandler::SigDfl) }?;
     raise(Signal::SIGSEGV)?;

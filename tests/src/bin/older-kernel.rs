@@ -37,7 +37,7 @@ fn forget_pass_rights() -> std::io::Result<()> {
         op(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    #[expect(unsafe_code, reason = "no library filters system calls like this")]
+    #[expect(unsafe_code, reason = "no library installs such a filter")]
     // SAFETY: the filter and the array outlive the calls, which only read them.
     let done = unsafe {
         // Root can install a filter without no_new_privs, and therefore keeps its privileges.

@@ -349,7 +349,7 @@ fn runtime_shutdown_fails_pending_jobs() {
     run(async {
         let (executed, text) = lost(handle.await);
         assert_eq!(executed, Executed::Unknown);
-        assert!(text.contains("the async runtime that served the connection has ended"), "{text}");
+        assert!(text.contains("the async runtime that served the connection has shut down"), "{text}");
         let (executed, text) = lost(client.job("b", "").send().await);
         assert_eq!(executed, Executed::No, "{text}");
     });

@@ -223,7 +223,7 @@ impl Host {
         let mut output = Vec::new();
         File::from(file).take(most + 1).read_to_end(&mut output).map_err(|error| none(&error))?;
         if output.len() as u64 > most {
-            let message = format!("the file `{name}` has more than max_result ({most} bytes)");
+            let message = format!("the file `{name}` is larger than max_result ({most} bytes)");
             return Err(HandlerError::new(RESULT_TOO_LARGE, message));
         }
         Ok(output)

@@ -93,7 +93,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     // any call.
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
         failed(format!(
-            "{path} does not define bulkhead_abi_version: write BULKHEAD_LIBRARY of bulkhead.h once in the \
+            "{path} does not define bulkhead_abi_version: write BULKHEAD_LIBRARY from bulkhead.h once in the \
              source of the library"
         ))
     })?;
@@ -151,7 +151,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     #[expect(unsafe_code, reason = "calls the C library")]
     let code = unsafe { (ctx.state().handle)(&c_job, &HOST) };
     if call.is_too_large.take() {
-        let message = format!("the result has more than max_result ({} bytes)", ctx.result_bytes_max());
+        let message = format!("the result is larger than max_result ({} bytes)", ctx.result_bytes_max());
         return Err(HandlerError::new(RESULT_TOO_LARGE, message));
     }
     match code {
@@ -168,7 +168,7 @@ fn call_from_job<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
     unsafe { job.as_ref()?.host_data.cast::<Call<'c>>().as_ref() }
 }
 
-#[expect(unsafe_code, reason = "a text comes from C")]
+#[expect(unsafe_code, reason = "reads a string from C")]
 fn text_from_c(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
@@ -177,7 +177,7 @@ fn text_from_c(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-#[expect(unsafe_code, reason = "bytes come from C")]
+#[expect(unsafe_code, reason = "reads bytes from C")]
 extern "C-unwind" fn append_result(job: *const CJob, data: *const c_void, len: usize) -> c_int {
     let Some(call) = call_from_job(job) else { return -1 };
     if len == 0 {

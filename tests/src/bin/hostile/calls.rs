@@ -59,7 +59,7 @@ pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) 
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
     let [a, b, c, d, e, f] = all;
-    #[expect(unsafe_code, reason = "what is attempted here, no library offers")]
+    #[expect(unsafe_code, reason = "no library offers the attempted calls")]
     // SAFETY: callers pass numbers, null, addresses that are not mapped, or addresses of their own variables.
     let result = unsafe { libc::syscall(number, a, b, c, d, e, f) };
     if result == -1 { Err(Errno::last()) } else { Ok(result as usize) }

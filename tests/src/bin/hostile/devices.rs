@@ -36,7 +36,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
 /// Returns the path of this process's cgroup, from lines of the form `NUMBER:CONTROLLERS:PATH`. The path `/`
 /// reveals nothing.
 fn find_its_cgroup() -> Tried {
-    let what = "find the own control group";
+    let what = "find its own control group";
     let text = fs::read_to_string("/proc/self/cgroup").at(what)?;
     let path = text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).find(|path| *path != "/");
     path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))

@@ -32,7 +32,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("read-by-dots", |to| read(&format!("{}{}", "../".repeat(40), to.text("secret")?))),
     ("read-by-handle", read_by_handle),
     ("stat-neighbour", |to| {
-        let what = fs::metadata(to.text("secret")?).at("stat another's file")?;
+        let what = fs::metadata(to.text("secret")?).at("stat another user's file")?;
         Ok(format!("{} bytes", what.len()))
     }),
     ("watch-neighbour", watch_neighbour),
@@ -41,8 +41,8 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("remove-neighbour", |to| {
         // The folder is not empty and stays, but the kernel checks the permission first.
         match fs::remove_dir(parent(to.text("secret")?)?) {
-            Err(error) if error.raw_os_error() == Some(libc::ENOTEMPTY) => Ok("it is only not empty".into()),
-            other => other.map(|()| "removed".into()).at("remove another's folder"),
+            Err(error) if error.raw_os_error() == Some(libc::ENOTEMPTY) => Ok("it was not empty".into()),
+            other => other.map(|()| "removed".into()).at("remove another user's folder"),
         }
     }),
     ("write-outside", |to| unnamed_file(to.text("outside")?)),
@@ -51,7 +51,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("write-beside-own-program", write_beside_own_program),
     ("link-beside-own-program", link_beside_own_program),
     ("write-to-own-program", |_| {
-        let program = std::env::current_exe().at("find the own program")?;
+        let program = std::env::current_exe().at("find its own program")?;
         open_for_writing(program.to_str().unwrap_or_default())
     }),
     ("write-to-working-folder", |_| unnamed_file(".")),
@@ -109,7 +109,7 @@ fn list_temporary_files(to: &Targets) -> Tried {
 
 /// Changes the mode of the folder that contains the temporary folders of all programs.
 fn shut_temporary_folders() -> Tried {
-    let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find the own temporary folder"))?;
+    let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find its own temporary folder"))?;
     let shared = Path::new(&own).parent().unwrap_or(Path::new(&own));
     fs::set_permissions(shared, fs::Permissions::from_mode(0o000)).at("shut the folder of all programs")?;
     Ok(format!("shut {}", shared.display()))
@@ -158,16 +158,16 @@ impl Drop for Gone<'_> {
 fn read_by_symlink(to: &Targets) -> Tried {
     let link = fresh(&std::env::temp_dir());
     let _gone = Gone(&link);
-    symlink(to.text("secret")?, &link).at("make a symbolic link in the own temporary folder")?;
-    fs::read(&link).at("read another's file by a symbolic link")?;
+    symlink(to.text("secret")?, &link).at("create a symbolic link in its own temporary folder")?;
+    fs::read(&link).at("read another user's file through a symbolic link")?;
     Ok("read".into())
 }
 
 fn read_by_hard_link(to: &Targets) -> Tried {
     let link = fresh(&std::env::temp_dir());
     let _gone = Gone(&link);
-    fs::hard_link(to.text("secret")?, &link).at("link another's file into the own temporary folder")?;
-    fs::read(&link).at("read another's file by a hard link")?;
+    fs::hard_link(to.text("secret")?, &link).at("link another user's file into its own temporary folder")?;
+    fs::read(&link).at("read another user's file through a hard link")?;
     Ok("read".into())
 }
 
@@ -184,9 +184,9 @@ fn read_by_handle(to: &Targets) -> Tried {
     let mut handle = Handle { bytes: HANDLE_BYTES as u32, kind: 0, handle: [0; HANDLE_BYTES] };
     let (mut mount, here) = (0_i32, libc::AT_FDCWD as usize);
     let arguments = [here, path.as_ptr() as usize, address_mut(&mut handle), address_mut(&mut mount), 0];
-    call(libc::SYS_name_to_handle_at, arguments).at("take a handle of another's file")?;
+    call(libc::SYS_name_to_handle_at, arguments).at("get a handle to another user's file")?;
     let opened = call(libc::SYS_open_by_handle_at, [here, address(&handle), libc::O_RDONLY as usize]);
-    close(opened.at("open another's file by its handle")?);
+    close(opened.at("open another user's file by its handle")?);
     Ok("opened".into())
 }
 
@@ -197,15 +197,15 @@ fn watch_neighbour(to: &Targets) -> Tried {
     let added =
         call(libc::SYS_inotify_add_watch, [watch, path.as_ptr() as usize, libc::IN_ALL_EVENTS as usize]);
     close(watch);
-    added.at("watch another's folder")?;
-    Ok("sees when files are opened and changed there".into())
+    added.at("watch another user's folder")?;
+    Ok("sees when files in the folder are opened and changed".into())
 }
 
 /// Sets the mode of another bulkhead's file to its current value.
 fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);
-    fs::set_permissions(to.text("secret")?, permissions).at("change the mode of another's file")?;
+    fs::set_permissions(to.text("secret")?, permissions).at("change the mode of another user's file")?;
     Ok("changed".into())
 }
 
@@ -218,25 +218,25 @@ fn chmod_configuration(to: &Targets) -> Tried {
 }
 
 fn write_beside_own_program(_: &Targets) -> Tried {
-    let program = std::env::current_exe().at("find the own program")?;
+    let program = std::env::current_exe().at("find its own program")?;
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
 /// Creates a link where another process might look for a program.
 fn link_beside_own_program(_: &Targets) -> Tried {
-    let program = std::env::current_exe().at("find the own program")?;
+    let program = std::env::current_exe().at("find its own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
     let _gone = Gone(&link);
-    symlink("/bin/true", &link).at("make a symbolic link beside the own program")?;
+    symlink("/bin/true", &link).at("create a symbolic link beside its own program")?;
     Ok("made and removed".into())
 }
 
 /// Truncates a read-only file to its current length.
 fn truncate_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
-    let length = fs::metadata(path).at("stat what is only read")?.size();
+    let length = fs::metadata(path).at("stat a read-only file")?.size();
     let path = CString::new(path).map_err(|_| Refused::nothing("a path"))?;
-    call(libc::SYS_truncate, [path.as_ptr() as usize, length as usize]).at("truncate what is only read")?;
+    call(libc::SYS_truncate, [path.as_ptr() as usize, length as usize]).at("truncate a read-only file")?;
     Ok("truncated".into())
 }
 
@@ -244,7 +244,7 @@ fn truncate_readable(to: &Targets) -> Tried {
 fn replace_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let aside = format!("{path}.aside");
-    fs::rename(path, &aside).and_then(|()| fs::rename(&aside, path)).at("rename what is only read")?;
+    fs::rename(path, &aside).and_then(|()| fs::rename(&aside, path)).at("rename a read-only file")?;
     Ok("renamed and renamed back".into())
 }
 
@@ -264,7 +264,7 @@ fn give_a_file_away(_: &Targets) -> Tried {
     const NOBODY: u32 = 65534;
     let path = fresh(&std::env::temp_dir());
     let _gone = Gone(&path);
-    let file = File::create(&path).at("make a file in the own temporary folder")?;
+    let file = File::create(&path).at("create a file in its own temporary folder")?;
     let own = file.metadata().at("stat it")?.uid();
     let other = if own == NOBODY { 0 } else { NOBODY };
     call(libc::SYS_fchown, [file.as_raw_fd() as usize, other as usize, other as usize])
@@ -278,7 +278,7 @@ fn give_a_file_away(_: &Targets) -> Tried {
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
-    let what = "fill the own temporary folder with traps";
+    let what = "fill its own temporary folder with traps";
     let (folder, outside) = (std::env::temp_dir(), to.text("outside")?);
     symlink(outside, folder.join("link")).at(what)?;
     fs::create_dir(folder.join("closed")).at(what)?;
@@ -316,10 +316,10 @@ fn inherited_descriptors(_: &Targets) -> Tried {
     let due: BTreeSet<i32> = [0, 1, 2].into_iter().chain(link).collect();
     let inherited = INHERITED.get_or_init(open_descriptors);
     if inherited.is_empty() {
-        return Err(Refused::because("NOTARGET", "list the own descriptors"));
+        return Err(Refused::because("NOTARGET", "list its own descriptors"));
     }
     match inherited.difference(&due).collect::<Vec<_>>()[..] {
-        [] => Err(Refused::nothing("find a descriptor that was not meant for it")),
+        [] => Err(Refused::nothing("find a descriptor that is not meant for it")),
         ref extra => Ok(format!("has {extra:?} as well")),
     }
 }

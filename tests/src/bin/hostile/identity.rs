@@ -48,7 +48,7 @@ fn regain_capabilities() -> Tried {
 
 /// Runs a copy of this program that is owned by root and has the set-user-id bit.
 fn run_set_user_id_program(to: &Targets) -> Tried {
-    let what = "become root by a set-user-id program";
+    let what = "become root with a set-user-id program";
     let own = nix::unistd::geteuid().to_string();
     let output = Command::new(to.text("set_user_id")?).arg("whoami").output().at(what)?;
     let became = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -74,15 +74,15 @@ fn real_time_scheduling() -> Tried {
 fn higher_priority() -> Tried {
     let nice = -5_isize;
     let which = libc::PRIO_PROCESS as usize;
-    thread(|| call(libc::SYS_setpriority, [which, 0, nice as usize])).at("raise the own priority")?;
+    thread(|| call(libc::SYS_setpriority, [which, 0, nice as usize])).at("raise its own priority")?;
     Ok("raised".into())
 }
 
 fn real_time_disk() -> Tried {
     const WHO_PROCESS: usize = 1;
     const REAL_TIME: usize = 1 << 13;
-    thread(|| call(libc::SYS_ioprio_set, [WHO_PROCESS, 0, REAL_TIME])).at("come first at the disk")?;
-    Ok("comes first".into())
+    thread(|| call(libc::SYS_ioprio_set, [WHO_PROCESS, 0, REAL_TIME])).at("get real-time disk priority")?;
+    Ok("has real-time disk priority".into())
 }
 
 /// Sets a personality in which all readable memory is executable.
@@ -96,7 +96,7 @@ const OPEN_FILES: usize = libc::RLIMIT_NOFILE as usize;
 
 fn limits() -> Result<[u64; 2], Refused> {
     let mut limits = [0_u64; 2];
-    call(libc::SYS_prlimit64, [0, OPEN_FILES, 0, address_mut(&mut limits)]).at("read the own limits")?;
+    call(libc::SYS_prlimit64, [0, OPEN_FILES, 0, address_mut(&mut limits)]).at("read its own limits")?;
     Ok(limits)
 }
 

@@ -35,7 +35,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("add-a-key", |_| add_a_key()),
     ("performance-events", |_| {
         let result = call(libc::SYS_perf_event_open, [0, 0, MINUS_ONE, MINUS_ONE, 0]);
-        reached(result, &[Errno::EFAULT], "watch performance events")
+        reached(result, &[Errno::EFAULT], "monitor performance events")
     }),
     ("load-another-kernel", |_| {
         let result = call(libc::SYS_kexec_load, [0, 0, 0, 0xffff_ffff]);
@@ -86,12 +86,12 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
     ("accounting", |_| {
         let path = c"/bulkhead/no/such/file".as_ptr() as usize;
-        reached(call(libc::SYS_acct, [path]), &[Errno::ENOENT], "have processes written down")
+        reached(call(libc::SYS_acct, [path]), &[Errno::ENOENT], "enable process accounting")
     }),
     #[cfg(target_arch = "x86_64")]
     ("ports-of-devices", |_| {
         const LEVEL: usize = 0;
-        call(libc::SYS_iopl, [LEVEL]).at("use the ports of devices")?;
+        call(libc::SYS_iopl, [LEVEL]).at("access I/O ports")?;
         Ok("permitted".into())
     }),
     #[cfg(target_arch = "x86_64")]
@@ -118,7 +118,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
 fn io_uring() -> Tried {
     const PARAMETER_BYTES: usize = 120;
     let mut parameters = [0_u8; PARAMETER_BYTES];
-    close(call(libc::SYS_io_uring_setup, [1, address_mut(&mut parameters)]).at("make an io_uring")?);
+    close(call(libc::SYS_io_uring_setup, [1, address_mut(&mut parameters)]).at("create an io_uring")?);
     Ok("made".into())
 }
 
@@ -143,7 +143,7 @@ fn add_a_key() -> Tried {
     let (kind, name) = (c"user".as_ptr() as usize, c"bulkhead".as_ptr() as usize);
     let payload = b'x';
     thread(|| call(libc::SYS_add_key, [kind, name, address(&payload), 1, OF_THE_THREAD as usize]))
-        .at("keep a key in the kernel")?;
+        .at("store a key in the kernel keyring")?;
     Ok("kept".into())
 }
 
@@ -151,7 +151,7 @@ fn add_a_key() -> Tried {
 #[cfg(target_arch = "x86_64")]
 fn x32_call() -> Tried {
     const X32: libc::c_long = 0x4000_0000;
-    reached(call(X32 | libc::SYS_getpid, []), &[Errno::ENOSYS], "make a call as an x32 program")
+    reached(call(X32 | libc::SYS_getpid, []), &[Errno::ENOSYS], "make an x32 system call")
 }
 
 /// Makes a 32-bit `getpid` call.
@@ -159,7 +159,7 @@ fn x32_call() -> Tried {
 fn legacy_call() -> Tried {
     const GETPID: u32 = 20;
     let result: u32;
-    #[expect(unsafe_code, reason = "no library makes a call of another architecture")]
+    #[expect(unsafe_code, reason = "no library makes calls for another architecture")]
     // SAFETY: the call takes no arguments and touches no memory; the kernel may overwrite these registers.
     unsafe {
         std::arch::asm!(
@@ -171,7 +171,7 @@ fn legacy_call() -> Tried {
     if result == std::process::id() {
         Ok("made".into())
     } else {
-        Err(Refused::nothing("make a call of 32 bits"))
+        Err(Refused::nothing("make a 32-bit system call"))
     }
 }
 
@@ -186,7 +186,7 @@ fn set_the_host_name() -> Tried {
 fn shared_memory_by_number() -> Tried {
     const PRIVATE: usize = 0;
     const BYTES: usize = 4096;
-    let made = call(libc::SYS_shmget, [PRIVATE, BYTES, 0o600]).at("make shared memory of System V")?;
+    let made = call(libc::SYS_shmget, [PRIVATE, BYTES, 0o600]).at("create System V shared memory")?;
     call(libc::SYS_shmctl, [made, libc::IPC_RMID as usize, 0]).at("remove it")?;
     Ok("made and removed".into())
 }
@@ -204,7 +204,7 @@ fn message_queue() -> Tried {
 
 fn run_from_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-program-{}", std::process::id()));
-    let what = "run a program that it wrote";
+    let what = "run a program that this worker has written";
     let copied = fs::copy("/bin/true", &path).at("write a program")?;
     let permitted = fs::set_permissions(&path, fs::Permissions::from_mode(0o700));
     let status = permitted.and_then(|()| Command::new(&path).status());

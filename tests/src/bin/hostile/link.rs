@@ -110,7 +110,7 @@ fn garbage_on_the_link() -> Tried {
 
 /// Overwrites the whole journal with garbage and dies, because the supervisor reads the journal of a dead worker.
 fn garbage_in_the_journal() -> Tried {
-    let maps = std::fs::read_to_string("/proc/self/maps").at("read its memory map")?;
+    let maps = std::fs::read_to_string("/proc/self/maps").at("read its own memory map")?;
     let line = maps.lines().find(|line| line.contains("memfd:journal"));
     let range = line.and_then(|line| line.split(' ').next()?.split_once('-'));
     let number = |text: &str| usize::from_str_radix(text, 16).ok();

@@ -11,7 +11,7 @@ use crate::calls::{At, Tried, address, call, child, close, ended, reached, threa
 
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("new-user-namespace", |_| {
-        let what = "make a user namespace";
+        let what = "create a user namespace";
         ended(child(libc::CLONE_NEWUSER, || Ok(())).at(what)?, what)
     }),
     ("new-user-namespace-by-clone3", |_| by_clone3()),
@@ -32,7 +32,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         const CLONE: usize = 1;
         let here = libc::AT_FDCWD as usize;
         let opened = call(libc::SYS_open_tree, [here, c"/".as_ptr() as usize, CLONE]);
-        close(opened.at("copy what is mounted")?);
+        close(opened.at("copy a mount")?);
         Ok("copied".into())
     }),
     // Sets the root folder to the current root folder.
@@ -62,7 +62,7 @@ pub(crate) fn own() -> Value {
 
 fn by_clone3() -> Tried {
     const ARGUMENTS: usize = 8;
-    let what = "make a user namespace by clone3";
+    let what = "create a user namespace with clone3";
     let mut arguments = [0_u64; ARGUMENTS];
     arguments[0] = libc::CLONE_NEWUSER as u64;
     arguments[4] = libc::SIGCHLD as u64;
@@ -76,13 +76,13 @@ fn by_clone3() -> Tried {
 /// Creates namespaces for a temporary thread.
 fn new_namespaces() -> Tried {
     let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
-    thread(|| call(libc::SYS_unshare, [flags as usize])).at("make new namespaces")?;
+    thread(|| call(libc::SYS_unshare, [flags as usize])).at("create namespaces")?;
     Ok("made".into())
 }
 
 /// Enters the namespace that this process is already in.
 fn enter_a_namespace() -> Tried {
-    let namespace = File::open("/proc/self/ns/uts").at("open the own namespace")?;
+    let namespace = File::open("/proc/self/ns/uts").at("open its own namespace")?;
     thread(|| call(libc::SYS_setns, [namespace.as_raw_fd() as usize, 0])).at("enter a namespace")?;
     Ok("entered".into())
 }
@@ -90,11 +90,11 @@ fn enter_a_namespace() -> Tried {
 /// Mounts a file system of an unknown type, which the kernel rejects only after the permission check.
 fn mount() -> Tried {
     let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
-    reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount something")
+    reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount a file system")
 }
 
 /// Unmounts a path that is not a mount point, which the kernel rejects only after the permission check.
 fn unmount() -> Tried {
     let place = c"/proc/self".as_ptr() as usize;
-    reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount something")
+    reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount a file system")
 }

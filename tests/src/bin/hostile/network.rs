@@ -19,7 +19,7 @@ use crate::{Attempt, Targets};
 
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("connect-by-tcp", |to| {
-        TcpStream::connect(to.text("tcp")?).at("connect by TCP")?;
+        TcpStream::connect(to.text("tcp")?).at("connect over TCP")?;
         Ok("connected".into())
     }),
     ("listen-on-tcp", |_| {
@@ -34,20 +34,20 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("connect-by-mptcp", |to| {
         let target = address(to)?;
         let socket = tcp_socket(to.text("tcp")?, Some(ipproto::MPTCP))?;
-        rustix::net::connect(&socket, &target).at("connect by MPTCP")?;
+        rustix::net::connect(&socket, &target).at("connect over Multipath TCP")?;
         Ok("connected".into())
     }),
     ("connect-by-fast-open", |to| {
         const FAST_OPEN: SendFlags = SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32);
         let target = address(to)?;
         let socket = tcp_socket(to.text("tcp")?, None)?;
-        sendto(&socket, b"x", FAST_OPEN, &target).at("connect by TCP fast open")?;
+        sendto(&socket, b"x", FAST_OPEN, &target).at("connect with TCP Fast Open")?;
         Ok("connected".into())
     }),
     ("send-by-udp", |to| {
         let target = to.text("udp")?;
         let sent = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.send_to(b"x", target));
-        sent.at("send by UDP")?;
+        sent.at("send over UDP")?;
         Ok("sent".into())
     }),
     ("connect-to-abstract-socket", |to| {
@@ -148,7 +148,7 @@ fn submit_jobs(path: &str) -> Tried {
     let answer = ask_supervisor(path, &frame(kind::HELLO, MAGIC, &hello)?)?;
     match answer.first_chunk().map(|header| Header::decode(header).kind) {
         Some(kind::REFUSED) | None => Err(Refused::because("FORBIDDEN", what)),
-        Some(other) => Ok(format!("it answered with a frame of kind {other}")),
+        Some(other) => Ok(format!("the supervisor replied with a frame of kind {other}")),
     }
 }
 
@@ -157,7 +157,7 @@ fn administer(path: &str) -> Tried {
     let answer = ask_supervisor(path, question)?;
     let answer = String::from_utf8_lossy(&answer);
     match answer.split(' ').nth(1) {
-        Some("403") | None => Err(Refused::because("FORBIDDEN", "look at the bulkheads")),
-        Some(status) => Ok(format!("it answered {status}")),
+        Some("403") | None => Err(Refused::because("FORBIDDEN", "list the bulkheads")),
+        Some(status) => Ok(format!("the supervisor replied {status}")),
     }
 }

@@ -113,7 +113,7 @@ fn between_memories(number: libc::c_long, pid: i32) -> Tried {
     let here = [address_mut(&mut byte), 1];
     let there = [0_usize, 1];
     let result = call(number, [pid as usize, address(&here), 1, address(&there), 1, 0]);
-    reached(result, &[Errno::EFAULT], "reach into a sibling's memory")
+    reached(result, &[Errno::EFAULT], "access a sibling's memory")
 }
 
 fn compare_with_sibling(to: &Targets) -> Tried {
@@ -125,14 +125,14 @@ fn compare_with_sibling(to: &Targets) -> Tried {
 }
 
 fn pidfd(pid: i32) -> Result<usize, Refused> {
-    call(libc::SYS_pidfd_open, [pid as usize, 0]).at("open a descriptor of a sibling")
+    call(libc::SYS_pidfd_open, [pid as usize, 0]).at("open a pidfd of a sibling")
 }
 
 fn take_descriptor_of_sibling(to: &Targets) -> Tried {
     let pidfd = pidfd(to.pid("sibling")?)?;
     let taken = call(libc::SYS_pidfd_getfd, [pidfd, 0, 0]);
     close(pidfd);
-    close(taken.at("take a descriptor out of a sibling")?);
+    close(taken.at("copy a descriptor from a sibling")?);
     Ok("taken".into())
 }
 
@@ -146,14 +146,14 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     let pidfd = pidfd(to.pid("sibling")?)?;
     let sent = call(libc::SYS_pidfd_send_signal, [pidfd, 0, 0, 0]);
     close(pidfd);
-    sent.at("send a signal to a sibling by a descriptor")?;
+    sent.at("signal a sibling through a pidfd")?;
     Ok("could be signalled".into())
 }
 
 /// Makes the kernel send SIGIO to a sibling when input arrives, which kills a process without a handler. Only
 /// the sibling's fate shows the result.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
-    let what = "have a sibling told of input";
+    let what = "make the kernel signal a sibling on input";
     let (reader, writer) = rustix::pipe::pipe().at(what)?;
     let descriptor = reader.as_raw_fd() as usize;
     let (own, flags) = (libc::F_SETOWN as usize, libc::F_SETFL as usize);
@@ -206,7 +206,7 @@ fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
     let mut limit = [0_u64; 2];
-    let what = "limit another's processor time";
+    let what = "limit another process's CPU time";
     call(libc::SYS_prlimit64, [pid, resource, 0, address_mut(&mut limit)]).at(what)?;
     call(libc::SYS_prlimit64, [pid, resource, address(&limit), 0]).at(what)?;
     Ok("limited".into())
@@ -215,7 +215,7 @@ fn limit(pid: i32) -> Tried {
 /// Sets the priority of a process to its current value.
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
-    let what = "change another's priority";
+    let what = "change another process's priority";
     // The raw system call returns 20 minus the nice value.
     let nice = call(libc::SYS_getpriority, [libc::PRIO_PROCESS as usize, pid]).at(what)?;
     let nice = 20_isize.wrapping_sub_unsigned(nice);
@@ -226,7 +226,7 @@ fn renice(pid: i32) -> Tried {
 /// Sets the I/O priority of a process to its current value.
 fn serve_as_before(pid: i32) -> Tried {
     const OF_A_PROCESS: usize = 1;
-    let what = "change another's priority at the disk";
+    let what = "change another process's disk priority";
     let priority = call(libc::SYS_ioprio_get, [OF_A_PROCESS, pid as usize]).at(what)?;
     call(libc::SYS_ioprio_set, [OF_A_PROCESS, pid as usize, priority]).at(what)?;
     Ok("changed".into())
@@ -234,7 +234,7 @@ fn serve_as_before(pid: i32) -> Tried {
 
 /// Writes the current content of a file in `/proc` back to the file.
 fn write_as_it_is(pid: i32, file: &str) -> Tried {
-    let what = "write to another's file in /proc";
+    let what = "write to another process's file in /proc";
     let path = format!("/proc/{pid}/{file}");
     let opened = fs::OpenOptions::new().write(true).open(&path).at(what)?;
     let text = fs::read(&path).at(what)?;
@@ -255,7 +255,7 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
 fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
     let pid = pid as usize;
-    let what = "change another's processors";
+    let what = "change another process's CPU affinity";
     let mut mask = [0_u8; MASK_BYTES];
     call(libc::SYS_sched_getaffinity, [pid, MASK_BYTES, address_mut(&mut mask)]).at(what)?;
     call(libc::SYS_sched_setaffinity, [pid, MASK_BYTES, address(&mask)]).at(what)?;
@@ -265,7 +265,7 @@ fn pin(pid: i32) -> Tried {
 /// Creates a sibling of this process, which its parent would have to reap.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
-    let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("make a child of the own parent")?;
+    let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("create a child of its own parent")?;
     if pid == 0 {
         let _ = call(libc::SYS_exit_group, [0]);
     }

@@ -73,7 +73,7 @@ fn touch_much_memory() -> Tried {
 /// SIGXFSZ, which would otherwise kill the process at the limit.
 fn grow_a_file() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-large-{}", std::process::id()));
-    let file = File::create(&path).at("make a file in the own temporary folder")?;
+    let file = File::create(&path).at("create a file in its own temporary folder")?;
     let _ = fs::remove_file(&path);
     thread(|| {
         let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
@@ -92,7 +92,7 @@ fn fill_temporary_folder() -> Tried {
         let _ = sleep();
     }
     let _ = fs::remove_file(&path);
-    written.at("fill the own temporary folder")?;
+    written.at("fill its own temporary folder")?;
     Ok(format!("written {FILLED_BYTES} bytes"))
 }
 
@@ -173,7 +173,7 @@ pub(crate) fn leave_a_runner() -> Result<Vec<u8>, bulkhead_worker::HandlerError>
     const LIFETIME: std::time::Duration = std::time::Duration::from_secs(20);
     let began = std::time::Instant::now();
     // SAFETY: the child makes only system calls and never returns.
-    #[expect(unsafe_code, reason = "forks, in which nothing is allocated")]
+    #[expect(unsafe_code, reason = "forks without allocating memory in the child")]
     unsafe {
         if libc::fork() == 0 {
             libc::setsid();

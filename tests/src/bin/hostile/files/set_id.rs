@@ -49,7 +49,7 @@ fn any(ways: impl IntoIterator<Item = (&'static str, Result<usize, Errno>)>) -> 
 pub(super) fn by_changing_the_mode(_: &Targets) -> Tried {
     let path = fresh("mode");
     let _gone = Gone(&path);
-    let file = File::create(&path).at("make a file in the own temporary folder")?;
+    let file = File::create(&path).at("create a file in its own temporary folder")?;
     let (path, file) = (text(&path)?, file.as_raw_fd() as usize);
     let path = path.as_ptr() as usize;
     let mut results = Vec::new();
@@ -65,7 +65,7 @@ pub(super) fn by_changing_the_mode(_: &Targets) -> Tried {
 
 pub(super) fn of_a_folder(_: &Targets) -> Tried {
     let path = fresh("folder");
-    fs::create_dir(&path).at("make a folder in the own temporary folder")?;
+    fs::create_dir(&path).at("create a folder in its own temporary folder")?;
     let name = text(&path)?;
     let result = call(libc::SYS_fchmodat, [HERE, name.as_ptr() as usize, 0o2700]);
     fs::remove_dir(&path).at("remove it again")?;
@@ -113,6 +113,6 @@ pub(super) fn past_the_filter(_: &Targets) -> Tried {
     let flags = (libc::O_CREAT | libc::O_WRONLY | libc::O_CLOEXEC) as u64;
     let how = How { flags, mode: SET_USER_ID as u64, resolve: 0 };
     let arguments = [HERE, name.as_ptr() as usize, address(&how), size_of::<How>()];
-    close(call(libc::SYS_openat2, arguments).at("make a file with a set-user-id bit by openat2")?);
+    close(call(libc::SYS_openat2, arguments).at("create a file with a set-user-id bit with openat2")?);
     Ok("by openat2".into())
 }
