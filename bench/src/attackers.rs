@@ -82,7 +82,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = connect(path)?;
             socket.set_nonblocking(true)?;
-            // The number counts the written bytes of the current burst.
+            // The number is the position in the current burst, in bytes.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {

@@ -11,7 +11,7 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, load, processes, real};
 
-/// Prefix of the names of the measurements in this module.
+/// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "fresh";
 
 /// Number of jobs in flight.
@@ -25,7 +25,7 @@ struct Variant {
     /// Prefix of the bulkhead names.
     name: &'static str,
     profile: &'static str,
-    /// Description in the names of the measurements.
+    /// Description used in the measurement names.
     description: &'static str,
     keys: &'static str,
     /// Target for the number of new processes per second. Alternatively, a rate of `OF_BARE` times that of a

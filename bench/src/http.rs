@@ -12,7 +12,7 @@ use crate::real::Chain;
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "http";
 
 /// Number of clients. Each client has one job in progress.

@@ -15,7 +15,7 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the names of the measurements in this module.
+/// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "isolation";
 
 /// Sizes of these measurements.

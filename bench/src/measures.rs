@@ -161,7 +161,7 @@ async fn throughput(
 const WITH_PREFETCH: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
 const WITHOUT_PREFETCH: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
-/// Compares `bulkhead`, whose worker runs one job at a time, with a worker for 64 concurrent jobs.
+/// Compares `bulkhead`, whose worker runs one job at a time, with a worker that runs 64 jobs concurrently.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
     for _ in plan.rounds() {
@@ -211,7 +211,7 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
-    // The target is 10 ms more than the start of a worker, which is the previous figure.
+    // The target is 10 ms more than the start time of a worker, which is the previous figure.
     let figure = Figure::alone("hang: time from deadline + grace to next reply", "ms", median(over));
     Ok(figure.with_target(Target::AtMost, 12.0))
 }

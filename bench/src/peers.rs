@@ -26,7 +26,7 @@ use crate::real::{self, Chain};
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of the names of the measurements in this module.
+/// Prefix of the measurement names in this module.
 const GROUP: &str = "peers";
 
 /// Folder for the peers, relative to the workspace.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::rounds::Rounds;
 use crate::{attacks, confinement, isolation, scale, watched};
 
-/// Time after which a measurement starts no further rounds, unless `--rounds` is given.
+/// Time after which no further rounds of a measurement are started, unless `--rounds` is given.
 const ROUNDS_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Maximum number of rounds per measurement, unless `--rounds` is given.
@@ -14,7 +14,7 @@ const ROUNDS: usize = 9;
 /// Sizes of all measurements.
 pub(crate) struct Plan {
     rounds: usize,
-    /// Time after which a measurement starts no further rounds, or `None` for no limit.
+    /// Time after which no further rounds of a measurement are started, or `None` for no limit.
     duration: Option<Duration>,
     /// Number of requests of 64 B and of 4 KiB per round, sent one at a time.
     pub(crate) small: usize,

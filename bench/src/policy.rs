@@ -19,7 +19,7 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the names of the measurements in this module.
+/// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "policy";
 
 /// Maximum time per decision, in nanoseconds.

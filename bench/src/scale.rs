@@ -18,7 +18,7 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, bare};
 
-/// Prefix of the names of the measurements in this module.
+/// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "scale";
 
 /// Maximum ratio between the cost of a job among many others and the cost of a job alone.

@@ -17,7 +17,7 @@ use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::Report;
 
-/// Prefix of the names of the measurements in this module.
+/// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "watched";
 
 /// Sizes of these measurements.

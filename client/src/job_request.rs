@@ -158,7 +158,7 @@ impl JobRequest {
         }
     }
 
-    /// Starts the job's time limit.
+    /// Starts counting the job's time limit.
     pub(crate) fn begin(&mut self) {
         // The client treats a limit beyond the range of the clock as no limit.
         self.deadline = self

@@ -484,8 +484,8 @@ impl Requests {
             space.as_mut().enable();
             match self.move_next(place) {
                 Moved::One => {
-                    // Yields to other tasks of the runtime, because moving a job can mean reading its payload from a
-                    // file.
+                    // Yields to other tasks on the runtime, because moving a job can mean reading its payload
+                    // from a file.
                     tokio::task::coop::consume_budget().await;
                 }
                 Moved::Full => {

@@ -1,4 +1,4 @@
-"""Celery tasks that run unreliable code in a bulkhead, so that a crash does not end the processes of the Celery worker.
+"""Celery tasks that run unreliable code in a bulkhead, so that a crash does not kill the Celery worker's processes.
 
 celery -A celery_tasks worker
 """

@@ -1,4 +1,4 @@
-"""Runs functions that segfault, hang and leak together with a hundred honest ones, and prints the outcome of each.
+"""Runs functions that segfault, hang and leak alongside a hundred honest functions, and prints each outcome.
 
 python3 -m venv v && v/bin/pip install ./python/supervisor ./python && v/bin/python python/examples/example.py
 """

@@ -1,4 +1,4 @@
-"""Makes thumbnails in a web service, and responds with the outcome of the job.
+"""Makes thumbnails in a web service. The response reports the job's outcome.
 
 bulkhead-supervisor --config thumbnails/workers.toml &
 BULKHEAD_SOCKET=... uvicorn fastapi_app:app

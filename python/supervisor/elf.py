@@ -75,7 +75,7 @@ def platform_tag(programs: list[Path]) -> str:
         return f"musllinux_1_2_{machine}"
     if any(is_musl):
         raise ValueError("some programs need musl and others glibc")
-    # 2.17 is the oldest version with a tag. Static programs also run there.
+    # 2.17 is the oldest version with a tag. Static programs also run on systems with this version.
     names = "\n".join(name for each in needs for name in each.versions)
     versions = [(int(major), int(minor)) for major, minor in re.findall(r"^GLIBC_(\d+)\.(\d+)", names, re.MULTILINE)]
     major, minor = max([*versions, (2, 17)])

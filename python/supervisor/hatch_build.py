@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def find_programs() -> Path:
     """Returns the folder of the programs: ``$BULKHEAD_PROGRAMS``, or cargo's target folder.
 
-    Builds the programs if they are missing in the target folder.
+    Builds the programs if they are missing from the target folder.
     """
     named = os.environ.get("BULKHEAD_PROGRAMS")
     folders = [Path(named)] if named else [_target_folder() / profile for profile in ("dist", "release")]

@@ -143,7 +143,7 @@ def raises_unprintable(payload: bytes, ctx: Context) -> None:
 
 
 class _Stubborn:
-    """An object without bytes whose length raises an unusual exception."""
+    """An object that is not bytes-like and whose ``len()`` raises an unusual exception."""
 
     def __len__(self) -> int:
         raise OSError("not now")

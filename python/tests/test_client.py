@@ -517,7 +517,7 @@ def test_signal_handler_can_submit_during_a_send(client: Client, monkeypatch: py
     before = signal.signal(signal.SIGUSR1, lambda *_: found.append(client.submit("two", b"nested")))
 
     class Queue(collections.deque[Any]):
-        """Raises the signal after the first entry, or when the sending code finds the queue empty."""
+        """Raises the signal after the first entry was added, or when the sending code finds the queue empty."""
 
         appended = looks = 0
 

@@ -101,7 +101,7 @@ def test_temporary_folder_of_a_forked_worker_is_removed(profile: str) -> None:
 
 
 def test_template_reports_a_missing_temporary_folder() -> None:
-    """If `read` grants a parent of the temporary folders, the folders are read-only under strict."""
+    """If `read` grants a parent of the temporary folders, these folders are read-only under ``strict``."""
     keys = sandboxed("strict")
     keys["sandbox"]["read"].append("/tmp")
     with running(one={**keys, "start": {"mode": "fork"}}) as own:

@@ -82,7 +82,7 @@ def wheels(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_one_command_installs_both_packages(is_built: bool, programs: Path, tmp_path: Path) -> None:
-    """Works for any target folder of cargo. A fake cargo only copies the programs, because a build takes minutes."""
+    """Works with any cargo target folder. A fake cargo only copies the programs, because a build takes minutes."""
     target = tmp_path / "target"
     tools = tmp_path / "tools"
     tools.mkdir()

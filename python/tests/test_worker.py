@@ -199,7 +199,7 @@ def test_worker_follows_changes_of_max_in_flight(supervisor: Supervisor) -> None
 
 
 def test_prefetched_jobs_run_once(tmp_path: pathlib.Path) -> None:
-    """Mixes quick and slow jobs, recalls, changed limits, priorities and restarts."""
+    """Mixes quick and slow jobs, recalls, changes of limits, priorities and restarts."""
     notes = tmp_path / "notes"
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
     with running(one=keys) as own, Client(own.socket) as client:

@@ -13,7 +13,7 @@ use std::fmt;
 pub enum Expected {
     /// The attempt succeeds.
     Succeeds,
-    /// The result depends on the kernel's configuration and on the user.
+    /// The result depends on the kernel configuration and on the user.
     Machine,
     /// The attempt fails with one of these errors, and the worker continues. The text names the layer that
     /// caused the error. The error `NOTHING` means that every call succeeded, but the attempt did not reach

@@ -314,7 +314,7 @@ impl Place {
     }
 }
 
-/// Confinement of a worker, as in the snapshot. Tests read this part of the snapshot only here.
+/// A worker's confinement, as reported in the snapshot. Tests read this part of the snapshot only here.
 #[derive(Debug)]
 pub struct Confinement {
     /// PID of the worker.
@@ -414,7 +414,7 @@ impl Ended {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }
 
-    /// Returns true if the result is the expected one.
+    /// Returns true if this is the expected result.
     pub fn is(&self, expected: Expected) -> bool {
         match (expected, self) {
             (Expected::Succeeds, Self::Succeeded(_)) => true,

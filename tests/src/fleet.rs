@@ -344,7 +344,7 @@ impl TestFleet {
         })
     }
 
-    /// Connects the client library.
+    /// Connects a client to the fleet.
     pub async fn connect(&self) -> Fleet {
         let settings = bulkhead_fleet::settings::Settings::read(&self.config()).expect("a valid file");
         Fleet::connect_with(&settings.nats, &settings.streams).await.expect("a server listens")

@@ -283,7 +283,7 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     told[told.len().saturating_sub(60)..].join("\n")
 }
 
-/// Returns the state of a bulkhead that has jobs, or whose limit is not the limit of an idle bulkhead.
+/// Returns the state of a bulkhead if it has jobs, or if its limit differs from that of an idle bulkhead.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
     let is_limited = match &state.adaptive {

@@ -1,4 +1,4 @@
-//! The worker's side of the journal, which holds unsent replies and survives this process: see
+//! The worker's side of the journal, which holds unsent replies and survives this process; see
 //! [`bulkhead_shared::journal`].
 
 use std::io;

@@ -221,8 +221,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let timer_flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let watchdog = rustix::time::timerfd_create(TimerfdClockId::Monotonic, timer_flags)?;
-        // The handlers' instance must be registered for the link before that of the dispatch thread; see the
-        // module documentation.
+        // The handlers' instance must be registered for the link before the dispatch thread's instance; see
+        // the module documentation.
         let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
         epoll::add(&handlers, &link, EventData::new_u64(LINK), flags)?;
         epoll::add(&handlers, &wake, EventData::new_u64(WAKE), flags)?;
@@ -392,7 +392,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Updates the average handler duration with the duration of one job.
+    /// Updates the average handler duration with one job's duration.
     fn update_typical_duration(&self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * ASSUMED_HANDLER_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);

@@ -297,7 +297,7 @@ fn reseed() -> Result<(), Errno> {
     }
     let [a, b, c, d, e, f, g, h] = seed;
     let (low, high) = (u32::from_ne_bytes([a, b, c, d]), u32::from_ne_bytes([e, f, g, h]));
-    // SAFETY: these calls change global state of the C library, and this process has only one thread.
+    // SAFETY: these calls change global state in the C library, and this process has only one thread.
     unsafe {
         libc::srand(low);
         libc::srand48(high.into());

@@ -588,7 +588,7 @@ _SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
 
 
 class _Reader:
-    """Reads one pickle, and limits the work of reading it."""
+    """Reads one pickle, and limits the work needed to read it."""
 
     def __init__(
         self, data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]

@@ -833,7 +833,7 @@ class Pool:
                 raise
 
     def _join(self) -> None:
-        """Waits for the receiving thread, and for the thread of any supervisor that was started meanwhile."""
+        """Waits for the receiving thread, and for the thread of any supervisor started in the meantime."""
         joined, current = None, threading.current_thread()
         while True:
             with self._lock:
@@ -959,7 +959,7 @@ class _Thread(threading.Thread):
 
 
 def _parts(call: Call, metadata: bytes, payload: _wire.Payload) -> list[Any]:
-    """Returns the parts of a result, or a list with an exception if they cannot be read."""
+    """Returns the parts of a result, or a list that contains an exception if the parts cannot be read."""
     try:
         if call.lease is not None and (named := _wire.outcome_extensions(metadata).get(_wire.LEASE_REF)) is not None:
             return call.lease.read(named)

@@ -249,7 +249,7 @@ def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[st
 
 
 def _reason(error: dict[str, Any]) -> str | None:
-    """Returns the reject reason for an error of the servers, or None if the job may have been stored."""
+    """Returns the reject reason for a server error, or None if the job may have been stored."""
     code, text = error.get("err_code"), error.get("description", "")
     if code == STORE_FAILED and "per subject" in text:
         return "tenant_quota"

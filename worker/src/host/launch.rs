@@ -149,8 +149,8 @@ impl Launch {
                 Err(error) => errno::from_io(&error, Errno::IO),
             }
         };
-        // SAFETY: the closure only makes system calls, returns errors that are plain numbers, and uses memory
-        // that was prepared before. The closure neither allocates memory nor takes a lock.
+        // SAFETY: the closure makes only system calls, returns errors that are plain numbers, and uses memory
+        // that was prepared in advance. The closure neither allocates memory nor takes a lock.
         #[expect(unsafe_code, reason = "vfork(2) shares memory with the child")]
         let child = unsafe { vfork::spawn(execute) }?;
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })

@@ -57,7 +57,7 @@ pub(super) struct Orphans {
 #[derive(Default)]
 struct Programs {
     /// Programs whose job has not ended, by PID, which is also the session ID. The value is true if the
-    /// orphans of the program are recorded.
+    /// program's orphans are recorded.
     unfinished: HashMap<u32, bool>,
     /// Possible ancestors of processes that have left the session of their program. The key is a single
     /// process or a whole session.

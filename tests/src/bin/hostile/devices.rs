@@ -42,7 +42,7 @@ fn find_its_cgroup() -> Tried {
     path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))
 }
 
-/// Returns the first path that exists, or the first path if none exists.
+/// Returns the first path that exists, or the first path in the list if none exists.
 fn first<'p>(paths: &[&'p str]) -> &'p str {
     paths.iter().find(|path| Path::new(path).exists()).or(paths.first()).copied().unwrap_or_default()
 }

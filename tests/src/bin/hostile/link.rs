@@ -84,7 +84,7 @@ fn pass_lingering_socket() -> Tried {
     rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).at("linger")?;
     socket.set_nonblocking(true).at("fill the socket")?;
     while socket.write(&[0; 1 << 16]).is_ok() {}
-    // Must not read, so that data stays unsent.
+    // The listener stays open but never reads, so that data stays unsent.
     std::mem::forget(listener);
     let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
