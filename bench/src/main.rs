@@ -179,7 +179,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let figures = report.finish();
     if let (Some(only), true) = (&args.only, figures.is_empty()) {
-        eprintln!("no figure for `--only {only:?}`; docs/benchmarks.md lists the measurements");
+        eprintln!("no figure matches `--only {only:?}`; docs/benchmarks.md lists the measurements");
     }
     if let Some(file) = &args.svg {
         std::fs::write(file, plot::draw(&figures)).map_err(|error| format!("{}: {error}", file.display()))?;

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plot_has_line_per_ratio_and_dot_per_round() {
+    fn plot_has_one_line_per_ratio_and_one_dot_per_round() {
         let figure = |name: &str, rounds: &[(f64, f64)], ratio| Figure {
             rounds: rounds.to_vec(),
             ratio,

@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn success_record_yields_outcome_of_its_message() {
+    fn success_record_reproduces_the_outcome_of_its_message() {
         let message = OutcomeMessage {
             attempts: 2,
             queued_us: 1_500,

@@ -234,7 +234,7 @@ fn async_handler_count_follows_limits() {
 }
 
 #[test]
-fn limits_sent_with_welcome_take_effect() {
+fn limits_sent_along_with_welcome_take_effect() {
     let mut worker = Worker::sdk("threads");
     worker.open(1, |outbox| push_limits(outbox, MEETING_SIZE as u32));
     worker.send(|outbox| (1..=MEETING_SIZE as u64).for_each(|number| push_job(outbox, number, "meet")));
@@ -242,7 +242,7 @@ fn limits_sent_with_welcome_take_effect() {
 }
 
 #[test]
-fn limit_changes_during_drain_lose_no_jobs() {
+fn limit_changes_during_drain_do_not_lose_jobs() {
     let mut worker = Worker::sdk("threads");
     worker.open(2, |_| {});
     worker.send(|outbox| {
@@ -257,7 +257,7 @@ fn limit_changes_during_drain_lose_no_jobs() {
 }
 
 #[test]
-fn drain_sent_with_welcome_takes_effect() {
+fn drain_sent_along_with_welcome_takes_effect() {
     let mut worker = Worker::sdk("threads");
     worker.welcome(1, push_drain);
     assert_eq!(worker.end().code(), Some(0));

@@ -374,7 +374,7 @@ fn loses_its_keeper() {
         let line = line(&client);
         let operation = format!("steps:count began-{lost};wait never");
         let running = client.job("a", "").operation(operation).start().unwrap();
-        wait_for("the job runs", || Path::new(&format!("began-{lost}")).exists().then_some(()));
+        wait_for("the job is running", || Path::new(&format!("began-{lost}")).exists().then_some(()));
         kill_pid(line[lost], Signal::SIGKILL);
         let told = outcome(&running.wait());
         assert!(told.starts_with("crashed"), "{lost}: {told}");
@@ -541,7 +541,7 @@ fn assert_told(told: &Result<Reply, JobError>) {
 fn is_told() {
     let (supervisor, client) = start(WAITING);
     let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
-    wait_for("the job runs", || Path::new("began").exists().then_some(()));
+    wait_for("the job is running", || Path::new("began").exists().then_some(()));
     let waiting: Vec<_> = (0..WAITS).map(|_| client.job("a", "").start().unwrap()).collect();
     supervisor.stop();
     drop(supervisor);
@@ -786,7 +786,7 @@ fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);
     let running = client.job("a", "").operation("steps:count began;wait go;echo").start().unwrap();
-    wait_for("the job runs", || Path::new("began").exists().then_some(()));
+    wait_for("the job is running", || Path::new("began").exists().then_some(()));
     let dropped = std::thread::spawn(move || drop(supervisor));
     wait_for("new jobs are rejected", || {
         (outcome(&send(&client, "echo", "")) == "rejected/draining").then_some(())

@@ -356,7 +356,7 @@ fn jobs_run_once_despite_changing_limits() {
 }
 
 #[test]
-fn init_thread_begins_no_job_above_the_limit() {
+fn init_thread_does_not_begin_jobs_above_the_limit() {
     let fixture = Fixture::new(2);
     fixture.send_jobs(1..=2);
     let begun: Vec<_> = (0..2).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
@@ -422,7 +422,7 @@ fn each_job_runs_once_or_is_recalled() {
 }
 
 #[test]
-fn recalled_jobs_are_dropped_with_one_heartbeat() {
+fn recalled_jobs_are_dropped_and_reported_in_one_heartbeat() {
     let (journal, claims) = journal();
     let fixture = Fixture::with_journal(1, journal);
     fixture.send_jobs([1, 2, 3, RETURNS]);
