@@ -110,6 +110,8 @@ struct Job {
     /// Number of workers that died before reading this job. Not included in `attempts`.
     unread_returns: u32,
     is_answered: bool,
+    /// True if the job was prefetched at its outcome, but could not be recalled because of another job.
+    was_fixed: bool,
     is_overdue: bool,
     /// True if the worker is still sending an oversized result of the job.
     is_oversized: bool,

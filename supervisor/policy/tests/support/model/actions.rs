@@ -330,6 +330,7 @@ impl Model {
         let is_late = is_same(&answer.verdict, &told(Verdict::DeadlineQueued));
         let is_poison = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Quarantined)));
         let is_quarantined = self.is_quarantined(self.jobs[&id].digest);
+        let (_, was_fixed) = self.can_be_recalled(id);
         let job = self.jobs.get_mut(&id).expect("an outcome was sent for an unknown job");
         assert!(!job.is_answered, "{id:?} has two outcomes");
         assert_eq!(answer.record.0, job.tag, "the outcome has the record of another job");
@@ -363,7 +364,7 @@ impl Model {
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
         assert_eq!(answer.run_limit, job.run_limits[0]);
-        job.is_answered = true;
+        (job.is_answered, job.was_fixed) = (true, was_fixed);
         self.leave(id, &answer.verdict);
     }
 

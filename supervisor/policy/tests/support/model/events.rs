@@ -342,6 +342,7 @@ impl Model {
             attempts: 0,
             unread_returns: 0,
             is_answered: false,
+            was_fixed: false,
             is_overdue: false,
             is_oversized: false,
             queue_timeout_at: self.limits.queue_timeout.map(|kill_delay| self.now + kill_delay),
