@@ -77,7 +77,7 @@ CASES: dict[str, Callable[..., None]] = {
     "segfaults": segfaults,
     "calls os._exit(0)": exits,
     "hangs": hangs,
-    "raises what cannot be unpickled": raises_what_cannot_be_unpickled,
+    "raises an exception that cannot be unpickled": raises_what_cannot_be_unpickled,
     "hangs with a grandchild": hangs_with_a_grandchild,
 }
 
@@ -219,7 +219,7 @@ def one(name: str, case: str) -> str:
     if job is hangs_with_a_grandchild:
         return grandchild_fate(note)
     if said == "nothing":
-        return "for ever" if is_endless else f"no answer{'' if serves(pool) else ', pool dead'}"
+        return "forever" if is_endless else f"no answer{'' if serves(pool) else ', pool dead'}"
     words = "timeout" if is_endless else "its error"
     if not serves(pool):
         return "pool broken"
