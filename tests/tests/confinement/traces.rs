@@ -37,8 +37,8 @@ struct Traces {
     descriptors_of_keeper: usize,
     processes: usize,
     zombies: usize,
-    mounts_of_keeper: String,
-    mounts_of_machine: String,
+    mounts_of_keeper: BTreeSet<String>,
+    mounts_of_machine: BTreeSet<String>,
     namespaces: BTreeMap<String, usize>,
     temporary: usize,
 }
@@ -47,7 +47,10 @@ impl Traces {
     fn of(place: &Place) -> Self {
         let (supervisor, keeper) = (place.supervisor.pid(), place.supervisor.keeper());
         let family = descendants(supervisor);
-        let mounts = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+        let mounts = |pid: u32| {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+            text.lines().map(str::to_owned).collect()
+        };
         let mut different: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (pid, _) in &family {
             for (kind, id) in namespaces(*pid) {
@@ -164,6 +167,9 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
         after.temporary = after.temporary.max(before.temporary);
+        // Another test can have unmounted a file system.
+        after.mounts_of_keeper.extend(before.mounts_of_keeper.iter().cloned());
+        after.mounts_of_machine.extend(before.mounts_of_machine.iter().cloned());
         if after == before {
             break;
         }
