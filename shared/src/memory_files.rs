@@ -20,8 +20,8 @@ pub const FILES_PER_LEASE: usize = 2;
 /// Size of an encoded [`LeaseRef`] in bytes.
 pub const LEASE_REF_BYTES: usize = 16;
 
-/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the number of the
-/// frame, and the reply has the same number.
+/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame number, and the
+/// reply has the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRequest<'a> {
     /// Name of the bulkhead.
@@ -32,8 +32,8 @@ pub struct LeaseRequest<'a> {
     pub bytes: u64,
 }
 
-/// A lease and a size. When the supervisor grants the lease, the size is that of each file. With a job or a
-/// result, the size is that of the payload or result at the beginning of a file.
+/// A lease and a size. In a grant, the size is that of each file. In a job or a result, the size is that of the
+/// payload or result at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRef {
     /// Number of the lease, chosen by the supervisor.
@@ -43,7 +43,7 @@ pub struct LeaseRef {
 }
 
 impl LeaseRef {
-    /// Encodes this as the value of the extension [`LEASE`](crate::codec::tag::LEASE).
+    /// Encodes the reference as the value of the extension [`LEASE`](crate::codec::tag::LEASE).
     pub fn to_bytes(self) -> [u8; LEASE_REF_BYTES] {
         let mut bytes = [0; LEASE_REF_BYTES];
         bytes[..8].copy_from_slice(&self.lease.to_le_bytes());
@@ -208,7 +208,7 @@ impl Mapping {
     }
 }
 
-/// Returns true if the result of a lease has not been revoked. Call this after reading the result: the supervisor
+/// Returns true if the supervisor has not revoked this result file. Call this after reading the result. The supervisor
 /// changes the file's mode before it truncates the file, so everything read before a successful check is valid.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)

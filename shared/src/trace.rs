@@ -70,8 +70,8 @@ impl Traceparent {
         self.flags() & 1 != 0
     }
 
-    /// Returns the `traceparent` with `span` as the span id. The result has version 00, because later
-    /// versions are unknown to this module, and keeps only the flags sampled and random trace id.
+    /// Returns the `traceparent` with `span` as the span id. The result has version 00, because later versions are
+    /// unknown to this module, and keeps only the flags "sampled" and "random trace ID".
     #[must_use]
     pub fn with_span(&self, span: NonZeroU64) -> Self {
         let mut bytes = self.0;

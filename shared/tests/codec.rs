@@ -1,5 +1,5 @@
 //! Compares the serializer with a hand-written encoder that follows the rules in `docs/protocol.md`. Shows that the
-//! page suffices to implement the protocol in other languages.
+//! page is sufficient to implement the protocol in other languages.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;
