@@ -20,7 +20,7 @@ pub struct Args {
     #[arg(long)]
     pub check: bool,
 
-    /// With --check, also start one confined worker of each bulkhead, and report the cause of each failure
+    /// With --check, also start one confined worker for each bulkhead, and report the cause of each failure
     #[arg(long, requires = "check")]
     pub start: bool,
 
@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
     pub while_open: Option<i32>,
 
-    /// Remove this directory with all its contents when the supervisor ends. The directory must belong to the
+    /// Remove this directory and all its contents when the supervisor exits. The directory must belong to the
     /// supervisor's user and have mode 0700
     #[arg(long, value_name = "FOLDER", requires = "while_open")]
     pub own_folder: Option<PathBuf>,

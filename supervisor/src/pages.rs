@@ -67,7 +67,7 @@ fn worker_page() -> Roff {
         &[
             "The supervisor starts this program for each worker of a bulkhead with `exec` or `library`. With `exec`, it \
              starts a program for each job. With `library`, it loads a C library and calls a function for each job.",
-            "Users need not start this program. The supervisor looks for the program in its own directory, and then in \
+            "You never need to start this program. The supervisor looks for the program in its own directory, and then in \
              PATH.",
         ],
     );

@@ -56,7 +56,7 @@ impl Link {
         Ok(Self(self.0.try_clone()?))
     }
 
-    /// Tells the predecessor why this program exits.
+    /// Reports to the predecessor why this program exits.
     pub fn fail(&self, message: &str) {
         // If this fails, the predecessor still notices the exit.
         let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
@@ -95,7 +95,7 @@ impl Link {
             let (length, descriptors) = match packets::receive(&self.0, &mut buffer)? {
                 Received::Message(length, descriptors) => (length, descriptors),
                 Received::Nothing => continue,
-                Received::Closed => return Err(io::Error::other("the previous supervisor has ended")),
+                Received::Closed => return Err(io::Error::other("the previous supervisor has exited")),
             };
             let frame = Frame::decode(&buffer[..length]).map_err(invalid)?;
             die_on_request("receive", frame.kind);
@@ -144,8 +144,8 @@ impl TakeOver {
         self.descriptors.remove(name)
     }
 
-    /// Removes the descriptor of a key that must have the same value in both supervisors. `now` is the value in this
-    /// supervisor's configuration, or `None` if it is not set.
+    /// Removes and returns the descriptor for a key that must have the same value in both supervisors. `now` is the
+    /// value in this supervisor's configuration, or `None` if it is not set.
     fn take_same(&mut self, name: &str, key: &str, now: Option<&str>) -> io::Result<Option<OwnedFd>> {
         let before = self.take(name);
         let is_same = before.as_ref().map(|(place, _)| place.as_str()) == now;
@@ -162,7 +162,7 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes the descriptor that this process and its keepers hold open until they end.
+    /// Removes and returns the descriptor that this process and its keepers hold open until they exit.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
@@ -178,7 +178,7 @@ impl TakeOver {
         }
     }
 
-    /// Removes the lock of the folder for crash reports.
+    /// Removes and returns the lock on the folder for crash reports.
     pub(crate) fn crashes_lock(&mut self, config: &SupervisorConfig) -> io::Result<Option<OwnedFd>> {
         let folder = config.crash_dir.as_ref().map(|folder| folder.display().to_string());
         self.take_same(inherited::CRASHES_LOCK, "crash_dir", folder.as_deref())

@@ -416,7 +416,10 @@ impl<'b> Batch<'b> {
     /// Keeps the unprocessed bytes of this batch, so that the next [`Inbox::receive`] returns their frames even if
     /// nothing else arrives. Must be called only after a small frame.
     pub fn keep_rest(self) {
-        debug_assert!(matches!(self.inbox.state, ReceiveState::Frames), "the remaining bytes belong to a large frame");
+        debug_assert!(
+            matches!(self.inbox.state, ReceiveState::Frames),
+            "the remaining bytes belong to a large frame"
+        );
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
     }
 

@@ -78,6 +78,6 @@ pub(crate) fn can_list_children() -> Result<(), Errno> {
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process without running anything that the parent registered.
+    // SAFETY: exits without running exit handlers that the parent has registered.
     unsafe { libc::_exit(code) }
 }

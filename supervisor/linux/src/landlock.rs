@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know fewer
-/// fields, and accept further ones if they are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know
+/// fewer fields, and accept additional fields if these are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {

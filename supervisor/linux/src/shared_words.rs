@@ -33,7 +33,7 @@ impl SharedWords {
         let bytes = count * size_of::<u64>();
         let is_sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
         if !is_sealed || rustix::fs::fstat(&file)?.st_size < bytes as i64 {
-            return Err(io::Error::other("the file is too short, or not sealed"));
+            return Err(io::Error::other("the memory file is too short or not sealed"));
         }
         if !membarrier_query().contains_command(MembarrierCommand::GlobalExpedited) {
             return Err(io::ErrorKind::Unsupported.into());
@@ -44,15 +44,15 @@ impl SharedWords {
         // mapping, and the seal prevents it from shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        let base = NonNull::new(base.cast())
+            .ok_or_else(|| io::Error::other("the kernel mapped the memory file at address 0"))?;
         Ok(Self { base, count })
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
-        assert!(at < self.count, "word {at} of {}", self.count);
-        // SAFETY: the address is within the mapping, which is page-aligned and lives as long as this value.
-        // All accesses of this process are atomic. Accesses of the other process are outside of this
-        // program's memory model.
+        assert!(at < self.count, "index {at} is out of range for {} words", self.count);
+        // SAFETY: the address is within the mapping, which is page-aligned and lives as long as this value. All
+        // accesses by this process are atomic. Accesses by the other process are outside this program's memory model.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
             self.base.add(at).as_ref()

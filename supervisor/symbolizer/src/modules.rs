@@ -1,6 +1,7 @@
 //! Programs and libraries that are named in records, with their unwind tables.
 //!
-//! A file is used only if its device and inode are those of the mapped file. A hostile worker may have written it.
+//! A file is used only if its device and inode are those of the mapped file. The file may have been written by a
+//! hostile worker.
 
 use std::borrow::Cow;
 use std::fs::File;

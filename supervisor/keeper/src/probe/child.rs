@@ -51,7 +51,7 @@ pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result
             Err(TrialError::Errno(errno)) => errno.raw_os_error(),
             Err(TrialError::NotEnforced) => NOT_ENFORCED,
         };
-        // SAFETY: ends the process without running anything that the parent registered.
+        // SAFETY: exits without running exit handlers that the parent has registered.
         unsafe { libc::_exit(code) }
     }
     match wait_for_exit_code(child)? {

@@ -143,7 +143,7 @@ fn child(socket: &OwnedFd) -> ! {
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process without running anything that the parent registered.
+    // SAFETY: exits without running exit handlers that the parent has registered.
     unsafe { libc::_exit(code) }
 }
 

@@ -1,8 +1,8 @@
 //! Finds and kills the descendants of this process, even if they try to escape.
 //!
-//! The keeper, and the host for plain programs, are *child subreapers*: they become the parents of orphans below them.
-//! A child that a subreaper did not start is therefore an orphan of a dead descendant, and must be killed. Against
-//! processes that fork as fast as possible, all descendants are stopped before any is killed.
+//! The keeper, and the host for plain programs, are *child subreapers*: they become the parents of orphaned
+//! descendants. A child that a subreaper did not start is therefore an orphan of a dead descendant, and must be
+//! killed. To cope with processes that fork as fast as possible, all descendants are stopped before any is killed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,7 +18,7 @@ pub use killer::{DescendantKiller, Progress};
 /// Maximum number of ancestors to read for one process. An ordinary process has fewer than twenty.
 const ANCESTORS_MAX: usize = 64;
 
-/// Maximum number of attempts to read the ancestors of a process, some of which may die meanwhile.
+/// Maximum number of attempts to read the ancestors of a process. Ancestors can exit during an attempt.
 const READ_ATTEMPTS_MAX: usize = 8;
 
 /// Initial buffer capacity for a process's file in `/proc`, in bytes. Up to this size, one call reads the whole file.
@@ -47,8 +47,8 @@ impl Process {
 /// Returns the number of processes killed. Must be repeated until it returns 0, because the children of a killed
 /// process get a new parent.
 ///
-/// Reads every process on the machine, which takes some microseconds per process. [`DescendantKiller`] does the same in
-/// small steps. Fails if `/proc` cannot be read.
+/// Reads every process on the machine, which takes a few microseconds per process. [`DescendantKiller`] does the same
+/// in small steps. Fails if `/proc` cannot be read.
 pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
     let mut killer = DescendantKiller::default();
     killer.begin()?;
@@ -59,7 +59,7 @@ pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<us
     }
 }
 
-/// Returns the pids of all descendants of `root`, parents before children. Zombies are left out.
+/// Returns the pids of all descendants of `root`, parents before children. Excludes zombies.
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     let found = descendants(&read_all_processes()?, root, |_| false);
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
@@ -76,8 +76,8 @@ pub struct ProcessIdentity {
     pub started: u64,
 }
 
-/// Lists the descendants of this process, including zombies, up to 64 generations deep, each with the pid of this
-/// process's child that it descends from. Fails if `/proc` cannot be read.
+/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each entry includes the PID of
+/// the child of this process that is its ancestor, or is the descendant itself. Fails if `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
     let (table, own) = (read_all_processes()?, std::process::id());
     let child_above = |pid: u32| {
@@ -117,8 +117,8 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 /// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call. The list is
 /// then consistent: at some point during the call, each process was the parent of the one before it.
 ///
-/// Takes some microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there
-/// are more than 64 ancestors, or if the ancestors keep changing.
+/// Takes a few microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there are more
+/// than 64 ancestors, or if the ancestors keep changing.
 pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     let mut last_error = None;
     for _ in 0..READ_ATTEMPTS_MAX {
@@ -242,7 +242,7 @@ mod tests {
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
 
-    /// Sends a signal to a process, unless the pid belongs to another process by now.
+    /// Sends a signal to a process, unless the PID now belongs to another process.
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };

@@ -15,10 +15,10 @@ use rustix::process::Pid;
 
 use crate::{errno, wait};
 
-/// Size of the child's stack until `execve`, in bytes. The child only makes some system calls.
+/// Size of the child's stack until `execve`, in bytes. The child makes only a few system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Exit code of a child that could not execute a program. The error itself is in memory.
+/// Exit code of a child that could not execute a program. The error itself is passed in memory.
 const NOT_EXECUTED: c_int = 127;
 
 /// A child that has executed another program. The caller must reap the child.
@@ -44,8 +44,8 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     unsafe { spawn_as(0, execute) }
 }
 
-/// Starts a process like [`spawn`], but as a child of this process's parent (`CLONE_PARENT`). The parent must
-/// reap the process, also if `execute` fails. Fails with `EINVAL` in the first process of a PID namespace.
+/// Starts a process like [`spawn`], but as a child of this process's parent (`CLONE_PARENT`). The parent must reap the
+/// process, even if `execute` fails. Fails with `EINVAL` in the first process of a PID namespace.
 ///
 /// # Safety
 /// The requirements of [`spawn`] apply.

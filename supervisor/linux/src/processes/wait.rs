@@ -1,6 +1,6 @@
 //! Waits for children and descriptors. Children are waited for with raw system calls, because no safe wrapper returns
 //! the resource usage or considers only the calling thread's children.
-#![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
+#![expect(unsafe_code, reason = "no safe wrapper returns the resource usage or passes __WNOTHREAD")]
 
 use std::io;
 use std::os::fd::AsFd;

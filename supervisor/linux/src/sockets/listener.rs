@@ -23,9 +23,9 @@ pub enum InheritedListener {
     Tcp(TcpListener),
 }
 
-/// Takes over an inherited listening socket. Programs that are started later do not inherit the descriptor.
-/// Call this at most once for a number, before any other code of this process can have opened a descriptor
-/// with the number.
+/// Takes over an inherited listening socket. Programs that are started later do not inherit the descriptor. Call this
+/// at most once per descriptor number, before any other code in this process can have opened a descriptor with that
+/// number.
 ///
 /// # Errors
 ///

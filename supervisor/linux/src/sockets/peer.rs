@@ -108,8 +108,8 @@ pub struct UnrelatedProcesses {
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of another process like this process's own, until the next call. `None` ends this. The
-    /// two supervisors of an upgrade need this, because each has workers.
+    /// Treats the descendants of another process like this process's own, until the next call. `None` stops this.
+    /// Needed during an upgrade, when two supervisors run workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);

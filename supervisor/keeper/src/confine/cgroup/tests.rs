@@ -255,7 +255,7 @@ fn only_empty_cgroup_leaf_can_be_removed() {
     // SAFETY: the fork is expected to fail. If it succeeds, the child only exits.
     let cloned = unsafe { fork_into(leaf.fd(), 0) };
     if cloned == Ok(0) {
-        // SAFETY: ends the process without running anything that the parent registered.
+        // SAFETY: exits without running exit handlers that the parent has registered.
         unsafe { libc::_exit(0) };
     }
     assert!(cloned.is_err());

@@ -45,7 +45,7 @@ struct Found {
     parent: u32,
     /// Number of the scan that first found the process.
     first_seen: u64,
-    /// True if SIGSTOP was sent to the process, successfully or not.
+    /// True if the killer has tried to send SIGSTOP to the process.
     is_stopped: bool,
 }
 
@@ -179,8 +179,8 @@ impl DescendantKiller {
         Progress::ScanComplete
     }
 
-    /// Sends a signal to a process from a scan, unless its pid was reused since. Leaves a process to the next scan if
-    /// it is not stopped yet and has another parent now, because it may not be a descendant any more.
+    /// Sends a signal to a process from a scan, unless its PID has been reused. Leaves the process to the next scan if
+    /// it is not stopped yet and now has another parent, because it may no longer be a descendant.
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
