@@ -64,7 +64,7 @@ pub struct Header {
     pub signal: i32,
     /// Cause of the signal (`si_code`).
     pub code: i32,
-    /// Thread id in the worker's pid namespace.
+    /// Thread ID in the worker's PID namespace.
     pub thread: u32,
     /// Faulting address or other signal-specific address (`si_addr`).
     pub address: u64,

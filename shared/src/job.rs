@@ -16,12 +16,12 @@ use crate::vocabulary::codes;
 pub struct JobId(pub u64);
 
 impl JobId {
-    /// Encodes the id as [`tag::JOB`](crate::codec::tag::JOB).
+    /// Encodes the ID as [`tag::JOB`](crate::codec::tag::JOB).
     pub const fn to_bytes(self) -> [u8; 8] {
         self.0.to_le_bytes()
     }
 
-    /// Decodes the id from [`tag::JOB`](crate::codec::tag::JOB).
+    /// Decodes the ID from [`tag::JOB`](crate::codec::tag::JOB).
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         Some(Self(u64::from_le_bytes(bytes.try_into().ok()?)))
     }
@@ -33,7 +33,7 @@ impl fmt::Debug for JobId {
     }
 }
 
-/// Formats the id in hexadecimal. All output for people and programs uses this format.
+/// Formats the ID in hexadecimal. All output for people and programs uses this format.
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)

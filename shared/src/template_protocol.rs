@@ -100,7 +100,7 @@ pub enum TemplateMessage<'a> {
         /// The failed step; empty if the fork itself failed.
         step: &'a str,
     },
-    /// A forked worker has started. The kernel attests to the sender's process id.
+    /// A forked worker has started. The kernel attests to the sender's process ID.
     Started {
         /// Spawn number of the worker.
         worker: u64,

@@ -134,7 +134,7 @@ pub struct TakeOver {
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// User ids that are shared by all workers of a bulkhead, by bulkhead name.
+    /// User IDs that are shared by all workers of a bulkhead, by bulkhead name.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }

@@ -34,7 +34,7 @@ const DESCRIPTOR_MIN: i32 = 3;
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
     pub layers: Vec<LayerSupport>,
-    /// Subordinate user ids for workers, or the reason why none are available.
+    /// Subordinate user IDs for workers, or the reason why none are available.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
@@ -209,6 +209,6 @@ fn environment() -> Vec<CString> {
         entry.push(value);
         CString::new(entry.into_vec())
     });
-    // Leaves out variables that contain a NUL.
+    // Omits variables that contain a NUL.
     joined.filter_map(Result::ok).collect()
 }

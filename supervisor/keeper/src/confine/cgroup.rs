@@ -1,5 +1,4 @@
-//! Control groups of version 2. Each worker has a leaf group, with limits for the worker and all its
-//! descendants.
+//! Control groups (version 2). Each worker has a leaf group, with limits for the worker and all its descendants.
 //!
 //! The leaves are children of the keeper's own group, which must have been delegated to the keeper. This
 //! module never changes groups above the keeper's own group, and moves only the supervisor's own processes.
@@ -128,7 +127,7 @@ fn open_own_group() -> Result<Folder, Failure> {
 pub(crate) struct DelegatedGroup {
     folder: Folder,
     owner: Owner,
-    /// Pid of the supervisor, which is moved to the main group together with the keeper.
+    /// PID of the supervisor, which is moved to the main group together with the keeper.
     supervisor: u32,
 }
 
@@ -142,7 +141,7 @@ pub(crate) struct StaleLeaves {
 
 impl DelegatedGroup {
     /// Finds the group of this process, and checks that it was delegated, which means that this process can
-    /// create child groups and move processes. `supervisor` is the pid of the parent process.
+    /// create child groups and move processes. `supervisor` is the PID of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::from_folder(open_root()?, supervisor)
     }
@@ -180,8 +179,8 @@ impl DelegatedGroup {
         failed.map_or(Ok(stale), Err)
     }
 
-    /// Creates the control group of a worker and applies the limits. `worker` must be a number that was never
-    /// used before.
+    /// Creates the control group of a worker and applies the limits. `worker` must be a spawn number that has never
+    /// been used.
     pub(crate) fn create_leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
@@ -273,7 +272,7 @@ impl DelegatedGroup {
     fn foreign_processes_failure(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
-            // The kernel shows 0 as the pid of a process outside of this pid namespace.
+            // The kernel shows 0 as the PID of a process outside of this PID namespace.
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();

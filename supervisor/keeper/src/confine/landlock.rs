@@ -49,8 +49,8 @@ pub(crate) struct Rules<'a> {
     pub(crate) read: &'a [&'a Path],
     /// Files and folders for which the worker has all rights, except the right to create device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// The worker's private temporary folder. The worker has all rights that `write` gives, except those for
-    /// sockets and devices.
+    /// The worker's private temporary folder. The worker has all rights that `write` grants, except those for sockets
+    /// and devices.
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that the worker must not access, even inside of granted folders.
     pub(crate) withheld: &'a [&'a Path],
@@ -166,7 +166,7 @@ impl Ruleset {
     /// Afterwards, tests the rules with an action that must fail. The thread must have no capabilities, and
     /// must have set `PR_SET_NO_NEW_PRIVS`. Safe in a forked child, because it makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
-        // The test proves nothing if the action fails even without the rules because the user lacks a right.
+        // The test is inconclusive if the action fails even without the rules, because the user lacks a right.
         let is_conclusive = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(RestrictError::Rejected)?;
         if is_conclusive && self.forbidden.attempt() != Err(Errno::ACCESS) {

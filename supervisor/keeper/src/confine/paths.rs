@@ -111,7 +111,7 @@ pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 /// The sensitive data of other processes stays protected. `environ`, `mem`, `maps`, `cwd`, `root` and the
 /// targets of `fd` require the right to trace the process. A worker without capabilities does not have this
 /// right for any process outside of its sandbox. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.)
-/// A worker can see names, arguments and pids of other processes.
+/// A worker can see names, arguments and PIDs of other processes.
 pub(crate) const PROC_FOLDER: &str = "/proc";
 
 /// Entries that installers create next to a `bin` folder: libraries, data, and the marker of a virtual
@@ -200,9 +200,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a configured path can be granted as it is. A path through a folder in `write` cannot,
-/// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside of a
-/// writable folder and thus granted anyway, and an error otherwise.
+/// Returns true if a configured path can be granted as it is. A path through a folder in `write` cannot be granted,
+/// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside of a writable
+/// folder and thus granted anyway, and an error otherwise.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {
@@ -340,7 +340,7 @@ fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
             if entries_seen > SEARCHED_ENTRIES_MAX {
                 let text = format!(
                     "the folder has more than {SEARCHED_ENTRIES_MAX} entries, and any entry can be a hard link to the \
-                     configuration: remove the other names of the configuration file"
+                     configuration: remove the other hard links to the configuration file"
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }

@@ -93,7 +93,7 @@ pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the worker's user is a subordinate user id, which the supervisor's user cannot make the owner
+    /// True if the worker's user is a subordinate user ID, which the supervisor's user cannot make the owner
     /// of a file.
     pub(crate) is_subordinate: bool,
 }

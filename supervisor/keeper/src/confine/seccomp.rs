@@ -267,9 +267,9 @@ impl Filter {
         self.program.iter().flat_map(instruction).collect()
     }
 
-    /// Enforces the filter on the calling thread, and on everything that it starts and executes. This cannot
-    /// be undone. Safe in a forked child, because it makes only raw system calls and allocates nothing. The
-    /// thread must have set `no_new_privs`.
+    /// Enforces the filter on the calling thread, and on everything that it starts or executes. This cannot be undone.
+    /// Safe in a forked child, because it makes only raw system calls and allocates nothing. The thread must have set
+    /// `no_new_privs`.
     ///
     /// If fatal calls are reported, returns the listener as a close-on-exec descriptor. The child must send
     /// it to the keeper; otherwise, no process responds to the notifications. Installing a second listener in

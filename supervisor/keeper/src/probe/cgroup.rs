@@ -13,7 +13,7 @@ use super::error_text;
 use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
 use crate::protocol::LayerSupport;
 
-/// Name prefix of the control groups created by trials. The thread id follows the prefix.
+/// Name prefix of the control groups created by trials. The thread ID follows the prefix.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -107,7 +107,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
             let _ = fs::write(&switch, format!("-{controller}")); // Fails if the controller is already in use.
             Ok(None)
         }
-        // A control group has either processes or children with limits, not both.
+        // A control group can contain processes or children with limits, but not both.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             Ok(Some("available once the cgroup itself contains no process".to_owned()))
         }

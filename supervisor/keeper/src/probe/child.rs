@@ -32,7 +32,7 @@ impl TrialError {
         match self {
             Self::Errno(errno) => error_text(errno),
             Self::NotEnforced => {
-                "the kernel accepted the layer, but does not enforce the layer: check for a seccomp filter \
+                "the kernel accepted the layer, but does not enforce it: check for a seccomp filter \
                              above this process"
                     .to_owned()
             }

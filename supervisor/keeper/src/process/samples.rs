@@ -61,8 +61,8 @@ impl Samples {
         Ok(Self { waker, waiting: VecDeque::new(), current: None, ended_at: None })
     }
 
-    /// Returns true if a thread may have been stopped for a sample, and not by its own request. A thread that stops late
-    /// can still be stopped when the sampler ends.
+    /// Returns true if a thread may have been stopped for a sample, and not at its own request. A thread that stops
+    /// late can still be stopped when the sampling thread exits.
     pub(super) fn may_have_stopped(&self, now: Instant) -> bool {
         self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
@@ -79,7 +79,7 @@ impl Samples {
 }
 
 impl EventLoop {
-    /// Starts to sample a worker, or reports why this is impossible.
+    /// Starts sampling a worker, or reports why this is impossible.
     pub(super) fn sample(&mut self, worker: u64, job: Option<&str>, descriptors: Vec<OwnedFd>) {
         if self.samples.waiting.len() >= WAITING_MAX {
             return self.report_sample(worker, Err(Errno::EBUSY));
@@ -131,7 +131,7 @@ impl EventLoop {
     }
 }
 
-/// Wakes the keeper's loop when the thread ends, even after a panic.
+/// Wakes the keeper's loop when the thread exits, even after a panic.
 struct End {
     has_ended: Arc<AtomicBool>,
     waker: Arc<Waker>,
@@ -140,7 +140,7 @@ struct End {
 impl Drop for End {
     fn drop(&mut self) {
         self.has_ended.store(true, Ordering::Release);
-        // Fails only if the loop has ended.
+        // Fails only if the loop has exited.
         let _ = self.waker.wake();
     }
 }

@@ -34,7 +34,7 @@ impl WatchedProcesses {
     pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
-            return Err(io::Error::other("the keeper's guard has ended"));
+            return Err(io::Error::other("the keeper's guard has exited"));
         }
         let application = rustix::io::fcntl_dupfd_cloexec(application, LINK_FD)?;
         Ok(Self { application, guard: guard_process })
@@ -64,8 +64,7 @@ pub(super) fn set_up(
     // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it sees the end
-    // of file.
+    // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it reads end of file.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,
@@ -89,7 +88,7 @@ fn raise_oom_score() -> OomSettings {
     }
 }
 
-/// Raises the soft limit of open files to the hard limit. Returns the previous soft and hard limits.
+/// Raises the soft limit on open files to the hard limit. Returns the previous soft and hard limits.
 fn raise_open_files_limit() -> (u64, u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let own = getrlimit(Resource::Nofile);

@@ -18,7 +18,7 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: its pid, pidfd and connections, and the part of its confinement that is known without
+/// A forked child: its PID, pidfd and connections, and the part of its confinement that is known without
 /// reading `/proc`.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
@@ -49,8 +49,7 @@ impl EventLoop {
         let layers = order.confinement.layers;
         let folder = match layers.temporary {
             TemporaryFiles::Folder => Some(self.create_folder(order.worker, layers.identity)?),
-            // The keeper stays the owner of the folder. Only the file system mounted over it belongs to the
-            // worker.
+            // The keeper remains the owner of the folder. Only the file system mounted over it belongs to the worker.
             TemporaryFiles::MountedTmpfs(_) => Some(self.create_folder(order.worker, None)?),
             TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };

@@ -62,7 +62,7 @@ type FilterKey = (Seccomp, bool, NetworkAccess, bool, Vec<String>, Vec<String>);
 
 impl PreparedConfinement {
     /// Prepares the confinement of a worker. `temporary` is the worker's folder for [`TemporaryFiles::Folder`]
-    /// or [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate ids.
+    /// or [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate IDs.
     pub(crate) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
@@ -226,7 +226,7 @@ fn unreachable_folder(folder: &Path, identity: Option<Identity>) -> SpawnError {
     let uid = identity.map_or(0, |identity| identity.uid);
     let folder = folder.display();
     let step = format!(
-        "let user {uid} through {folder}, which contains paths given to the worker: `chmod o+x {folder}`, or set \
+        "let user {uid} through {folder}, which contains paths granted to the worker: `chmod o+x {folder}`, or set \
          `user` in `sandbox` to a user that can"
     );
     SpawnError::new(&step, Errno::ACCESS)

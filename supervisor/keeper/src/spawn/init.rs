@@ -1,4 +1,4 @@
-//! The first process of a pid namespace.
+//! The first process of a PID namespace.
 
 pub(super) mod template;
 pub(super) mod worker;

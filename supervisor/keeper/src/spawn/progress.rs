@@ -1,7 +1,7 @@
 //! Messages between a child and the keeper until the child's program runs.
 //!
 //! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so the end of file means success. Each
-//! message of the child carries the child's pid in the keeper's pid namespace.
+//! message of the child carries the child's PID in the keeper's PID namespace.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// Message of a child that waits for its user and group id maps.
+/// Message of a child that waits for its user and group ID maps.
 const WAITS_FOR_ID_MAPS: u8 = b'U';
 
 /// Message of a child that is confined and waits for permission to execute its program.
@@ -79,11 +79,11 @@ impl StepFailure {
 pub(crate) enum Progress {
     /// The child is still starting, or is blocked by a file system.
     Pending,
-    /// The child is in a user namespace without id maps, and waits for [`let_continue`].
+    /// The child is in a user namespace without ID maps, and waits for [`let_continue`].
     WaitsForIdMaps,
     /// The child is confined, and waits for [`let_continue`] to execute its program.
     Confined {
-        /// Pid of the confined process, which can differ from the process that the keeper forked.
+        /// PID of the confined process, which can differ from the process that the keeper forked.
         pid: u32,
         /// Descriptor that receives notifications of forbidden system calls.
         listener: Option<OwnedFd>,
@@ -132,7 +132,7 @@ pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
 
-/// Requests user and group id maps from the keeper, and waits until the keeper has written them.
+/// Requests user and group ID maps from the keeper, and waits until the keeper has written them.
 pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::net::send(socket, &[WAITS_FOR_ID_MAPS], SendFlags::NOSIGNAL)?;
     wait_for_keeper(socket)

@@ -60,10 +60,10 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
 /// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
 /// system calls.
 ///
-/// Limits are set before the child changes its user and drops its capabilities, because raising a limit
-/// requires a capability. Actions that a limit or filter could prevent come before that limit or filter. The
-/// limit of open files also limits the descriptors in flight of all processes of the user. So this limit is
-/// set last, when no more descriptors have to be passed.
+/// Limits are set before the child changes its user and drops its capabilities, because raising a limit requires a
+/// capability. Actions that a limit or filter could prevent come before that limit or filter. The limit on open files
+/// also limits the descriptors in flight for all processes of the user. So this limit is set last, when no more
+/// descriptors have to be passed.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -141,7 +141,7 @@ fn rlimit_name(resource: u32) -> &'static str {
     Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
-/// Waits for the id maps of the user namespace that the fork has created.
+/// Waits for the ID maps of the user namespace that the fork has created.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -149,7 +149,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder was created, and waits for the id maps.
+/// Creates a user namespace after the root folder was created, and waits for the ID maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -328,8 +328,8 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores the default handling of signals. The keeper ignores signals that would end it, and blocks
-/// SIGCHLD. Without this step, the program would inherit both settings.
+/// Restores the default handling of signals. The keeper ignores signals that would terminate it, and blocks SIGCHLD.
+/// Without this step, the program would inherit both settings.
 fn signals(_: &Plan<'_>) -> Result<(), StepError> {
     // Uses the raw system call, because the C library refuses to change the two signals that it reserves.
     const DEFAULT: [u64; 4] = [0; 4];
@@ -349,7 +349,7 @@ fn signals(_: &Plan<'_>) -> Result<(), StepError> {
 
 fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
-        // Both tables start a session. Without a pid namespace, there is no fork between them, so the process
+        // Both tables start a session. Without a PID namespace, there is no fork between them, so the process
         // already leads a session.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
@@ -425,16 +425,16 @@ fn child_subreaper(_: &Plan<'_>) -> Result<(), StepError> {
 fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     let limits = plan.prepared.rlimits.iter();
     limits.clone().filter(|limit| limit.resource != OPEN_FILES).try_for_each(set_limit)?;
-    // Raises the limit of open files here, because later steps lack the right to raise it.
+    // Raises the limit on open files here, because later steps lack the right to raise it.
     let (_, hard) = plan.original.open_files;
     let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit of open files. Without an ordered limit, the worker gets the limit with which the keeper
-/// was started. For a confined worker, this default is at most three quarters of the keeper's hard limit.
-/// Descriptors that a worker sends to itself and does not receive count for all processes of the user, so a
-/// worker with a higher limit could prevent the keeper from starting other workers.
+/// Sets the limit on open files. Without an ordered limit, the worker gets the limit with which the keeper was
+/// started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors that
+/// a worker sends to itself and does not receive count against the limits of all processes of the user, so a worker
+/// with a higher limit could prevent the keeper from starting other workers.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -454,7 +454,7 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
 /// Makes the kernel kill the child when the keeper dies. Changing the user clears this setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of this pid namespace has no pid in it. In this case, the keeper was alive when it let
+    // A parent outside of this PID namespace has no PID in it. In this case, the keeper was alive when it let
     // this process continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {

@@ -40,7 +40,7 @@ mod tests {
             unsafe { libc::_exit(7) };
         }
         let mut status = 0;
-        // SAFETY: the pointer is to a local. Waits for this pid only, because other tests of this process can have
+        // SAFETY: the pointer is to a local. Waits for this PID only, because other tests of this process can have
         // ordinary children.
         let reaped = unsafe { libc::waitpid(pid, &mut status, 0) };
         assert_eq!((reaped, errno::last()), (-1, Errno::CHILD));

@@ -24,9 +24,9 @@ const NOT_EXECUTED: c_int = 127;
 /// A child that has executed another program. The caller must reap the child.
 #[derive(Debug)]
 pub struct Child {
-    /// Process id.
+    /// Process ID.
     pub pid: Pid,
-    /// Refers to this process even if the pid is reused.
+    /// Refers to this process even if the PID is reused.
     pub pidfd: OwnedFd,
 }
 

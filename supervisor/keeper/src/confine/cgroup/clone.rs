@@ -7,12 +7,12 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use bulkhead_linux::errno;
 use rustix::io::Errno;
 
-/// Forks a child that starts in the control group `cgroup` and in the new namespaces that `namespaces`
-/// selects (flags of `clone`). Returns the child's pid, and zero in the child.
+/// Forks a child that starts in the control group `cgroup` and in the new namespaces that `namespaces` selects (flags
+/// of `clone`). Returns the child's PID in the parent, and zero in the child.
 ///
 /// # Safety
 ///
-/// The child has only a copy of the calling thread, and the C library does not know of the fork. Until `execve`
+/// The child contains only a copy of the calling thread, and the C library does not know of the fork. Until `execve`
 /// or `_exit`, the child must make only raw system calls.
 pub(crate) unsafe fn fork_into(
     cgroup: BorrowedFd<'_>,

@@ -81,7 +81,7 @@ impl Folder {
     pub(super) fn make_child(&self, name: &str) -> Result<Self, Failure> {
         match rustix::fs::mkdirat(&self.descriptor, name, GROUP_MODE) {
             Ok(()) => self.child(name),
-            Err(errno) => Err(self.failed("make the cgroup", name, errno)),
+            Err(errno) => Err(self.failed("create the cgroup", name, errno)),
         }
     }
 
@@ -113,7 +113,7 @@ impl Folder {
 
     pub(super) fn check_writable(&self, file: &str) -> Result<(), Failure> {
         rustix::fs::accessat(&self.descriptor, file, Access::WRITE_OK, AtFlags::EACCESS)
-            .map_err(|errno| self.failed("have the right to write to", file, errno))
+            .map_err(|errno| self.failed("get write access to", file, errno))
     }
 
     pub(super) fn write(&self, file: &str, value: &str) -> Result<(), Failure> {

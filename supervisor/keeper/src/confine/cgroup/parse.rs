@@ -33,7 +33,7 @@ fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// Parses the list of pids in `cgroup.procs`.
+/// Parses the list of PIDs in `cgroup.procs`.
 pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
     text.lines().map(parse_digits).collect()
 }

@@ -166,7 +166,7 @@ fn landlock_denies_secrets_and_foreign_folders() {
 }
 
 #[test]
-fn landlock_grants_only_world_readable_files_of_etc() {
+fn landlock_grants_only_world_readable_files_in_etc() {
     if !has_abi(1) {
         return;
     }

@@ -46,8 +46,8 @@ pub(super) fn restrict(rules: &mut Rules) {
     }
 }
 
-/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call of `connect`. The call fails as on a
-/// kernel where fast open is disabled.
+/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call to `connect`. The call fails as on a kernel
+/// where fast open is disabled.
 pub(super) fn deny_fast_open(rules: &mut Rules) {
     for (flags, names) in SEND_CALLS {
         let unsupported = Verdict::Errno(Errno::OPNOTSUPP);
@@ -55,8 +55,8 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
     }
 }
 
-/// Denies truncating files that the worker can only read. Needed on kernels whose Landlock version does not
-/// control truncation.
+/// Denies truncation of files that the worker can read but not write. Needed on kernels whose Landlock version does
+/// not control truncation.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// Access mode that allows neither reading nor writing, but requires the rights for both.

@@ -17,8 +17,8 @@ use bulkhead_linux::errno;
 pub(crate) struct Notification {
     /// Identifies the call in the response.
     pub id: u64,
-    /// Id of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
-    /// in this pid namespace.
+    /// ID of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
+    /// in this PID namespace.
     pub thread: u32,
     /// Number of the system call.
     pub number: u32,
@@ -80,7 +80,7 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still blocked. While the call is blocked, the thread id in its notification is
+/// Checks that a call is still blocked. While the call is blocked, the thread ID in its notification is
 /// valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])

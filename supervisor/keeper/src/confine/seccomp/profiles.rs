@@ -4,7 +4,7 @@
 //! back to other calls. Calls that only hostile programs make are fatal. Under `strict`, all unlisted calls
 //! are fatal.
 //!
-//! Access to files and to processes of other users is restricted by Landlock and by the worker's user id.
+//! Access to files and to processes of other users is restricted by Landlock and by the worker's user ID.
 
 use rustix::io::Errno;
 
@@ -59,8 +59,8 @@ pub(crate) fn default(network: NetworkAccess) -> Rules {
 }
 
 /// Returns the `strict` profile: an allow list for programs that only compute. The filter takes effect before
-/// `execve`, so it must let the program start and load its libraries and interpreter. [`sealed`] takes some
-/// of these rights away later.
+/// `execve`, so it must let the program start and load its libraries and interpreter. [`sealed`] later revokes some of
+/// these rights.
 pub(crate) fn strict(network: NetworkAccess) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
     for names in STRICT_ALLOWED_CALLS {
@@ -206,9 +206,9 @@ const IOPRIO_WHO_PROCESS: u32 = 1;
 /// With [`NetworkAccess::Connections`], Landlock permits the ports. These rules deny all ways to reach another
 /// port, because Landlock only checks `connect` and `bind` of plain TCP sockets:
 ///
-/// - Sockets have no other protocol, such as MPTCP, and cannot change to one (`TCP_ULP`).
-/// - TCP fast open does not connect when it sends.
-/// - `listen` would choose a port for a socket that is not bound.
+/// - Sockets cannot use another protocol, such as MPTCP, or change to one (`TCP_ULP`).
+/// - Sends cannot open a connection with TCP fast open.
+/// - `listen` is refused, because it would choose a port for a socket that is not bound.
 fn restrict_network(rules: &mut Rules, network: NetworkAccess) {
     rules.set("socket", socket(network));
     match network {
@@ -297,7 +297,7 @@ fn routes_only() -> Rule {
     only_values(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
-/// Size of a netlink address, with which programs query addresses and routes.
+/// Size of a netlink address, which programs use to query addresses and routes.
 const ROUTES_ADDRESS_SIZE: u32 = size_of::<libc::sockaddr_nl>() as u32;
 
 /// Allows `bind` only with the address sizes of the internet families and netlink, or with a size larger than

@@ -25,8 +25,8 @@ const COVERS_MAX: usize = 32;
 /// Maximum number of entries that are shown individually in place of a folder.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of the file system that covers a folder. It contains only folders and mount points, and is
-/// finally made read-only.
+/// Mount options of the file system that covers a folder. The file system contains only folders and mount points, and
+/// is made read-only at the end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
 /// Layout of the mounts, decided before the fork.

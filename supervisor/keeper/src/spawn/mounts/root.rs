@@ -27,8 +27,8 @@ const OLD_ROOT: &CStr = c"/old";
 /// needed before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root. This file system is finally
-/// made read-only.
+/// Mount options of the file system with the folders and links of the new root. This file system is made read-only at
+/// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
 /// Bytes of a private `/tmp` per file that it can contain, and minimum number of files.
@@ -148,7 +148,7 @@ impl PrivateRoot {
     }
 
     /// Makes this folder the root folder of the calling process, which must be the only process in its mount
-    /// namespace. In a new pid namespace, the calling process must be the first process.
+    /// namespace. In a new PID namespace, the calling process must be the first process.
     pub(crate) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
@@ -427,7 +427,7 @@ fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
-/// Mounts a new `/proc` over the system's `/proc`, for the pid namespace of this process. This process must
+/// Mounts a new `/proc` over the system's `/proc`, for the PID namespace of this process. This process must
 /// be the first process in the namespace. Only this process and its descendants see the new `/proc`.
 pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate

@@ -192,7 +192,7 @@ impl DescendantKiller {
         };
         let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
         if found.is_stopped || has_its_parent {
-            // Fails if the process has exited. Also fails for a set-user-id program, which an unprivileged subreaper
+            // Fails if the process has exited. Also fails for a set-user-ID program, which an unprivileged subreaper
             // cannot signal; the next run finds it again.
             let _ = pidfd_send_signal(&descriptor, signal);
             found.is_stopped = true;
