@@ -89,7 +89,7 @@ pub fn receive_with_files(
     Ok(received.bytes)
 }
 
-/// Minimum size in bytes of a buffer that gets huge pages. Small pages would cause many page faults.
+/// Minimum size, in bytes, of a buffer for which huge pages are requested. Small pages would cause many page faults.
 const HUGE_BYTES: usize = 4 * 1024 * 1024;
 
 /// Requests huge pages for a buffer that has not been written to.

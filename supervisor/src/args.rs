@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_exclude_each_other() {
+    fn conflicting_arguments_are_rejected() {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
         assert!(parse("x --config a --check --start").unwrap().start);

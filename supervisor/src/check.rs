@@ -38,8 +38,8 @@ const FRAME_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes of a worker's output to quote in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns where user IDs for workers can come from. For root, this is always the host, because the check itself shows
-/// whether root can change user IDs.
+/// Returns the source from which user IDs for workers are taken. For root, this is always the host, because the check itself
+/// shows whether root can change user IDs.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;

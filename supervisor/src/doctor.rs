@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn doctor_table_has_row_per_layer() {
+    fn doctor_table_has_a_row_per_layer() {
         let missing = LayerSupport::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
         let there = LayerSupport::of("seccomp", Ok(None), "");
         let table = table(&[missing, there]).to_string();
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn doctor_json_output_is_array() {
+    fn doctor_json_output_is_an_array() {
         let mut out = Vec::new();
         run(true, &mut out).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&out).unwrap();

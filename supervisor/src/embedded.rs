@@ -184,7 +184,7 @@ impl Builder {
     }
 
     /// Starts all parts of the supervisor except for the data plane. Must run on a thread of the supervisor, because
-    /// new threads inherit the current one's signal mask and scheduler slice.
+    /// new threads inherit the current thread's signal mask and scheduler slice.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
         // Blocked, because the application's signals must be handled on its own threads.
         let all = nix::sys::signal::SigSet::all();

@@ -477,7 +477,7 @@ mod tests {
 
     /// Also checks that the keeper is dropped before the remaining threads are stopped.
     #[test]
-    fn data_plane_panic_ends_supervisor_with_error() {
+    fn data_plane_panic_stops_supervisor_with_error() {
         let ended = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "supervisor::tests::helper_child_data_plane_panics", "--nocapture"])
             .env(MARK, "")

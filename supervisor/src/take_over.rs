@@ -167,7 +167,7 @@ impl TakeOver {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
 
-    /// Restores the soft limits from before the predecessor raised them, because workers get these limits.
+    /// Restores the soft limits that applied before the predecessor raised them, because workers get these limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {

@@ -67,8 +67,7 @@ impl SubordinateIds {
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} disables subordinate ids", DISABLED_LAYERS));
         }
-        // The keeper would need a right that no namespace gives, in order to list the descriptors of another
-        // user's process.
+        // Listing the descriptors of another user's process would require a right that no namespace grants.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err(
                 "the kernel does not count descriptors of other users' processes: run kernel 6.2 or later"

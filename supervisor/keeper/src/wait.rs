@@ -89,8 +89,8 @@ pub(crate) fn kill_child(pid: u32) {
     }
 }
 
-/// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead, but must not
-/// have been reaped.
+/// Sends SIGKILL to a worker and to the process group that it leads. The worker may be dead, but must not have been
+/// reaped.
 ///
 /// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This stops most
 /// fork bombs before a scan, during which the keeper would compete with them for processor time.

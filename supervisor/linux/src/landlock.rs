@@ -17,7 +17,7 @@ pub struct HandledAccess {
     pub files: u64,
     /// Rights for TCP sockets.
     pub network: u64,
-    /// Scopes, which restrict access to processes and sockets outside of the sandbox.
+    /// Scopes, which restrict access to processes and sockets outside the sandbox.
     pub scopes: u64,
 }
 

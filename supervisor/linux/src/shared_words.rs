@@ -80,7 +80,7 @@ impl SharedWords {
 
 impl Drop for SharedWords {
     fn drop(&mut self) {
-        // SAFETY: mapped by this value with this length, and nothing borrows from the mapping any more.
+        // SAFETY: mapped by this value with this length, and nothing borrows from the mapping any longer.
         #[expect(unsafe_code, reason = "munmap(2) has no safe wrapper")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.count * size_of::<u64>()) };
     }

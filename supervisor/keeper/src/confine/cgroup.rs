@@ -272,7 +272,7 @@ impl DelegatedGroup {
     fn foreign_processes_failure(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
-            // The kernel shows 0 as the PID of a process outside of this PID namespace.
+            // The kernel shows 0 as the PID of a process outside this PID namespace.
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();

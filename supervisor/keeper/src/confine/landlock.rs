@@ -1,5 +1,5 @@
 //! Landlock rules, which restrict the files that a worker can access, and deny access to sockets and
-//! processes outside of the sandbox.
+//! processes outside the sandbox.
 //!
 //! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
 //! `self_test`). The rules handle all rights that both the running kernel and the library know. They grant
@@ -52,7 +52,7 @@ pub(crate) struct Rules<'a> {
     /// The worker's private temporary folder. The worker has all rights that `write` grants, except those for sockets
     /// and devices.
     pub(crate) temporary: Option<&'a Path>,
-    /// Paths that the worker must not access, even inside of granted folders.
+    /// Paths that the worker must not access, even inside granted folders.
     pub(crate) withheld: &'a [&'a Path],
     /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,

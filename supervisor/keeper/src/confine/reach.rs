@@ -55,7 +55,7 @@ pub(crate) struct HiddenPath {
 pub(crate) struct Unreachable {
     /// Folders that the user cannot traverse. No folder is inside another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
-    /// Granted paths inside of `folders`.
+    /// Granted paths inside `folders`.
     pub(crate) hidden: Vec<HiddenPath>,
     /// Granted folders that the user cannot list or traverse. The entries of these folders are shown instead.
     pub(crate) expanded: BTreeSet<PathBuf>,

@@ -93,7 +93,7 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// Compares the bits in `mask` of the lower half of an argument. The first matching case determines the
+/// Compares the bits of an argument's lower half that are set in `mask`. The first matching case determines the
 /// result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
@@ -184,7 +184,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule of each of these system calls with the result of `narrower` for the current rule.
+    /// Replaces the rule for each of these system calls with the result of applying `narrower` to the current rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");

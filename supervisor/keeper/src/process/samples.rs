@@ -37,7 +37,7 @@ pub(super) struct Samples {
     waker: Arc<Waker>,
     waiting: VecDeque<Order>,
     current: Option<Current>,
-    /// End of the last sample.
+    /// Time at which the last sample ended.
     ended_at: Option<Instant>,
 }
 

@@ -53,7 +53,7 @@ pub(super) fn set_up(
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
-    // The order socket is standard input. Its duplicate must get the number `LINK_FD`.
+    // The order socket is standard input. The duplicate must have the number `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
     let watched = guard.map(|guard| WatchedProcesses::open(guard, std::io::stdout())).transpose()?;

@@ -27,7 +27,7 @@ type Forked = (u32, OwnedFd, ChildConnections, Observed);
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-    // Not supported by older kernels.
+    // Ignores errors, because older kernels do not support this.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
@@ -214,7 +214,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Handles the end of a start. The child has either executed its program or failed.
+    /// Completes the start of a child, which has either executed its program or failed.
     pub(super) fn finish_start(&mut self, pid: u32, failure: Option<SpawnError>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let stage = if failure.is_some() { Stage::Failed } else { Stage::Running };

@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn confinement_mismatch_names_wrong_value() {
+    fn confinement_mismatch_names_the_wrong_value() {
         let identity = Identity { uid: 7, gid: 8 };
         let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
         let layers = Layers {

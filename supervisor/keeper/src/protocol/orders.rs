@@ -42,8 +42,8 @@ pub struct SpawnOrder<'a> {
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the worker.
     pub confinement: Confinement<'a>,
-    /// True if the worker is a template, which forks other workers (see
-    /// [`Keeper::fork`](crate::Keeper::fork)). A template has a socket to the keeper in place of a link.
+    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`](crate::Keeper::fork)). A
+    /// template has a socket to the keeper instead of a link.
     pub is_template: bool,
 }
 

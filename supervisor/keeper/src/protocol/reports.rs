@@ -77,7 +77,7 @@ pub enum Report {
     Violation {
         /// Spawn number of the worker.
         worker: u64,
-        /// Process ID as seen inside of the worker's PID namespace.
+        /// Process ID as seen inside the worker's PID namespace.
         process: u32,
         /// Number of the call; see [`syscall_name`](crate::syscall_name).
         call: u32,

@@ -57,8 +57,7 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("parent-death signal after the identity", parent_death_signal),
 ];
 
-/// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
-/// system calls.
+/// Steps of the process that executes the worker's program. The `rustix` wrappers used here are bare system calls.
 ///
 /// Limits are set before the child changes its user and drops its capabilities, because raising a limit requires a
 /// capability. Actions that a limit or filter could prevent come before that limit or filter. The limit on open files
@@ -278,15 +277,15 @@ fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_temporary(folder)?)
 }
 
-/// Drops the capability bounding set, so that no executed program can give capabilities to the worker. Must
-/// run before the process changes its user, because this step needs a capability that is lost then.
+/// Drops the capability bounding set, so that no executed program can give capabilities to the worker. Must run before
+/// the process changes its user, because this step needs a capability that the change removes.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. Without the necessary capability the call fails, which is
-        // harmless, because with no_new_privs executing a program gives no capabilities.
+        // SAFETY: changes a set of this process. Without the necessary capability the call fails, which is harmless,
+        // because with no_new_privs, executing a program grants no capabilities.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     Ok(())
@@ -386,7 +385,7 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Restores the nice value with which the keeper was started. The child is in a separate session, and thus
-/// outside of the keeper's autogroup.
+/// outside the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     // The supervisor's unit can have a real-time policy, which a worker must not inherit. An error means that
     // there is no such policy.
@@ -454,8 +453,8 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
 /// Makes the kernel kill the child when the keeper dies. Changing the user clears this setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of this PID namespace has no PID in it. In this case, the keeper was alive when it let
-    // this process continue.
+    // A parent outside this PID namespace has no PID inside. In this case, the keeper was still alive when it allowed
+    // this process to continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())

@@ -126,8 +126,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// Returns a list in the form that `execve` takes: pointers to the texts, followed by a null pointer. The
-/// texts must outlive the list.
+/// Returns a list in the form that `execve` expects: pointers to the texts, followed by a null pointer. The texts must
+/// outlive the list.
 pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }

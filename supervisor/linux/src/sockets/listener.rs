@@ -1,8 +1,8 @@
 //! Listeners that are shared with, or taken over from, another program.
 //!
-//! [`stop_new_connections`] closes a TCP listener without losing connections. Closing alone makes the kernel reset all
-//! connections in the queue. Among them may be one that arrived between the last `accept` and the close, and whose
-//! client has already sent a request. [`inherit`] takes over a listener that a service manager has opened.
+//! [`stop_new_connections`] closes a TCP listener without losing connections. If a listener is only closed, the kernel
+//! resets all connections in its queue. One of them may have arrived between the last `accept` and the close, from a
+//! client that has already sent a request. [`inherit`] takes over a listener that a service manager has opened.
 
 use std::io;
 use std::net::TcpListener;

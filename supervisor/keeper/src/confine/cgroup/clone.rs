@@ -21,7 +21,7 @@ pub(crate) unsafe fn fork_into(
     const CLONE_INTO_CGROUP: u64 = 1 << 33;
     let arguments = libc::clone_args {
         flags: CLONE_INTO_CGROUP | namespaces as u64,
-        // With `CLONE_PARENT` the child gets the exit signal of the caller.
+        // With `CLONE_PARENT`, the child inherits the caller's exit signal.
         exit_signal: if namespaces & libc::CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
         cgroup: cgroup.as_raw_fd() as u64,
         // SAFETY: zero is valid for each of the remaining fields, and disables the feature.

@@ -23,9 +23,8 @@ impl Owner {
         let pid = std::process::id();
         let namespace = rustix::fs::stat("/proc/self/ns/pid")
             .map_err(|errno| failure("inspect /proc/self/ns/pid".into(), errno))?;
-        let started = process_tree::start_time(pid).ok_or_else(|| {
-            failure(format!("read /proc/{pid}/stat for the keeper's start time"), Errno::SRCH)
-        })?;
+        let started = process_tree::start_time(pid)
+            .ok_or_else(|| failure(format!("read the start time from /proc/{pid}/stat"), Errno::SRCH))?;
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
 

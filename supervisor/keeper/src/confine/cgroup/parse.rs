@@ -66,7 +66,7 @@ fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     Some(Path::new(&place).components().chain(below.components()).collect())
 }
 
-/// Returns true if a path stays below the root folder. The paths of groups outside of this process's cgroup
+/// Returns true if a path stays below the root folder. The paths of groups outside this process's cgroup
 /// namespace start with `/..`.
 fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)

@@ -39,9 +39,9 @@ const REFUSED_CALLS: &[&str] = &[
     "lookup_dcookie nfsservctl uselib",
 ];
 
-/// System calls for System V and POSIX IPC. Their objects are shared by all processes of a user, are not
-/// charged to any process, and outlive the processes that used them. Kernels can be built without these
-/// calls, so programs check whether they exist.
+/// System calls for System V and POSIX IPC. IPC objects are shared by all processes of a user, are not charged to any
+/// process, and outlive the processes that used them. Kernels can be built without these calls, so programs check
+/// whether they exist.
 const IPC_CALLS: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
@@ -118,7 +118,7 @@ const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 /// Error for a denied address family. Programs treat it like a kernel without this family.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
-/// Adds the rules that the `default` and the `strict` profile share.
+/// Adds the rules that the `default` and `strict` profiles share.
 fn deny(rules: &mut Rules) {
     rules.set(FATAL_CALLS, Verdict::Fatal);
     rules.set(UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
@@ -168,10 +168,10 @@ fn ptrace() -> Rule {
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Allows only the calling process or thread as the target. Otherwise, a process could kill another process
-/// of the supervisor's user by setting a limit, or starve it by changing its priority. Neither Landlock nor
-/// missing capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads
-/// of one process set the affinity of each other.)
+/// Allows only the calling process or thread as the target. Otherwise, a process could kill another process of the
+/// supervisor's user by setting a limit, or starve it by changing its priority. Neither Landlock nor missing
+/// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one process set
+/// each other's affinity.)
 fn only_self(argument: u8) -> Rule {
     const SELF_TARGET: u32 = 0;
     only_values(argument, &[SELF_TARGET], REFUSE)
@@ -391,7 +391,7 @@ const DESCRIPTOR_REQUESTS: Requests = (
     ],
 );
 
-/// Request that newer C libraries use in place of [`libc::TCGETS`].
+/// Request that newer C libraries use instead of [`libc::TCGETS`].
 const TCGETS2: u32 = 0x802c_542a;
 
 /// Calls needed for computing: memory, files, threads, time, and existing sockets.

@@ -428,7 +428,7 @@ fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
         all.push(("fchmodat", [here, 0, mode], errno));
         all.push(("open", [0, libc::O_CREAT as u64, mode], errno));
         all.push(("open", [0, (libc::O_TMPFILE | libc::O_WRONLY) as u64, mode], errno));
-        // Without flags that create a file, the value in place of the mode has no meaning.
+        // Unless the flags create a file, the mode argument has no meaning.
         all.push(("open", [0, libc::O_DIRECTORY as u64, mode], libc::EFAULT));
     }
     all.push(("fchmodat2", [here, 0, 0o4755], libc::EPERM));

@@ -77,7 +77,7 @@ pub(crate) struct NamespaceMember {
     pub(crate) namespace: u32,
     /// The worker's PID in the namespace.
     pub(crate) inner: u32,
-    /// Part of the name of the worker's temporary folder. Set only if the folder is inside of the namespace.
+    /// Part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
     pub(crate) secret: Option<u128>,
 }
 

@@ -285,8 +285,8 @@ impl TemplateInit<'_> {
         true
     }
 
-    /// Kills all children except the template and the children in `named`. All processes are stopped
-    /// meanwhile and cannot fork, so each round removes one level of a process tree.
+    /// Kills all children except the template and the children in `named`. Meanwhile, all processes are stopped and
+    /// cannot fork, so each round removes one level of a process tree.
     fn kill_all_except(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STOP_TIME_MAX;
         let mut failed_waits = 0;

@@ -22,7 +22,7 @@ use bulkhead_linux::errno::{self, check};
 /// Maximum number of covered folders. Each covered folder needs a descriptor in the child.
 const COVERS_MAX: usize = 32;
 
-/// Maximum number of entries that are shown individually in place of a folder.
+/// Maximum number of entries that are shown individually instead of their folder.
 const ENTRIES_MAX: usize = 4096;
 
 /// Mount options of the file system that covers a folder. The file system contains only folders and mount points, and

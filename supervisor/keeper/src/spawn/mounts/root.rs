@@ -73,7 +73,7 @@ pub(crate) struct PrivateRoot {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of entries shown individually in place of a folder. A larger folder is shown as a whole,
+/// Maximum number of entries that are shown individually instead of their folder. A larger folder is shown as a whole,
 /// and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
@@ -156,7 +156,7 @@ impl PrivateRoot {
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
         // `/proc` and `/tmp` are mounted before the system's paths are shown, because some of these paths can
-        // be inside of them.
+        // be inside them.
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -217,12 +217,12 @@ impl LayoutStep {
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders whose entries are shown individually in place of the whole folder.
+    /// Folders whose entries are shown individually instead of the whole folder.
     expanded: BTreeSet<PathBuf>,
 }
 
 impl Layout {
-    /// Adds a system folder. If the system has a link in place of the folder, adds the link.
+    /// Adds a system folder. If the system has a link instead of the folder, adds the link.
     fn add_system_folder(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
@@ -270,7 +270,7 @@ impl Layout {
         }
     }
 
-    /// Adds a folder. If paths inside of the folder are withheld, adds the other entries individually. A
+    /// Adds a folder. If paths inside the folder are withheld, adds the other entries individually. A
     /// mount over a withheld path would not be enough, because replacing the path with another file would
     /// make it visible again. The entries are also added individually if the folder denies access to the
     /// worker's user. Returns the links in the folder, each with its target.
