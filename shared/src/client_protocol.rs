@@ -70,7 +70,7 @@ pub struct Hello<'a> {
     pub version_max: u16,
     /// Role of the sender, from [`role`].
     pub role: u8,
-    /// Maximum size of a frame that the sender accepts, in bytes, not counting the header.
+    /// Maximum size of a frame that the sender accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
     /// Bit mask of the sender's capabilities: [`client_capability`] for a client,
     /// [`crate::worker_protocol::capability`] for a worker.
@@ -87,7 +87,7 @@ pub struct Hello<'a> {
 pub struct ClientWelcome<'a> {
     /// Protocol version that both sides will use.
     pub version: u16,
-    /// Maximum size of a frame that the supervisor accepts, in bytes, not counting the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
     /// Bit mask of the supervisor's [`capability`] values.
     pub capabilities: u64,
@@ -162,7 +162,7 @@ pub struct OutcomeMessage<'a> {
     pub reason: u8,
     /// 0 if the handler did not start the job, 1 if it did, 2 if this is unknown.
     pub executed: u8,
-    /// 1 if sending the job again is safe and can succeed, otherwise 0.
+    /// 1 if sending the job again is safe and may succeed, otherwise 0.
     pub retryable: u8,
     /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is at fault. Otherwise 0.
     pub fault: u8,

@@ -247,7 +247,7 @@ impl Verdict {
         }
     }
 
-    /// Returns true if sending the job again is safe and can succeed. `idempotent` is true if the client has
+    /// Returns true if sending the job again is safe and may succeed. `idempotent` is true if the client has
     /// declared that the job can safely run twice.
     pub const fn is_retryable(&self, idempotent: bool) -> bool {
         match self {
@@ -302,7 +302,7 @@ pub struct Outcome {
     pub ran: Duration,
     /// PID of the last worker to which the job was dispatched, in the supervisor's PID namespace.
     pub worker_pid: Option<u32>,
-    /// True if sending the job again is safe and can succeed.
+    /// True if sending the job again is safe and may succeed.
     pub retryable: bool,
     /// Minimum time to wait before sending the job again.
     pub retry_after: Option<Duration>,

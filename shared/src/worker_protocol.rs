@@ -63,7 +63,7 @@ pub mod welcome_capability {
 pub struct WorkerWelcome<'a> {
     /// Protocol version that both sides will use.
     pub version: u16,
-    /// Maximum size of a frame that the supervisor accepts, in bytes, not counting the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
     /// Bit mask of the supervisor's [`welcome_capability`] values.
     pub capabilities: u64,

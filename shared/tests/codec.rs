@@ -7,7 +7,7 @@ use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome,
 };
 
-/// A value that can be encoded by the rules in `docs/protocol.md`.
+/// A value that can be encoded according to the rules in `docs/protocol.md`.
 trait ByHand {
     fn put(&self, out: &mut Vec<u8>);
 }

@@ -278,7 +278,7 @@ impl Keeper {
         self.send_order(Order::Sample { worker, job }.encode()?, descriptors)
     }
 
-    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within milliseconds.
+    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within a few milliseconds.
     pub fn ping(&mut self) -> io::Result<()> {
         self.send_order(Order::Ping.encode()?, Vec::new())
     }

@@ -1,4 +1,4 @@
-//! The keeper process: a loop that handles orders, starting workers, forbidden system calls and exited
+//! The keeper process: a loop that handles orders, workers that are starting, forbidden system calls and exited
 //! processes.
 //!
 //! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on a
@@ -136,8 +136,8 @@ fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_block
     poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
 }
 
-/// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is
-/// being forked can have a copy, which stays registered. Ignores errors, because no caller could handle them.
+/// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is being forked
+/// may hold a copy, which stays registered. Ignores errors, because no caller could handle them.
 fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
@@ -287,9 +287,9 @@ struct EventLoop {
     priority: PriorityBoost,
     samples: Samples,
     outbox: Outbox,
-    /// True if the socket can contain unread orders.
+    /// True if the socket may contain unread orders.
     has_orders: bool,
-    /// True if the outbox waits for the socket to become writable.
+    /// True if the outbox is waiting for the socket to become writable.
     is_blocked: bool,
     order_buffer: Vec<u8>,
 }
@@ -372,8 +372,8 @@ impl EventLoop {
         }
         for event in events.iter() {
             match event.token().0 {
-                // The event can also mean that the socket is closed or writable. In that case, receiving an
-                // order finds none.
+                // The event can also mean that the socket is closed or writable. In that case, there is no order to
+                // receive.
                 ORDERS => self.has_orders = true,
                 WATCHED if self.watched.is_some() => return Ok(false),
                 SAMPLED => {}

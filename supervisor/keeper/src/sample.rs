@@ -300,7 +300,7 @@ fn registers(id: u32) -> Option<Registers> {
     Some(Registers { all, stack_pointer: found.sp })
 }
 
-/// Returns the stack from the red zone to the end of its mapping, and sets its start in the header.
+/// Returns the stack from the red zone to the end of its mapping, and stores its start address in the header.
 fn read_stack(id: u32, stack_pointer: u64, maps: &[u8], header: &mut Header) -> Vec<u8> {
     let start = stack_pointer.saturating_sub(RED_ZONE_BYTES);
     let Some(end) = mapping_end(maps, stack_pointer) else { return Vec::new() };

@@ -1,9 +1,9 @@
 //! The fork, and the steps of the child until it executes the worker's program.
 //!
-//! The child contains only the forking thread, and locks that other threads held at the fork stay locked forever. So
-//! between the fork and `execve`, the child makes only raw system calls on prepared data, allocates nothing and cannot
-//! panic. [`steps`] contains a table of these steps. If a step fails, the worker does not start, and the supervisor
-//! receives the name of the step.
+//! The child contains only the forking thread, and locks that other threads held at the time of the fork stay locked
+//! forever. So between the fork and `execve`, the child makes only raw system calls on prepared data, allocates
+//! nothing and cannot panic. [`steps`] contains a table of these steps. If a step fails, the worker does not start,
+//! and the supervisor receives the name of the step.
 //!
 //! - `prepared`, `confinement`: everything that the child needs, prepared before the fork.
 //! - `forker`: the thread that forks. `clone`: the system call.

@@ -93,7 +93,7 @@ impl SubordinateIds {
         Self { first, last, namespace }
     }
 
-    /// Returns a new descriptor of the user namespace.
+    /// Returns a new descriptor for the user namespace.
     pub(crate) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()
     }

@@ -5,7 +5,7 @@
 //! The caller is responsible for emptying and removing a leaf. No function blocks. If an action is not
 //! possible yet, the caller tries again later.
 //!
-//! - `folder`: a group as a folder of files, with limits on reads and writes.
+//! - `folder`: a group as a folder of files, with size limits for reads and writes.
 //! - `leaf`: the group of a worker.
 //! - `limits`: the files that set limits.
 //! - `owner`: the owner of a leaf, which is part of the leaf's name.
@@ -66,7 +66,7 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action and its file, which fits after "failed to".
+    /// Failed action, including the file, phrased to follow "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel, or the closest error number if the keeper detected the failure.
     pub(crate) errno: Errno,
@@ -113,7 +113,7 @@ fn open_own_group() -> Result<Folder, Failure> {
         advice: MOUNT_ADVICE,
     });
     for path in parse::own_group_paths(&mounts, &cgroups) {
-        // Another file system can be mounted over some of these paths.
+        // Another file system may be mounted over some of these paths.
         found = Folder::open(&path);
         if found.is_ok() {
             break;
@@ -140,8 +140,8 @@ pub(crate) struct StaleLeaves {
 }
 
 impl DelegatedGroup {
-    /// Finds the group of this process, and checks that it was delegated, which means that this process can
-    /// create child groups and move processes. `supervisor` is the PID of the parent process.
+    /// Finds this process's group, and checks that the group was delegated, so that this process can create child
+    /// groups and move processes. `supervisor` is the PID of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::from_folder(open_root()?, supervisor)
     }

@@ -64,7 +64,7 @@ pub(crate) struct Rules<'a> {
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action, which fits after "failed to".
+    /// Failed action, phrased to follow "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,

@@ -101,8 +101,7 @@ const CACHES: [&str; 4] =
 /// returns, because many programs use an ioctl request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Devices that workers can only read. Writes and ioctl requests would influence the random numbers of all
-/// processes.
+/// Devices that workers can only read. Writes and ioctl requests would affect the random numbers of all processes.
 pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
 /// Path of the `/proc` folder. All of `/proc` is granted, because rules cannot name the folder of a process
@@ -200,7 +199,7 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a configured path can be granted as it is. A path through a folder in `write` cannot be granted,
+/// Returns true if a configured path can be granted as is. A path through a folder in `write` cannot be granted,
 /// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside a writable
 /// folder and thus granted anyway, and an error otherwise.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {

@@ -162,7 +162,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     Ok(unreachable)
 }
 
-/// Returns all granted paths as named, each with the purpose.
+/// Returns all granted paths as given, each with its purpose.
 fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
     let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];

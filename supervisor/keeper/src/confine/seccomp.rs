@@ -1,7 +1,7 @@
 //! Seccomp filters, which the kernel runs on each system call of a worker to decide whether to execute the
 //! call.
 //!
-//! - [`Rules`] decide about calls; `profiles` has predefined rules.
+//! - [`Rules`] determine the result of each call; `profiles` contains predefined rules.
 //! - [`Filter`] is the BPF program compiled from the rules. It is compiled before the fork and installed by
 //!   the child.
 //! - `flags`: single bits of arguments that no profile allows.
@@ -277,8 +277,8 @@ impl Filter {
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.fatal_action {
             FatalAction::Kill => &[0],
-            // With `WAIT_KILLABLE_RECV`, only fatal signals interrupt a call after its notification was
-            // received. Otherwise, the keeper could miss calls of a process that constantly receives signals.
+            // With `WAIT_KILLABLE_RECV`, only fatal signals interrupt a call after its notification was received.
+            // Otherwise, the keeper could miss calls by a process that constantly receives signals.
             FatalAction::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.

@@ -65,7 +65,7 @@ pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result
 /// Makes the kernel kill the child when its parent exits or the time limit is reached. Must be the child's
 /// first call.
 pub(super) fn limit_run_time() {
-    // SAFETY: sets a flag and a timer of this process. The timer's signal ends the process.
+    // SAFETY: sets a flag and a timer of this process. The timer's signal terminates the process.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::signal(libc::SIGALRM, libc::SIG_DFL);

@@ -186,7 +186,7 @@ impl EventLoop {
         match child.stage {
             Stage::Running => {
                 // The first process of a PID namespace has reported the worker's exit, unless the first process was
-                // killed first.
+                // itself killed earlier.
                 let status = child.status.as_ref().and_then(spawn::read_status);
                 let (exit, usage) = status.unwrap_or((exit, usage));
                 let (worker, exit) = (child.worker, child.exit_cause(exit));
@@ -271,8 +271,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the end of a run of the killer. `found` is the number of leftover processes found, or `None`
-    /// if the run failed.
+    /// Handles the completion of a killer run. `found` is the number of leftover processes found, or `None` if the run
+    /// failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);

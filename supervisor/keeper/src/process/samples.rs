@@ -19,14 +19,14 @@ use super::{EventLoop, SAMPLED};
 use crate::protocol::ReportMessage;
 use crate::sample::{ProcessStart, SAMPLE_TIMEOUT, SampleRequest};
 
-/// Maximum number of workers that wait to be sampled.
+/// Maximum number of workers waiting to be sampled.
 const WAITING_MAX: usize = 16;
 
 /// Time after which the keeper reaps orphans again even if the thread is still running. A hostile process can block
 /// the thread until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
-/// Time after a sample in which a stopped thread is assumed to have been stopped for the sample.
+/// Period after a sample during which a stopped thread is assumed to have been stopped for the sample.
 const LATE_STOP_TIME: Duration = Duration::from_millis(500);
 
 /// Stack size of the sampling thread, in bytes.

@@ -98,7 +98,7 @@ fn raise_open_files_limit() -> (u64, u64) {
 }
 
 /// Makes the keeper ignore signals, so that only the end of file on its socket makes it exit. Signals to the
-/// supervisor's process group, or from a user who finds the process in a list, must not kill the workers.
+/// supervisor's process group, or from a user who finds the keeper in a process list, must not kill the workers.
 /// SIGCHLD is blocked and read from a descriptor.
 #[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {

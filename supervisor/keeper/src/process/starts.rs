@@ -80,7 +80,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Forks a child, in a new control group if the order has limits for one.
+    /// Forks a child, in a new control group if the order contains limits for a control group.
     fn fork_in_group(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -227,8 +227,7 @@ impl EventLoop {
             return self.report_failure(worker, &failure);
         }
         if !child.is_confined {
-            // The child was killed before it got permission to execute its program. Its exit is reported
-            // next.
+            // The child was killed before it was allowed to execute its program. The exit is reported next.
             self.kill(pid);
         } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;

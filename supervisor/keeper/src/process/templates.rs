@@ -113,7 +113,7 @@ impl Template {
         self.forks.front().map(|fork| fork.since)
     }
 
-    /// Counts a status message. Returns false if the template has exceeded the limit of status messages.
+    /// Counts a status message. Returns false if the template has exceeded the limit on status messages.
     fn accepts_status(&mut self, now: Instant) -> bool {
         let (since, count) = self.status_rate.get_or_insert((now, 0));
         if now.saturating_duration_since(*since) >= STATUS_INTERVAL {
@@ -317,8 +317,8 @@ impl EventLoop {
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. Also kills all processes in the template's namespace,
-    /// because any of them can have caused the error.
+    /// Kills a template because of a protocol error. Also kills all processes in the template's namespace, because any
+    /// of these may have caused the error.
     pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -528,8 +528,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because PIDs
-/// can then be missing.
+/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because PIDs may then
+/// be missing.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);

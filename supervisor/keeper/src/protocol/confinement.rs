@@ -48,8 +48,8 @@ pub struct Layers {
     pub namespaces: Namespaces,
     /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
-    /// True if `identity` is in the keeper's user namespace of subordinate IDs, which the worker enters. The
-    /// worker's other namespaces are created inside this user namespace.
+    /// True if `identity` is in the keeper's user namespace for subordinate IDs, which the worker enters. The worker's
+    /// other namespaces are created inside this user namespace.
     pub subordinate_ids: bool,
     /// Network access of the worker.
     pub network: NetworkAccess,

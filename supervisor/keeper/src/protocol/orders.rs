@@ -33,8 +33,8 @@ pub struct SpawnOrder<'a> {
     pub arguments: Vec<&'a str>,
     /// The worker's whole environment as `NAME=value`. The worker inherits no other variables.
     pub environment: Vec<&'a str>,
-    /// Further environment variables, with the path of the file that contains the value. The keeper reads the files,
-    /// so that no other process contains the values.
+    /// Additional environment variables, each with the path of the file that contains its value. The keeper reads the
+    /// files, so that no other process contains the values.
     pub environment_files: Vec<(&'a str, &'a str)>,
     /// Working directory.
     pub directory: &'a str,
@@ -69,8 +69,8 @@ pub(crate) enum Order<'a> {
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
     /// descriptor.
     Namespace,
-    /// Provides a descriptor that the keeper keeps open until it exits. Its other end then reports that all
-    /// workers are gone.
+    /// Provides a descriptor that the keeper keeps open until it exits. The other end then reports that all workers
+    /// are gone.
     Lifeline,
     /// Kills the worker immediately. The worker may be unknown, if its exit has already been reported or is about to
     /// be reported.

@@ -30,7 +30,7 @@ pub enum Exit {
     /// The kernel killed the worker because its control group had reached the memory limit, or because the
     /// machine was out of memory.
     Oom,
-    /// The keeper killed the worker for a system call that the filter forbids; see
+    /// The keeper killed the worker because of a system call that the filter forbids; see
     /// [`syscall_name`](crate::syscall_name).
     Violation {
         /// Number of the call.
@@ -91,7 +91,7 @@ pub enum Report {
         /// Error with which the step failed.
         error: io::Error,
     },
-    /// The worker is dead. The keeper is killing its remaining descendants.
+    /// The worker is dead. The keeper is killing the worker's remaining descendants.
     Exited {
         /// Spawn number of the worker.
         worker: u64,

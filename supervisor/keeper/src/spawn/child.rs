@@ -14,9 +14,9 @@ use crate::protocol::confinement::Namespaces;
 
 impl Plan<'_> {
     pub(super) fn run(&self) -> ! {
-        // Closes the keeper's end of the socket. Otherwise, this process would wait forever if the keeper
-        // died before the parent-death signal was set. SAFETY: the keeper's copy stays open, and nothing in
-        // this process uses this one.
+        // Closes the keeper's end of the socket. Otherwise, this process would wait forever if the keeper died before
+        // the parent-death signal was set. SAFETY: the keeper's copy stays open, and nothing in this process uses this
+        // copy.
         unsafe { libc::close(self.prepared.keeper_end) };
         let namespaces = self.layers().namespaces;
         if namespaces.any() {

@@ -166,8 +166,8 @@ fn identity_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.makes_root_first() { identity_in_namespace(plan) } else { Ok(()) }
 }
 
-/// Changes to the worker's user in the new user namespace, and keeps all capabilities in this namespace. Even
-/// with these capabilities, a process cannot create files as a user that is not mapped.
+/// Switches to the worker's user in the new user namespace, and keeps all capabilities in this namespace. Even with
+/// these capabilities, a process cannot create files as a user that is not mapped.
 fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user {
         return Ok(());
@@ -177,7 +177,7 @@ fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Changes to the worker's user, unless an earlier step has already done so in a new user namespace.
+/// Switches to the worker's user, unless an earlier step has already done so in a new user namespace.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -254,8 +254,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes mounts for granted paths that the worker's user cannot reach. Does nothing if the worker has a
-/// private root folder.
+/// Creates mounts for granted paths that the worker's user cannot reach. Does nothing if the worker has a private root
+/// folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -356,8 +356,8 @@ fn session(_: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Makes the kernel kill the worker first when memory runs out. Must run before the process changes its user,
-/// because it could not write the file afterwards.
+/// Makes the kernel kill the worker first when memory runs out. Must run before the process changes its user, because
+/// the process could not write the file afterwards.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
     // Formats the number without an allocation. A leading zero would make the number octal.
@@ -387,16 +387,16 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
 /// Restores the nice value with which the keeper was started. The child is in a separate session, and thus
 /// outside the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
-    // The supervisor's unit can have a real-time policy, which a worker must not inherit. An error means that
-    // there is no such policy.
+    // The supervisor's unit may have a real-time policy, which a worker must not inherit. An error means that there is
+    // no such policy.
     let ordinary = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer is to a local. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
     Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
 
-/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or the rules for a host of
-/// programs.
+/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or, for a host of programs, the file with
+/// the rules.
 fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(rules) = &plan.prepared.confinement.program_rules {
         duplicate_to(rules, libc::STDIN_FILENO)?;

@@ -15,8 +15,8 @@ use crate::errno;
 /// Fails if `clone(2)` fails.
 ///
 /// # Safety
-/// The child contains only a copy of the calling thread, and the C library does not know of the fork. Until `execve`
-/// or `_exit`, the child must make only raw system calls.
+/// The child contains only a copy of the calling thread, and the C library does not know about the fork. Until
+/// `execve` or `_exit`, the child must make only raw system calls.
 pub unsafe fn fork_without_sigchld() -> Result<libc::pid_t, Errno> {
     const NONE: libc::c_long = 0;
     // SAFETY: without a stack and without shared memory this is a fork. The caller upholds the other

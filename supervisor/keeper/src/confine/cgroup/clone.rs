@@ -12,8 +12,8 @@ use rustix::io::Errno;
 ///
 /// # Safety
 ///
-/// The child contains only a copy of the calling thread, and the C library does not know of the fork. Until `execve`
-/// or `_exit`, the child must make only raw system calls.
+/// The child contains only a copy of the calling thread, and the C library does not know about the fork. Until
+/// `execve` or `_exit`, the child must make only raw system calls.
 pub(crate) unsafe fn fork_into(
     cgroup: BorrowedFd<'_>,
     namespaces: libc::c_int,
@@ -24,7 +24,7 @@ pub(crate) unsafe fn fork_into(
         // With `CLONE_PARENT`, the child inherits the caller's exit signal.
         exit_signal: if namespaces & libc::CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
         cgroup: cgroup.as_raw_fd() as u64,
-        // SAFETY: zero is valid for each of the remaining fields, and disables the feature.
+        // SAFETY: zero is valid for each of the remaining fields, and disables the corresponding feature.
         ..unsafe { std::mem::zeroed() }
     };
     // SAFETY: works like `fork`. The child gets a copy of all memory, and no separate stack. The caller

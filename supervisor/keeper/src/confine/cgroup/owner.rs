@@ -1,5 +1,5 @@
-//! The keeper process that created a leaf. The name of the leaf contains the identity of this keeper, so that
-//! a later keeper recognises the leaves of a dead one.
+//! The keeper process that created a leaf. The leaf's name contains the identity of its keeper, so that a later keeper
+//! can recognise the leaves of a dead keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -8,7 +8,7 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. Stays unique even if a PID is reused, or if another PID namespace has the same PID.
+/// Identity of a process. Stays unique even if a PID is reused, or if the same PID exists in another PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the PID namespace.

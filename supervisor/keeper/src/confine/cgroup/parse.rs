@@ -3,13 +3,13 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below.
+/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below it.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
-/// Returns the number of processes killed because memory ran out, from the text of `memory.events`. If the
-/// kernel kills a whole group, each process of the group counts.
+/// Returns the number of processes killed because memory ran out, from the text of `memory.events`. If the kernel
+/// kills a whole group, each process in the group is counted.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }

@@ -1,5 +1,5 @@
-//! Tests that ordinary programs work under the default rules, and that the rules deny everything else. Some
-//! tests confine only a thread, because the kernel enforces rules by thread.
+//! Tests that ordinary programs work under the default rules, and that the rules deny everything else. Some tests
+//! confine only a thread, because the kernel enforces rules per thread.
 #![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe wrapper here")]
 
 use std::fs;

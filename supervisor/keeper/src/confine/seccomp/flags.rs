@@ -46,8 +46,8 @@ pub(super) fn restrict(rules: &mut Rules) {
     }
 }
 
-/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call to `connect`. The call fails as on a kernel
-/// where fast open is disabled.
+/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call to `connect`. The call fails as it does on
+/// a kernel where fast open is disabled.
 pub(super) fn deny_fast_open(rules: &mut Rules) {
     for (flags, names) in SEND_CALLS {
         let unsupported = Verdict::Errno(Errno::OPNOTSUPP);

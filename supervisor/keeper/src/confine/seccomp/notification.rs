@@ -50,9 +50,9 @@ pub(crate) fn poll_listener(listener: &OwnedFd) -> rustix::io::Result<ListenerSt
     })
 }
 
-/// Receives a notification. Call this only if [`poll_listener`] has returned [`ListenerState::Pending`].
-/// Otherwise kernels before 6.11 block forever, even when no process is left to make a call. Returns `None`
-/// if the call was interrupted or its process was killed in the meantime.
+/// Receives a notification. Call this only if [`poll_listener`] has returned [`ListenerState::Pending`]. Otherwise,
+/// kernels before 6.11 block forever, even if no process is left to make a call. Returns `None` if the call was
+/// interrupted or its process was killed in the meantime.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());

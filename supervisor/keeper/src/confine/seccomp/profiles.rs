@@ -24,7 +24,7 @@ const REFUSED_CALLS: &[&str] = &[
     // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // Enters another namespace. Flags of other calls that create namespaces are refused separately.
+    // Call that enters another namespace. Flags of other calls that create namespaces are refused separately.
     "setns",
     // Calls that access files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
@@ -115,7 +115,7 @@ pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
 
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
-/// Error for a denied address family. Programs treat it like a kernel without this family.
+/// Error for a denied address family. Programs react as they do on a kernel that lacks the family.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
 /// Adds the rules that the `default` and `strict` profiles share.
@@ -266,8 +266,8 @@ fn only_connections(udp: bool) -> Rule {
     Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise }.into()
 }
 
-/// Denies replacing the protocol of a TCP socket. The call fails as on a kernel without the requested protocol, which
-/// libraries that use kernel TLS expect.
+/// Denies replacing the protocol of a TCP socket. The call fails as it does on a kernel without the requested
+/// protocol, a case that libraries with kernel TLS handle.
 fn deny_protocol_change(otherwise: Rule) -> Rule {
     let no_protocol = Verdict::Errno(Errno::NOENT).into();
     let cases = vec![(Is(libc::TCP_ULP as u32), no_protocol)];

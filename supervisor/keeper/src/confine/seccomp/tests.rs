@@ -193,7 +193,7 @@ fn seccomp_rules_reject_unknown_call_names() {
 
 // ---- Real processes.
 
-/// A child under a filter, with the filter's listener.
+/// A child process that runs under a filter, and the filter's listener.
 struct Confined {
     child: Child,
     listener: Option<OwnedFd>,
@@ -230,7 +230,7 @@ impl Confined {
             let start = Instant::now();
             while let Some(listener) = &listener {
                 if start.elapsed() > PATIENCE {
-                    // SAFETY: kills a child that has not been waited for, or uses a PID that is free.
+                    // SAFETY: kills a child that has not been waited for, or signals a PID that is not in use.
                     unsafe { libc::kill(pid, libc::SIGKILL) };
                 }
                 let Some(notification) = next_notification(listener) else { break };

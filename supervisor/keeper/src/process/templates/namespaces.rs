@@ -42,7 +42,7 @@ const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 /// State of a template's PID namespace.
 pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
-    /// Orders that the first process has not read: at most one kill per worker, one of the template, and one
+    /// Orders that the first process has not read: at most one kill per worker, one kill of the template, and one
     /// order to kill leftover processes.
     outbox: Outbox,
     /// The template's PID in the namespace, once it is known.
@@ -169,7 +169,7 @@ impl EventLoop {
         has_more
     }
 
-    /// Reads some exit reports. The boolean is true if there may be more.
+    /// Reads some exit reports. The boolean is true if there may be more reports.
     fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
         let mut exits = Vec::new();
         let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };
@@ -212,7 +212,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles the exit of a template. Workers of the template continue.
+    /// Handles the exit of a template. The template's workers continue to run.
     fn template_exited(&mut self, pid: u32, exit_report: &ChildExit) {
         self.advance_start(pid);
         // The pending messages include the reason for the exit.
@@ -321,7 +321,7 @@ impl EventLoop {
         }
     }
 
-    /// Kills a template. Workers of the template continue.
+    /// Kills a template. The template's workers continue to run.
     pub(crate) fn kill_template(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         match (&child.stage, &mut child.namespace) {

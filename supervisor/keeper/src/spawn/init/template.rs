@@ -129,8 +129,8 @@ pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
 /// Runs the first process of the namespace. `template` is the PID of its child that becomes the template.
 pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
-    // Killing requires CAP_KILL, because the processes in the namespace can run as another user. This process
-    // cannot kill processes outside, because it sees only the namespace.
+    // Killing requires CAP_KILL, because the processes in the namespace may run as another user. This process cannot
+    // kill processes outside, because it sees only the namespace.
     let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), sigchld.as_raw_fd()];
     become_init(CapabilitySet::KILL, &mut kept);
     let init = TemplateInit { template, socket, children, sigchld };
@@ -176,8 +176,8 @@ impl TemplateInit<'_> {
         let _ = rustix::io::read(&self.sigchld, &mut info);
     }
 
-    /// Reaps at most `EXITS_PER_ITERATION` exited children and reports their exits. Returns the number of
-    /// reaped children. Exits this process when no child is left.
+    /// Reaps at most `EXITS_PER_ITERATION` exited children and reports their exits. Returns the number of reaped
+    /// children. Exits when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
         let has_no_child = loop {

@@ -52,7 +52,7 @@ struct Bind {
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
-    /// Decides the layout. Returns `None` if the user can reach everything. The error is a folder that cannot
+    /// Decides the layout. Returns `None` if the user can reach everything. On error, returns the folder that cannot
     /// be covered.
     pub(crate) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if unreachable.folders.is_empty() {
@@ -137,7 +137,7 @@ impl Covers {
         shown
     }
 
-    /// Adds the folders on the way from a covered folder to `folder`, and `folder` itself.
+    /// Adds `folder` and all folders between the covered folder and `folder`.
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()

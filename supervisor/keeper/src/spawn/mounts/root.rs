@@ -31,7 +31,7 @@ const STAGING_FOLDER: &CStr = c"/proc";
 /// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Bytes of a private `/tmp` per file that it can contain, and minimum number of files.
+/// Number of bytes of a private `/tmp` for each file that it can contain, and minimum number of files.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
@@ -84,7 +84,7 @@ const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl PrivateRoot {
-    /// Decides the layout. The error is a configured path that does not exist.
+    /// Decides the layout. On error, returns the configured path that does not exist.
     pub(crate) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
@@ -230,8 +230,8 @@ impl Layout {
         }
     }
 
-    /// Adds the granted paths. Returns the links in program folders, each with its target. The error is a
-    /// path that does not exist.
+    /// Adds the granted paths. Returns the links in program folders, each with its target. On error, returns the path
+    /// that does not exist.
     fn add_granted<'v>(
         &mut self,
         granted: &GrantedPaths<'v>,
@@ -382,7 +382,7 @@ impl Layout {
     }
 }
 
-/// Returns the mount options of a memory file system with this size in bytes.
+/// Returns the mount options of an in-memory file system with this size in bytes.
 pub(crate) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
     let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
     let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
