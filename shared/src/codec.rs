@@ -22,7 +22,7 @@ const CONFIG: Config = bincode::config::standard()
     .with_fixed_int_encoding()
     .with_limit::<METADATA_BYTES_MAX>();
 
-/// Maximum size, in bytes, of a message that is encoded in a fixed-size buffer first.
+/// Maximum size, in bytes, of a message that is first encoded into a fixed-size buffer.
 const SMALL_BYTES: usize = 192;
 
 /// Combined size of the tag and length fields of an extension, in bytes.
@@ -34,7 +34,7 @@ pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Tags of the extensions.
 pub mod tag {
-    /// W3C `traceparent` as text. Sent with a submit, with a job, and with the outcome of a traced job.
+    /// W3C `traceparent` as text. Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
     pub const TRACEPARENT: u16 = 1;
     /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. Sent with
     /// WORKER_WELCOME.
@@ -43,9 +43,9 @@ pub mod tag {
     pub const PROCESS: u16 = 3;
     /// Job ID, as a [`JobId`](crate::JobId); 8 bytes. Sent with the outcome of an accepted job.
     pub const JOB: u16 = 4;
-    /// Maximum run time of each attempt, measured from dispatch, in microseconds; 8 bytes, not 0. A submit
-    /// contains the requested limit. An outcome contains the limit that applied: the lower of the requested
-    /// limit and the bulkhead's limit.
+    /// Maximum run time of each attempt, measured from dispatch, in microseconds; 8 bytes, not 0. SUBMIT contains the
+    /// requested limit. OUTCOME contains the limit that applied: the lower of the requested limit and the bulkhead's
+    /// limit.
     pub const RUN_LIMIT: u16 = 5;
     /// Arrival number of a job: the position of the job among all jobs sent to the worker, counted from 1; 8
     /// bytes. Sent with RETURNED.

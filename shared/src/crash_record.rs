@@ -41,7 +41,7 @@ pub const STACK_BYTES_MAX: usize = RECORD_BYTES - STACK_OFFSET;
 /// Maximum number of registers.
 pub const REGISTERS_MAX: usize = 33;
 
-/// Signals for which a worker writes a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as numbered
+/// Signals on which a worker writes a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as numbered
 /// on x86-64 and 64-bit ARM.
 pub const RECORDED_SIGNALS: [i32; 6] = [4, 5, 6, 7, 8, 11];
 

@@ -76,7 +76,7 @@ pub struct Header {
     pub length: u32,
     /// Kind of the frame, from [`kind`] or from a later version of the protocol.
     pub kind: u8,
-    /// Sum of flags, such as [`FLAG_CRITICAL`].
+    /// Bit mask of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
     /// Size of the metadata in bytes. [`Header::length`] includes it.
     pub metadata_length: u16,

@@ -71,7 +71,7 @@ impl Pipe {
 
 impl Side {
     /// Registers a waker and returns the previous one. The caller must drop the previous waker after releasing the
-    /// lock, because it can own the last reference to a task that owns other endpoints.
+    /// lock, because it may own the last reference to a task that owns other endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;

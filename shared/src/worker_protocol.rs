@@ -9,10 +9,10 @@ use bincode::{BorrowDecode, Encode};
 
 use crate::flat::flat;
 
-/// Environment variable with the descriptor number of the worker's link, a connected socket.
+/// Environment variable that contains the descriptor number of the worker's link, a connected socket.
 pub const LINK_VARIABLE: &str = "BULKHEAD_LINK_FD";
 
-/// Environment variable with the descriptor number of the program or library that a host runs. Set only if
+/// Environment variable that contains the descriptor number of the program or library that a host runs. Set only if
 /// the worker's user cannot access the program or library by its path.
 pub const PROGRAM_VARIABLE: &str = "BULKHEAD_PROGRAM_FD";
 
@@ -99,8 +99,8 @@ pub struct Job<'a> {
 
 flat!(Job: [operation, tenant], [remaining_us: u64], []);
 
-/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that the welcome has set. The supervisor can send
-/// this frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
+/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that WORKER_WELCOME has set. The supervisor can send this
+/// frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Limits {
     /// New maximum number of concurrent jobs; can be 0. Jobs already sent to the worker are not recalled.

@@ -69,7 +69,7 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Write man pages of the supervisor, the host program and the configuration file
+    /// Write man pages for the supervisor, the host program and the configuration file
     Man {
         /// Target directory; created if missing
         #[arg(value_name = "DIR")]

@@ -101,7 +101,7 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// State of the check: the keeper, and the processes that it has been ordered to start.
+/// State of the check: the keeper, and the processes that the keeper has been ordered to start.
 struct StartCheck {
     keeper: Keeper,
     /// Number of workers and templates ordered so far. The latest process has this number.

@@ -57,7 +57,7 @@ pub enum KeeperProgram {
     #[default]
     ThisProgram,
     /// Another program whose `main` calls [`keeper_main_if_asked`], or `bulkhead-supervisor`. Must be built from the
-    /// same version of this library. Not searched for in `PATH`, even if the path contains no `/`.
+    /// same version of this library. `PATH` is not searched, even if the path contains no `/`.
     Program(PathBuf),
 }
 

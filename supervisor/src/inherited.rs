@@ -60,8 +60,8 @@ pub(crate) fn warn_about_limits(config: &Config) {
     }
 }
 
-/// Returns the resources of which the supervisor needs a minimum. Each entry contains the name, the minimum in bytes,
-/// and the consequence of a lower limit.
+/// Returns the resources for which the supervisor requires a minimum. Each entry contains the name, the minimum in
+/// bytes, and the consequence of a lower limit.
 fn required_limits(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";

@@ -141,7 +141,7 @@ fn add_key(page: &mut Roff, key: &Key) {
 }
 
 /// Converts text with Markdown code spans and links. Code becomes bold, and a link becomes its text. A link within the
-/// page of the documentation becomes the name of its section.
+/// documentation page becomes the name of its section.
 fn inlines(text: &str) -> Vec<Inline> {
     let text = without_links(text);
     let parts = text.split('`').enumerate().filter(|(_, part)| !part.is_empty());

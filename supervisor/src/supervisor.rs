@@ -56,7 +56,7 @@ pub enum RunError {
     /// The folder for crash reports could not be opened.
     #[error("failed to {0}")]
     Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
-    /// A bulkhead needs the host program for `exec` or `library`, but it cannot be found.
+    /// A bulkhead needs the host program for `exec` or `library`, but the host program cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
     /// The other supervisor in an upgrade exited, and this one could not continue without it.
@@ -177,7 +177,7 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     if let Some(at) = arguments.iter().position(|argument| argument == TAKE_OVER_ARGUMENT) {
         arguments.drain(at..(at + 2).min(arguments.len()));
     }
-    // Unresolved, so that the path leads to the new program after a package or link was replaced.
+    // Not resolved, so that the path leads to the new program once a package or link has been replaced.
     let name = PathBuf::from(arguments.first().ok_or("the name of the program is unknown")?);
     let path = if name.components().count() > 1 {
         std::path::absolute(&name).map_err(|error| error.to_string())?
@@ -353,14 +353,14 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
 }
 
 /// Returns the error for a TCP socket from the service manager that is not configured. Without the configuration key,
-/// its token is unknown.
+/// the token for the socket is unknown.
 fn not_configured(key: &str) -> RunError {
     let problem =
         format!("the service manager passed in this socket, but `{key}` is not set in the configuration");
     system("use a socket")(std::io::Error::other(problem))
 }
 
-/// Runs the data plane until it stops. If it fails or panics, stops the other threads. By then, the keeper was
+/// Runs the data plane until it stops. If it fails or panics, stops the other threads. By then, the keeper has been
 /// dropped, which kills the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,

@@ -130,7 +130,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// State that a supervisor takes over.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Descriptors by name, each with the address, path or other place that it belongs to.
+    /// Descriptors by name, each with the address, path or other place to which it belongs.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,

@@ -106,8 +106,8 @@ enum ReceiveState {
     },
 }
 
-/// A large frame, of whose payload `filled` bytes have been received. The buffer can be longer, because clearing a
-/// reused buffer would cost as much as filling it.
+/// A large frame whose first `filled` bytes of payload have been received. The buffer can be longer, because clearing
+/// a reused buffer would cost as much as filling it.
 struct Large {
     header: Header,
     metadata: Vec<u8>,

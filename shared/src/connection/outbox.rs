@@ -242,8 +242,8 @@ impl Outbox {
         }
     }
 
-    /// Returns the buffer to append the next frame to. `more` is the expected size of the frame. A few small frames
-    /// share a small buffer, and many share a large buffer.
+    /// Returns the buffer to which the next frame is appended. `more` is the expected size of the frame. A few small
+    /// frames share a small buffer, and many share a large buffer.
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());

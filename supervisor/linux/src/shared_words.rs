@@ -67,8 +67,8 @@ impl SharedWords {
     /// Stores a number at index `at`, then loads the number at index `from`.
     ///
     /// If the other process stores at `from` and then loads at `at`, at least one side sees the other's store. The
-    /// other process must keep its load behind its store, with a fence or by registering for global expedited barriers
-    /// (`membarrier(2)`).
+    /// other process must prevent its load from moving before its store, with a fence or by registering for global
+    /// expedited barriers (`membarrier(2)`).
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);

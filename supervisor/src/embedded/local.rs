@@ -105,7 +105,7 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // Stopped, which may be what `future` waits for.
+                // The supervisor has stopped, which may be what `future` is waiting for.
                 Ok(future.await)
             }
         }
@@ -140,8 +140,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Polls the data plane and the client connections until `future` completes. If the data plane ends first, returns
-    /// its result as `Err`.
+    /// Polls the data plane and the client connections until `future` completes. If the data plane stops first,
+    /// returns its result as `Err`.
     async fn run_with<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         let combined = Arc::<CombinedWaker>::default();
@@ -181,7 +181,7 @@ fn is_any_woken(future: &PartWaker, driver: &PartWaker, clients: &[PartWaker]) -
     future.is_woken() || driver.is_woken() || clients.iter().any(PartWaker::is_woken)
 }
 
-/// Runs the event loop of the data plane until the data plane has ended.
+/// Runs the event loop of the data plane until the data plane has stopped.
 async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     let Some(ready) = ready else { return Ok(()) };
     let data_plane = &mut ready.data_plane;
@@ -202,8 +202,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             timeout => {
                 let timeout = timeout.unwrap_or(Duration::MAX);
                 match next(data_plane, &event_descriptor, timeout).await? {
-                    // Iterations for in-process clients alone save the system calls of a full one. Their number is
-                    // limited, so that sockets and timers do not starve.
+                    // Iterations that serve only in-process clients avoid the system calls of a full iteration. Their
+                    // number is limited, so that sockets and timers do not starve.
                     Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
                         client_iterations += 1;
                         guarded(data_plane, DataPlane::handle_in_process_clients)?;
@@ -263,7 +263,7 @@ enum Next {
     Other,
 }
 
-/// Waits for an event, at most until `timeout` has passed. Returns its source.
+/// Waits for an event for up to `timeout`. Returns the event's source.
 async fn next(
     data_plane: &DataPlane,
     event_descriptor: &AsyncFd<OwnedFd>,

@@ -43,7 +43,7 @@ pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
 fn inherited_link() -> io::Result<OwnedFd> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|number| number.parse().ok());
     let number: i32 = number.filter(|number| *number > 2).ok_or(io::ErrorKind::NotFound)?;
-    // SAFETY: the keeper passes the link under this number, and nothing else in this process uses descriptors
+    // SAFETY: the keeper passes the link under this number, and nothing else in this process has used descriptors
     // before.
     #[expect(unsafe_code, reason = "the descriptor is inherited from the parent process")]
     Ok(unsafe { OwnedFd::from_raw_fd(number) })

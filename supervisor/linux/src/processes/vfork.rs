@@ -36,9 +36,8 @@ pub struct Child {
 /// In the new program, no signal is blocked, and caught signals and SIGPIPE have the default action.
 ///
 /// # Safety
-/// `execute` runs in this process's memory while other threads run. It is allowed to make system calls and to
-/// use data that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs
-/// to be dropped.
+/// `execute` runs in this process's memory while other threads run. It is allowed to make system calls and to use data
+/// that was prepared in advance. It must not allocate, take a lock, panic, or leave anything that needs to be dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     // SAFETY: the caller fulfils the same requirements.
     unsafe { spawn_as(0, execute) }

@@ -1,5 +1,5 @@
-//! Waits for children and descriptors. Children are waited for with raw system calls, because no safe wrapper returns
-//! the resource usage or considers only the calling thread's children.
+//! Waits for children and descriptors. Uses raw system calls to wait for children, because no safe wrapper returns the
+//! resource usage or considers only the calling thread's children.
 #![expect(unsafe_code, reason = "no safe wrapper returns the resource usage or passes __WNOTHREAD")]
 
 use std::io;
@@ -15,8 +15,8 @@ use crate::errno;
 /// exited. Fails if there is no matching child.
 fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-    // SAFETY: all zeros is a valid `siginfo_t`, which the call at most fills. If the call succeeds, the PID
-    // is that of a child, or still zero.
+    // SAFETY: all zeros is a valid `siginfo_t`, which the call may fill. If the call succeeds, the PID is that of a
+    // child, or still zero.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
         errno::check(libc::waitid(kind, pid, &mut info, flags))?;

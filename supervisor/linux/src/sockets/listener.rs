@@ -111,7 +111,7 @@ mod tests {
         }
     }
 
-    /// Clients connect repeatedly while the listener stops. Each established connection must get a reply.
+    /// Clients connect repeatedly while the listener stops. Each established connection must receive a reply.
     #[test]
     fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {

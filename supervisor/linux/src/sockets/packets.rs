@@ -1,5 +1,5 @@
 //! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, between supervisor and keeper and between the two
-//! supervisors of an upgrade.
+//! supervisors in an upgrade.
 //!
 //! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`], whose owner has to limit
 //! their number.

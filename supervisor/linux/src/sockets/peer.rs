@@ -59,7 +59,7 @@ impl Peer {
     }
 
     /// Determines whether the process that connected this socket descends from this process. Returns
-    /// [`Descent::Ended`] if the connecting process has exited. In that case, it could have been any process,
+    /// [`Descent::Ended`] if the connecting process has exited. In that case, the peer could have been any process,
     /// and could have passed the connection to another process.
     ///
     /// When a process exits, its children are reparented to the nearest subreaper above. The keeper and this process

@@ -2,7 +2,7 @@
 //!
 //! A run scans all processes and stops each descendant that is not spared, until a scan finds no new descendant. Then
 //! it kills all stopped descendants. The killer remembers which processes earlier scans have found, so that the caller
-//! can tell whether a dead worker has left new ones behind.
+//! can tell whether a dead worker has left new processes behind.
 
 use std::collections::HashMap;
 use std::fs::ReadDir;
