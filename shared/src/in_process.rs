@@ -382,7 +382,7 @@ mod tests {
         here.write_with_files(b"one ", vec![open(), open()]).unwrap();
         here.write_with_files(b"two", vec![open()]).unwrap();
         assert_eq!(read(&there, 3), Ok((b"bef".to_vec(), 0)));
-        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "files of a single write at a time");
+        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "a read returns the files of one write");
         assert_eq!(there.incoming().files.len(), 1);
         there.close();
         assert_eq!(there.incoming().files.len(), 0);

@@ -99,7 +99,7 @@ fn use_huge_pages(buffer: &Vec<u8>) {
     let end = (buffer.as_ptr() as usize + buffer.capacity()) / PAGE * PAGE;
     // SAFETY: the range covers whole pages of a buffer that this process owns. The call does not change its
     // bytes.
-    #[expect(unsafe_code, reason = "madvise(2) has no safe form")]
+    #[expect(unsafe_code, reason = "madvise(2) has no safe wrapper")]
     let _ = unsafe { madvise(start as *mut _, end.saturating_sub(start), Advice::LinuxHugepage) };
 }
 
@@ -131,7 +131,7 @@ impl Mapping {
         let protection = ProtFlags::READ | if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
         // SAFETY: this creates a new mapping at an address that the kernel chooses. The file has the mapped
         // size, and the supervisor has sealed it against shrinking.
-        #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
+        #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(odd)?;
         Ok(Self { base, bytes, is_writable })
@@ -217,7 +217,7 @@ pub fn is_whole(result: &OwnedFd) -> bool {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: `new` has mapped exactly this range, and no pointer into the mapping is left.
-        #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
+        #[expect(unsafe_code, reason = "munmap(2) has no safe wrapper")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

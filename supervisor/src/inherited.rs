@@ -34,7 +34,7 @@ pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
             "the limit is {max} files, but a supervisor with workers needs at least {OPEN_FILES_MIN}; raise the \
-             limit (`ulimit -n`, LimitNOFILE= of systemd)"
+             limit (`ulimit -n`, LimitNOFILE= in systemd)"
         ))),
         _ => Ok(()),
     }

@@ -138,7 +138,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
-         (ProtectProc=default in a unit of systemd)",
+         (ProtectProc=default in a systemd unit)",
     ))?;
     // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
     let _ = set_time_slice(SLICE);

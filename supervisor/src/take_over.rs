@@ -190,7 +190,7 @@ impl TakeOver {
         link: Link,
         config: &SupervisorConfig,
     ) -> io::Result<(Listeners, Predecessor)> {
-        let missing = || io::Error::other("the previous supervisor has not passed on all descriptors");
+        let missing = || io::Error::other("the previous supervisor did not pass on all descriptors");
         let path = |path: &Path| path.display().to_string();
         let jobs_lock = self.take_same(inherited::JOBS_LOCK, "socket", Some(&path(&config.socket)))?;
         let admin_lock = self.take_same(inherited::ADMIN_LOCK, "admin", Some(&path(&config.admin)))?;

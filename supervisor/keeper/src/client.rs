@@ -50,13 +50,13 @@ pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
         "exec" | "working directory" => INACCESSIBLE_PATH_ADVICE,
         _ if step.starts_with("mount namespace: show") => INACCESSIBLE_PATH_ADVICE,
-        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own needs CAP_SYS_RESOURCE)",
+        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own requires CAP_SYS_RESOURCE)",
         _ => "",
     }
 }
 
 const INACCESSIBLE_PATH_ADVICE: &str =
-    " (check that the worker's user can access the path and every directory above)";
+    " (check that the worker's user can access the path and every directory above it)";
 
 /// The supervisor's handle to a keeper process.
 ///

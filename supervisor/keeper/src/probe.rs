@@ -205,7 +205,7 @@ fn probe_capabilities() -> [LayerSupport; 3] {
         LayerSupport::of(
             "CAP_SYS_RESOURCE",
             tried(CapabilitySet::SYS_RESOURCE),
-            "needed only for limits above the supervisor's own: raise the supervisor's (ulimit -H, LimitNOFILE=)",
+            "needed only for limits above the supervisor's own: raise the supervisor's limits (ulimit -H, LimitNOFILE=)",
         ),
     ]
 }

@@ -314,7 +314,7 @@ fn inherited_descriptors() {
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
         // The dynamic loader opens some descriptors, and closes them.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
-        wait_until("descriptors 0 to 3 are open, and no other", TIMEOUT, || open_files_of(pid) == expected);
+        wait_until("only descriptors 0 to 3 are open", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
         // The kernel reports the exec before the new environment is in place.
@@ -496,7 +496,7 @@ fn prompt_exit_reports() {
     let dead: HashSet<u64> = (0..all.len())
         .map(|_| match fixture.next() {
             Report::Exited { worker, exit: Exit::Signal { number: 9, .. }, .. } => worker,
-            other => panic!("not all deaths are reported: {other:?}"),
+            other => panic!("not all exits are reported: {other:?}"),
         })
         .collect();
     assert_eq!(dead.len(), all.len());
@@ -635,7 +635,7 @@ fn unread_reports() {
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);
-        wait_until("the keeper takes orders", TIMEOUT, || {
+        wait_until("the keeper accepts orders", TIMEOUT, || {
             fixture.keeper.flush().unwrap();
             !fixture.keeper.has_pending_orders()
         });

@@ -17,10 +17,10 @@ pub struct SharedWords {
 }
 
 // SAFETY: the mapping is not tied to a thread, and all accesses are atomic.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for SharedWords {}
 // SAFETY: as for `Send`.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
@@ -53,7 +53,7 @@ impl SharedWords {
         assert!(at < self.count, "index {at} is out of range for {} words", self.count);
         // SAFETY: the address is within the mapping, which is page-aligned and lives as long as this value. All
         // accesses by this process are atomic. Accesses by the other process are outside this program's memory model.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             self.base.add(at).as_ref()
         }

@@ -60,7 +60,7 @@ const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
 const GROUP_LIMITS_ADVICE: &str =
-    "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of the cgroups above";
+    "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of its parent cgroups";
 const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups keep the cgroup in use";
 
 /// A failed operation on a control group.

@@ -318,7 +318,7 @@ fn link_failure(path: &Path, errno: Errno) -> Failure {
     match errno {
         Errno::XDEV => failure(
             &format!(
-                "grant {path}, which leads out of a folder of `write` through a link that the worker can change"
+                "grant {path}, which leads out of a folder in `write` through a link that the worker can change"
             ),
             errno,
         ),

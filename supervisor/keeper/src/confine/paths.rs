@@ -338,7 +338,7 @@ fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
             entries_seen += 1;
             if entries_seen > SEARCHED_ENTRIES_MAX {
                 let text = format!(
-                    "the folder has more than {SEARCHED_ENTRIES_MAX} entries, and any entry can be a hard link to the \
+                    "the folder has more than {SEARCHED_ENTRIES_MAX} entries, and any of them may be a hard link to the \
                      configuration: remove the other hard links to the configuration file"
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));

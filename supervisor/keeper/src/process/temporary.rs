@@ -296,7 +296,7 @@ mod tests {
     /// The removal runs as an unprivileged user, because root can access every folder. An unprivileged user
     /// cannot move a folder without access to it.
     #[test]
-    #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
+    #[expect(unsafe_code, reason = "the system call changes the user of this thread only")]
     fn unprivileged_keeper_removes_nested_locked_folders() {
         use std::os::unix::fs::PermissionsExt;
         const NOBODY: libc::uid_t = 65534;

@@ -272,7 +272,7 @@ mod tests {
         for _ in 0..LOOKUPS {
             assert_ne!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
         }
-        println!("a child of ours: {:?}", began.elapsed() / LOOKUPS);
+        println!("a direct child: {:?}", began.elapsed() / LOOKUPS);
         let began = std::time::Instant::now();
         let mut length = 0;
         for _ in 0..LOOKUPS {
