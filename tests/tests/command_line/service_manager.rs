@@ -182,7 +182,7 @@ fn passed_sockets_with_wrong_names_are_errors() {
             "set FileDescriptorName= in the socket unit to jobs, admin, http or jobs_http",
         ),
         ("http:jobs", "`http` must be a TCP socket"),
-        ("jobs:jobs_http", "the configuration has no `jobs_http`"),
+        ("jobs:jobs_http", "`jobs_http` is not set in the configuration"),
         ("admin:http", "already listens on this socket"),
     ] {
         let folder = tempfile::tempdir().unwrap();

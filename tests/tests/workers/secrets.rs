@@ -258,7 +258,7 @@ fn oversized_secrets_fail_the_start_with_advice() {
     let supervisor = Supervisor::launch(folder, "", &bulkhead);
     wait_for("the log names `env_files`", || {
         let log = supervisor.log();
-        (log.contains("Argument list too long") && log.contains("`env_files` are too large")).then_some(())
+        (log.contains("Argument list too long") && log.contains("`env_files` is too large")).then_some(())
     });
 }
 
