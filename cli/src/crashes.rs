@@ -1,5 +1,5 @@
-//! Crash reports: list, details and replay. The reports contain data from the crashed process, so all texts
-//! are escaped before the output reaches a terminal.
+//! Crash reports: list, details and replay. The reports contain data from the crashed process, so all text is escaped
+//! before it reaches a terminal.
 
 use std::path::Path;
 
@@ -163,7 +163,7 @@ fn describe(report: &CrashReport) -> String {
         add("confinement", shown(confinement));
     }
     if let Some(stack) = &report.runtime_stack {
-        lines.push_str("\nstacks as the worker wrote them\n");
+        lines.push_str("\nstacks written by the worker\n");
         lines.push_str(&indented(&escape(stack)));
     }
     lines.push_str(&report.native.as_ref().map(native).unwrap_or_default());
@@ -271,12 +271,12 @@ fn describe_job(job: &CrashJob) -> String {
     lines
 }
 
-/// Formats the beginning of a payload, as text if it is printable UTF-8 and otherwise in hexadecimal.
+/// Formats the beginning of a payload, as text if it is printable UTF-8, otherwise in hexadecimal.
 fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
-        // The preview ends in the middle of a character, which is dropped.
+        // The preview ends in the middle of a character, so that character is dropped.
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };

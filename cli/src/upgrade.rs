@@ -1,4 +1,4 @@
-//! `bulkhead upgrade`: replaces the supervisor's program, and prints each step.
+//! `bulkhead upgrade`: replaces the supervisor's program and prints each step.
 
 use bulkhead_api::UpgradeStep;
 use hyper::Method;

@@ -1,4 +1,4 @@
-//! Metrics of an agent, in the OpenMetrics text format.
+//! An agent's metrics, in the OpenMetrics text format.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,15 +8,15 @@ use std::sync::{Mutex, PoisonError};
 /// Counters of one bulkhead.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// Number of outcomes that this agent recorded.
+    /// Number of outcomes recorded by this agent.
     pub(crate) decided: AtomicU64,
-    /// Number of attempts that ended with the job's return to the queue.
+    /// Number of attempts after which the job was returned to the queue.
     pub(crate) returned: AtomicU64,
     /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,
     /// Number of messages that were redelivered.
     pub(crate) redelivered: AtomicU64,
-    /// Number of jobs in the whole fleet that have no outcome.
+    /// Number of jobs without an outcome in the whole fleet.
     pub(crate) pending: AtomicU64,
 }
 

@@ -78,7 +78,7 @@ pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> 
     }
 }
 
-/// Returns a one-line description of a job's result.
+/// Describes a job's result on one line.
 pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     let text = match result {
         Ok(reply) => {

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn event_of_newer_supervisor_can_be_read() {
+    fn event_from_newer_supervisor_can_be_read() {
         let document = json!({
             "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
             "phase": "full",

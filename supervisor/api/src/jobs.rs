@@ -11,13 +11,13 @@ use crate::{Text, Word};
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Jobs {
-    /// The oldest jobs, oldest first.
+    /// The oldest matching jobs, oldest first.
     pub jobs: Vec<Job>,
     /// Number of jobs that match the request, including jobs that are not listed.
     pub total: u64,
 }
 
-/// A job whose client waits for the outcome.
+/// A job whose client is waiting for the outcome.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Job {
@@ -29,7 +29,7 @@ pub struct Job {
     pub state: Word<JobProgress>,
     /// Milliseconds since the supervisor received the job.
     pub age_ms: f64,
-    /// Milliseconds since the job was sent to the worker that runs it. `null` if no worker runs the job.
+    /// Milliseconds since the job was sent to its current worker. `null` if no worker is running the job.
     pub ran_ms: Option<f64>,
     /// Milliseconds until the deadline or, for a running job, until the end of the run limit if that is
     /// earlier.

@@ -1,5 +1,5 @@
-//! Documents that describe the state of a bulkhead at one moment. The data plane only fills in the values,
-//! and another thread serializes them.
+//! Documents that describe the state of a bulkhead at a point in time. The data plane only fills in the values; another
+//! thread serializes them.
 
 use std::collections::BTreeMap;
 
@@ -35,11 +35,11 @@ pub struct Snapshot {
     /// tenant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service: Option<Word<Service>>,
-    /// Human-readable reason why `service` is not `ok`: the most frequent outcome with its reason.
+    /// Human-readable reason why `service` is not `ok`: the most frequent outcome and its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// Number of worker processes. This and the next two limits are the active ones, which an operator can
-    /// have changed. With isolated tenants, they apply to each tenant.
+    /// Number of worker processes. This and the next two limits are the ones in effect, which an operator may have
+    /// changed. If tenants are isolated, the limits apply to each tenant.
     pub processes: u32,
     pub max_in_flight: u32,
     /// Value of the key `start.mode`.
@@ -72,8 +72,7 @@ pub struct Snapshot {
     pub retries: u64,
     /// Number of payloads that are quarantined because they killed workers.
     pub quarantined: u64,
-    /// Number of jobs that were passed on to a fallback and have not ended. Their outcomes will be counted
-    /// for this bulkhead.
+    /// Number of unfinished jobs that were passed on to a fallback. Their outcomes will be counted for this bulkhead.
     pub elsewhere: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
@@ -89,11 +88,11 @@ impl Snapshot {
     }
 }
 
-/// An adaptive limit on running jobs, which is adjusted based on their run times.
+/// An adaptive limit on running jobs, adjusted according to their run times.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Adaptive {
-    /// Mode of the adaptive limit, which says whether it is enforced.
+    /// Mode of the adaptive limit: whether the limit is enforced.
     pub mode: Word<AdaptiveMode>,
     /// Value of the key `min`. With isolated tenants, it applies to each tenant.
     pub min: u32,
@@ -197,7 +196,7 @@ pub struct Worker {
     /// Last status message that the worker sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<String>,
-    /// Reason why the previous worker in this slot ended.
+    /// Reason why the previous worker in this slot exited.
     pub last_exit: Option<String>,
     /// Confinement of the worker, as read back from the kernel when its program started.
     pub confinement: Option<Confinement>,
@@ -209,7 +208,7 @@ pub struct Worker {
 pub struct Confinement {
     /// Name of the configured sandbox profile.
     pub profile: Text,
-    /// True if executing a program cannot give the worker additional privileges.
+    /// True if the worker cannot gain privileges by executing a program.
     pub no_new_privs: bool,
     /// Seccomp mode of the worker: `filter` or `none`.
     pub seccomp: Text,
@@ -240,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn snapshot_of_other_versions_can_be_read() {
+    fn snapshots_from_other_versions_can_be_read() {
         let json = json!({
             "name": "b", "state": "asleep", "service": "splendid", "breaker": "ajar", "mood": {"now": "fine"},
             "rejected": {"too_noisy": 7}, "rate_limit": {"per_second": 1.5, "burst": 2, "per": "planet"},

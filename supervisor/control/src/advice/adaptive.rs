@@ -3,7 +3,7 @@
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// Returns a sentence which explains that more permits would not help, if jobs are limited by the adaptive limit.
+/// If the adaptive limit holds jobs back, returns a sentence which explains that more permits would not help.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
@@ -16,8 +16,8 @@ pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     })
 }
 
-/// Multiplies a value that applies to each adaptive limit by the number of limits. With isolated tenants,
-/// each tenant has a separate limit.
+/// Multiplies a value that applies to each adaptive limit by the number of limits. If tenants are isolated, each tenant
+/// has its own limit.
 fn total(adaptive: &Adaptive, each: u32) -> u64 {
     adaptive.limits.max(1) * u64::from(each)
 }

@@ -1,4 +1,4 @@
-// A card for each bulkhead with its current state. The numbers keep their positions.
+// A card for each bulkhead, showing its current state. The numbers keep their positions.
 
 import { h, setData, setText } from './dom.js';
 import { count, millis, rate, word } from './format.js';

@@ -1,4 +1,4 @@
-// Details of one bulkhead beside the main page, updated while they are open.
+// Details of one bulkhead, shown beside the main page and updated while they are open.
 
 import { bulkheadPath, get, logLines } from './api.js';
 import { fillRows, h, setData, setText, table } from './dom.js';

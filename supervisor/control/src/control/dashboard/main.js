@@ -1,4 +1,4 @@
-// Connects the parts: passes data from the stream to history, cards, heat map, details, feed and crash reports.
+// Connects the parts: passes data from the stream to the history, cards, heat map, details, feed and crash reports.
 
 import { confirmAction, confirmReload, showHelp } from './actions.js';
 import { hasAdvice, withBreaker } from './api.js';
@@ -96,7 +96,7 @@ async function loadFeatures() {
     [known.breakers, known.hasAdvice] = await Promise.all([withBreaker(), hasAdvice()]);
     render();
   } catch {
-    // The next connection retries.
+    // The next connection tries again.
   }
 }
 

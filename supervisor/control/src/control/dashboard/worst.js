@@ -1,4 +1,4 @@
-// Order of the bulkheads by urgency, from the state of the workers and the service state.
+// Orders the bulkheads by urgency, based on the state of the workers and the service state.
 
 const STATES = { failed: 3, degraded: 2, starting: 1, draining: 1 };
 const SERVICES = { failing: 3, degraded: 2 };

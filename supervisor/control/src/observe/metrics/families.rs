@@ -1,4 +1,4 @@
-//! Table of all metrics, with name, kind, labels, help text and source. The metrics page and the
+//! Table of all metrics, with their names, kinds, labels, help texts and sources. The metrics page and the
 //! documentation are generated from this table.
 
 use bulkhead_plane::scrape::BulkheadNumbers;
@@ -7,7 +7,7 @@ use super::own_process::OwnProcess;
 use super::text::{FamilyInfo, Kind, Page};
 use super::{MetricInputs, write_histogram};
 
-/// A metric family: a metric with all combinations of label values.
+/// A metric family: one metric with all combinations of label values.
 #[derive(Debug)]
 pub(super) struct Family {
     pub(super) info: FamilyInfo,
@@ -17,11 +17,11 @@ pub(super) struct Family {
 /// Source of a family's samples.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum SampleSource {
-    /// One sample for each bulkhead.
+    /// One sample per bulkhead.
     Single(fn(&BulkheadNumbers) -> u64),
-    /// One sample for each bulkhead for which the function returns a value.
+    /// One sample per bulkhead for which the function returns a value.
     Optional(fn(&BulkheadNumbers) -> Option<u64>),
-    /// Several samples for each bulkhead.
+    /// Several samples per bulkhead.
     Several(fn(&mut Page, &BulkheadNumbers)),
     /// Samples that do not belong to a bulkhead.
     Global(fn(&mut Page, &MetricInputs<'_>)),
@@ -29,8 +29,7 @@ pub(super) enum SampleSource {
     Process(fn(&OwnProcess) -> Option<f64>),
 }
 
-/// Declares the metric families. Each row contains the kind, name, labels, source and help text of one
-/// family.
+/// Declares the metric families. Each row contains the kind, name, labels, source and help text of one family.
 macro_rules! families {
     ($($kind:ident $name:literal [$($label:literal),*] $source:ident $from:expr, $help:literal;)*) => {
         /// All metric families, in the order in which they are written.
