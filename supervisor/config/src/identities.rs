@@ -1,4 +1,4 @@
-//! Lookup of users and groups by name. No other module of this crate reads the user and group databases.
+//! Looks up users and groups by name. No other module in this crate reads the user and group databases.
 
 use nix::unistd::{Group, User};
 

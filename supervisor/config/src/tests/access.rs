@@ -71,7 +71,7 @@ fn access_rule_names_exactly_one_user_or_group() {
     folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
         (3, 1),
-        "an entry of `access` names no user, group or token",
+        "an entry of `access` does not name a user, group or token",
         "add `uid = 1001`",
     );
     folder.reject_one(

@@ -125,7 +125,7 @@ fn isolation_rejects_limits_on_shared_workers() {
             &bulkhead(&format!("tenants = {{ isolate = true, {name} = 2 }}")),
             (3, 29 + name.len() + 3),
             &format!(
-                "`tenants.{name}` (2) limits a tenant's share of common workers, but with `tenants.isolate` (true) no workers"
+                "`tenants.{name}` (2) limits a tenant's share of shared workers, but with `tenants.isolate` (true) tenants"
             ),
             &format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
         );
@@ -148,7 +148,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &text(17, 1024),
         (4, 42),
         "`processes` (17) × `tenants.max_active` (1024) is above 16384",
-        "with these processes write `max_active = 963` or less",
+        "with these processes, set `max_active` to at most 963",
     );
     let spares = |spares: u32| format!("{}start.spares = {spares}\n", text(15, 1024));
     folder.accept(&spares(1));
@@ -156,13 +156,13 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &spares(2),
         (4, 42),
         "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) is above 16384",
-        "with these processes and spares write `max_active = 963` or less",
+        "with these processes and spares, set `max_active` to at most 963",
     );
     folder.reject_one(
         &bulkhead("processes = 257\ntenants = { isolate = true }"),
         (3, 13),
         "`tenants.max_active` (64, the default)",
-        "`max_active = 63` or less",
+        "set `max_active` to at most 63",
     );
     let tenants = "[bulkhead.a.tenant.x]\nprocesses = 20\n[bulkhead.a.tenant.y]\nprocesses = 15\n\
                    [bulkhead.a.tenant.z]\nprocesses = 18\n";

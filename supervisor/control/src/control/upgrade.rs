@@ -141,8 +141,9 @@ fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<Upgrade
     };
     if std::env::var_os("NOTIFY_SOCKET").is_none() && query.unmanaged != Some(true) {
         return impossible(
-            "this supervisor was started without NOTIFY_SOCKET, and a service manager that watches the process \
-             id would take the change of the main process for a crash; if none watches it, use `bulkhead upgrade --unmanaged`",
+            "this supervisor was started without NOTIFY_SOCKET, and a service manager that watches the \
+             process id would mistake the change of the main process for a crash; if none watches it, use \
+             `bulkhead upgrade --unmanaged`",
         );
     }
     if control.is_stopping.load(SeqCst) {
