@@ -251,7 +251,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the supervisor's user id if confined workers also run as this user.
+/// Returns the supervisor's user ID if confined workers also run as this user.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid

@@ -125,7 +125,7 @@ pub(crate) enum Command {
     /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one after
     /// the other, until one crashes the same way. The exit status is 0 if a job ran, whatever the result.
     Replay {
-        /// Id of the crash report, the beginning of the id, or `last`
+        /// ID of the crash report, the beginning of the ID, or `last`
         id: String,
         /// Run only the job with this index in the report, counted from 0
         #[arg(long, value_name = "N")]
@@ -269,7 +269,7 @@ impl OutputStream {
 /// Format of lines of output.
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
 pub(crate) enum LogFormat {
-    /// Time, bulkhead, process id, stream and text
+    /// Time, bulkhead, process ID, stream and text
     Short,
     /// Text alone
     Cat,
@@ -354,7 +354,7 @@ pub(crate) struct Upgrade {
     #[arg(long)]
     pub(crate) force: bool,
 
-    /// Confirm that no program watches the process id of the supervisor. Required without a service manager that
+    /// Confirm that no program watches the process ID of the supervisor. Required without a service manager that
     /// follows the main process (NOTIFY_SOCKET)
     #[arg(long)]
     pub(crate) unmanaged: bool,
@@ -362,7 +362,7 @@ pub(crate) struct Upgrade {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Crashes {
-    /// Id of the crash report to show in full, the beginning of the id, or `last`
+    /// ID of the crash report to show in full, the beginning of the ID, or `last`
     pub(crate) id: Option<String>,
 
     /// Show only reports of this bulkhead

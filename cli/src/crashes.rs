@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Returns the id of the selected report. `selector` is an id, the beginning of an id, or `last`.
+/// Returns the ID of the selected report. `selector` is an ID, the beginning of an ID, or `last`.
 async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
     if selector.parse::<CrashId>().is_ok() {
         return Ok(selector.to_owned());

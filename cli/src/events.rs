@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
                 Ok(event) if is_wanted(events, &event) => print_event(args, data),
                 _ => Ok(()),
             },
-            // Comments report missed events. All other lines are ids and keep-alives.
+            // Comments report missed events. All other lines are IDs and keep-alives.
             None => {
                 if let Some(comment) = line.strip_prefix(": ") {
                     output::to_stderr(&escape(comment));

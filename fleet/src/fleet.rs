@@ -43,17 +43,17 @@ pub struct Fleet {
 pub enum FleetError {
     /// The job's outcome is not `ok`, or the fleet rejected the submission.
     Job(JobError),
-    /// No outcome was recorded in time. The job may still run; its outcome can be queried later with the same id.
+    /// No outcome was recorded in time. The job may still run; its outcome can be queried later with the same ID.
     Overdue {
-        /// Id of the job.
+        /// ID of the job.
         id: String,
         /// Time spent waiting.
         waited: Duration,
     },
     /// The servers did not respond or did not acknowledge the submission. The job may run. Submitting it again with the
-    /// same id is safe.
+    /// same ID is safe.
     Unreachable {
-        /// Id of the job.
+        /// ID of the job.
         id: String,
         /// Human-readable description.
         message: String,
@@ -125,7 +125,7 @@ impl Fleet {
         Ok(Self { client, refusals, tenant, host_lost_after: streams.host_lost_after })
     }
 
-    /// Creates a job for `bulkhead`, with a random id.
+    /// Creates a job for `bulkhead`, with a random ID.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> FleetJob {
         let id = format!("{:016x}{:016x}", crate::random::number(), crate::random::number());
         let mut options = JobOptions::new(bulkhead.into(), id);
@@ -164,7 +164,7 @@ pub struct FleetJob {
 }
 
 impl FleetJob {
-    /// Sets the id, which has 1 to 128 bytes. If several jobs of a tenant have the same id, only one of them runs, and
+    /// Sets the ID, which has 1 to 128 bytes. If several jobs of a tenant have the same ID, only one of them runs, and
     /// all of them get its outcome.
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.options.id = id.into();
@@ -336,7 +336,7 @@ pub struct Submitted {
 }
 
 impl Submitted {
-    /// Returns the id of the job.
+    /// Returns the ID of the job.
     pub fn id(&self) -> &str {
         &self.id
     }

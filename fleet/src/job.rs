@@ -7,7 +7,7 @@ use async_nats::HeaderMap;
 use bulkhead_client::Priority;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 
-/// Maximum length of a job id, in bytes.
+/// Maximum length of a job ID, in bytes.
 pub const ID_BYTES_MAX: usize = 128;
 
 /// Default deadline of a job.
@@ -28,7 +28,7 @@ const TRACEPARENT: &str = "traceparent";
 /// Options of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobOptions {
-    /// Id of the job, unique within its tenant. If several jobs have the same id, only one of them runs.
+    /// ID of the job, unique within its tenant. If several jobs have the same ID, only one of them runs.
     pub id: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
@@ -114,7 +114,7 @@ impl JobOptions {
         headers
     }
 
-    /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid id
+    /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid ID
     /// is given a new one, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),

@@ -106,7 +106,7 @@ pub fn dead_subject(bulkhead: &str, tenant: &str, id: &str) -> String {
     format!("bh.dead.{}.{}.{}", escape(bulkhead), escape(tenant), escape(id))
 }
 
-/// Extracts the bulkhead, tenant and id from the subject of a dead letter.
+/// Extracts the bulkhead, tenant and ID from the subject of a dead letter.
 pub fn parse_dead_subject(subject: &str) -> Option<(String, String, String)> {
     let tokens: Vec<_> = subject.split('.').collect();
     match tokens[..] {

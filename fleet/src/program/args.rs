@@ -76,11 +76,11 @@ pub(crate) struct Submit {
     #[arg(default_value = "")]
     pub(crate) operation: String,
 
-    /// Id of the job; jobs with the same id run once [default: random]
+    /// ID of the job; jobs with the same ID run once [default: random]
     #[arg(long, conflicts_with = "repeat")]
     pub(crate) id: Option<String>,
 
-    /// Print the id as soon as the job is stored, and do not wait for the outcome
+    /// Print the ID as soon as the job is stored, and do not wait for the outcome
     #[arg(long, conflicts_with = "output")]
     pub(crate) detach: bool,
 
@@ -132,7 +132,7 @@ pub(crate) struct Submit {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ResultOf {
-    /// Id of the job
+    /// ID of the job
     pub(crate) id: String,
 
     /// Tenant that the job belongs to [default: from the configuration]
@@ -170,9 +170,9 @@ pub(crate) enum DeadCommand {
     },
     /// Show a dead letter
     Show {
-        /// Id of the job
+        /// ID of the job
         id: String,
-        /// Tenant; required if several tenants have a job with this id
+        /// Tenant; required if several tenants have a job with this ID
         #[arg(long)]
         tenant: Option<String>,
         /// Write the payload to FILE; - for standard output
@@ -188,7 +188,7 @@ pub(crate) enum DeadCommand {
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["ids", "all"])))]
 pub(crate) struct Selection {
-    /// Ids of jobs
+    /// IDs of jobs
     pub(crate) ids: Vec<String>,
     /// Select all dead letters that match the other options
     #[arg(long)]

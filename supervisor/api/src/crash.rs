@@ -23,7 +23,7 @@ pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 /// Maximum number of jobs in one report.
 pub const JOBS_MAX: usize = 32;
 
-/// The id of a crash report. It consists of the time of the crash in milliseconds and a number that the
+/// The ID of a crash report. It consists of the time of the crash in milliseconds and a number that the
 /// supervisor increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file
 /// name, and sorting the texts sorts the reports by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,7 +36,7 @@ pub struct CrashId {
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// Creates the id of a crash that occurred at `at`.
+    /// Creates the ID of a crash that occurred at `at`.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -55,7 +55,7 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// Error for text that is not the id of a crash report.
+/// Error for text that is not the ID of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidCrashId;
 
@@ -209,7 +209,7 @@ pub struct CrashReport {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Process id of the worker as seen by the supervisor, even if a program died.
+    /// Process ID of the worker as seen by the supervisor, even if a program died.
     pub pid: u32,
     pub slot: u32,
     pub generation: u32,
@@ -383,7 +383,7 @@ pub struct Replay {
     pub before: Cause,
     /// Name of the bulkhead in which the crash occurred.
     pub bulkhead: String,
-    /// Id of the crash report.
+    /// ID of the crash report.
     #[schemars(with = "String")]
     pub id: CrashId,
     /// Results of the jobs, in the order in which they were run.

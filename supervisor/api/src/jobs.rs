@@ -40,16 +40,16 @@ pub struct Job {
     pub tenant: String,
     /// Operation of the job, or empty.
     pub operation: String,
-    /// The client: `pid:` and a process id, `uid:` and a user id, `http`, `token`, or `application` for the
+    /// The client: `pid:` and a process ID, `uid:` and a user ID, `http`, `token`, or `application` for the
     /// application that embeds the supervisor.
     pub client: Text,
-    /// Process id of the worker that has the job.
+    /// Process ID of the worker that has the job.
     pub worker_pid: Option<u32>,
     /// Number of attempts, including the current one.
     pub attempts: u32,
     /// Size of the payload in bytes.
     pub payload_bytes: u64,
-    /// Trace id of the job, if the job is traced.
+    /// Trace ID of the job, if the job is traced.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace_id: Option<String>,
 }

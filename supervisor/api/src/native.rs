@@ -46,12 +46,12 @@ pub struct NativeCrash {
 /// A thread and its backtrace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeThread {
-    /// Thread id, as seen by the process if a signal killed it, otherwise as seen by the supervisor.
+    /// Thread ID, as seen by the process if a signal killed it, otherwise as seen by the supervisor.
     pub id: u32,
     /// Name of the thread. Present if the process exceeded a time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Process id. Present if the process exceeded a time limit.
+    /// Process ID. Present if the process exceeded a time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<u32>,
     /// Name of the process. Present if the process exceeded a time limit.
@@ -80,7 +80,7 @@ pub struct NativeFrame {
     /// Address in the module, in hexadecimal digits, as `addr2line` expects it. If there is no module, the address in
     /// the process.
     pub offset: String,
-    /// Build id of the module.
+    /// Build ID of the module.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build_id: Option<String>,
     /// Name of the function.

@@ -43,7 +43,7 @@ pub struct JobOutcome {
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// Id of the crash report about this job, for `GET /v1/crashes/{id}`.
+    /// ID of the crash report about this job, for `GET /v1/crashes/{id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -124,7 +124,7 @@ pub struct Problem {
     pub fields: Map<String, Value>,
 }
 
-/// Additional fields that a problem document can have: the fields of a job's outcome, and the id of a trace.
+/// Additional fields that a problem document can have: the fields of a job's outcome, and the ID of a trace.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]

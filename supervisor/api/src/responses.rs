@@ -38,7 +38,7 @@ pub struct UpgradeStep {
     /// The step that was reached: `started`, `ready`, `switched` and `finished`. `failed` if the old program continues to serve,
     /// `stopped` if the supervisor stops.
     pub step: Text,
-    /// Process id of the new program.
+    /// Process ID of the new program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Version of the new program.
@@ -82,7 +82,7 @@ pub struct LogLine {
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,
-    /// Process id of the worker that wrote the line.
+    /// Process ID of the worker that wrote the line.
     pub pid: u32,
     /// Sequence number of the line in its bulkhead, starting at 1. Absent if the reader was too slow.
     pub seq: Option<u64>,

@@ -218,13 +218,13 @@ pub struct Confinement {
     pub capabilities: String,
     /// Namespaces that are not shared with the supervisor.
     pub namespaces: Vec<Text>,
-    /// User id of the worker, as seen outside its user namespace.
+    /// User ID of the worker, as seen outside its user namespace.
     pub uid: Option<u32>,
-    /// Group id of the worker, as seen outside its user namespace.
+    /// Group ID of the worker, as seen outside its user namespace.
     pub gid: Option<u32>,
     /// True if the worker has a separate cgroup.
     pub cgroup: bool,
-    /// `own` if the worker has a separate user id, or `shared` if it runs with the supervisor's user id.
+    /// `own` if the worker has a separate user ID, or `shared` if it runs with the supervisor's user ID.
     pub identity: Text,
     /// Layers of the sandbox profile that are not available on this machine.
     pub missing: Vec<Text>,

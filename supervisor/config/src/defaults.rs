@@ -32,7 +32,7 @@ pub const SANDBOX_PROFILE: &str = "default";
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Default maximum size of each file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
-/// Default range of user ids for workers, which systemd reserves for dynamically allocated users.
+/// Default range of user IDs for workers, which systemd reserves for dynamically allocated users.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 
 /// Maximum duration in a configuration file. Small enough that adding a few durations to a clock time cannot overflow.
@@ -98,9 +98,9 @@ pub const CRASH_KEEP_CEILING: u64 = 10_000;
 /// Maximum number of tenants with a separate label in the metrics. Each label adds several lines per bulkhead
 /// to the metrics page.
 pub const TENANT_LABELS_CEILING: u64 = 1000;
-/// Maximum id of a user or group. The kernel uses `u32::MAX` for "no id".
+/// Maximum ID of a user or group. The kernel uses `u32::MAX` for "no ID".
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
-/// Maximum number of ids in `worker_uids`.
+/// Maximum number of IDs in `worker_uids`.
 pub const WORKER_UIDS_MAX: u64 = 1_000_000;
 /// Maximum number of `[[access]]` rules in a file.
 pub const ACCESS_MAX: usize = 1024;

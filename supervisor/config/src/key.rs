@@ -87,7 +87,7 @@ pub enum Kind {
     /// An array of at most this many paths. Relative paths are resolved against the folder of the
     /// configuration file.
     Paths(usize),
-    /// A range of user ids such as `"200000-200999"`.
+    /// A range of user IDs such as `"200000-200999"`.
     Ids,
     /// A table of environment variables, or of files with their values.
     Environment,

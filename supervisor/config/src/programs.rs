@@ -56,7 +56,7 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Checks access with the effective user id, because that id will be used to access the file.
+/// Checks access with the effective user ID, because that ID will be used to access the file.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }

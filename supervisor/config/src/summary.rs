@@ -34,7 +34,7 @@ impl Config {
         self.summary_where(if is_root { WorkerIds::Host } else { WorkerIds::None })
     }
 
-    /// Returns the effective configuration as TOML. `ids` is the source of user ids for workers with `user = "auto"`.
+    /// Returns the effective configuration as TOML. `ids` is the source of user IDs for workers with `user = "auto"`.
     pub fn summary_where(&self, ids: WorkerIds) -> String {
         let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
@@ -64,15 +64,15 @@ impl Config {
     }
 }
 
-/// Source of separate user ids for workers.
+/// Source of separate user IDs for workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerIds {
-    /// There are no separate ids. Workers run as the supervisor's user.
+    /// There are no separate IDs. Workers run as the supervisor's user.
     #[default]
     None,
-    /// The supervisor can start workers with any user id.
+    /// The supervisor can start workers with any user ID.
     Host,
-    /// The supervisor can use the ids that `/etc/subuid` assigns to its user.
+    /// The supervisor can use the IDs that `/etc/subuid` assigns to its user.
     Subordinate,
 }
 
@@ -374,7 +374,7 @@ fn network_access(network: &Network) -> String {
     }
 }
 
-/// Describes the user ids that workers run with if `user = "auto"`.
+/// Describes the user IDs that workers run with if `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, a separate id for each worker",

@@ -460,7 +460,7 @@ fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -
     ValueError::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
 }
 
-/// Reads a range of user ids, such as `"200000-200999"`. Rejects id 0, which is root.
+/// Reads a range of user IDs, such as `"200000-200999"`. Rejects ID 0, which is root.
 pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRange> {
     let DeValue::String(text) = value else {
         return Err(wrong_type(key, "the first and the last id as a string", value));
@@ -496,7 +496,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
             format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // Lossless, because ids are at most `ID_MAX`.
+    // Lossless, because IDs are at most `ID_MAX`.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 

@@ -134,7 +134,7 @@ pub struct Options {
     pub crashes: (Crashes, CrashThread),
     /// Options for starting symbolizers.
     pub symbolizer: SymbolizerOptions,
-    /// Id of the user who, besides root, can connect to the admin socket.
+    /// ID of the user who, besides root, can connect to the admin socket.
     pub own_uid: u32,
     /// Configuration that is active at startup.
     pub config: Arc<Config>,

@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_socket_folders_are_created_with_mode() {
+    fn missing_socket_folders_are_created_with_given_mode() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn new_socket_has_no_permissions_at_first() {
+    fn new_socket_initially_has_no_permissions() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("closed.sock");
         let _listener = bind_without_permissions(&path).unwrap();

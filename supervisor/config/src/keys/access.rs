@@ -65,9 +65,9 @@ pub struct AccessConfig {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Who {
-    /// User id.
+    /// User ID.
     Uid(u32),
-    /// Group id.
+    /// Group ID.
     Gid(u32),
     /// Token, which was read from this file.
     TokenFile(TokenFile),

@@ -81,7 +81,7 @@ pub struct SandboxConfig {
 }
 
 impl SandboxConfig {
-    /// Returns true if the workers should run with separate user ids. Workers without a sandbox run as the
+    /// Returns true if the workers should run with separate user IDs. Workers without a sandbox run as the
     /// supervisor's user.
     pub fn wants_own_ids(&self) -> bool {
         self.profile != Profile::None && matches!(self.user, None | Some(SandboxUser::Auto))
@@ -137,7 +137,7 @@ impl Serialize for Network {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {
-    /// A separate user id for each worker, or one id for the whole bulkhead if its workers can write
+    /// A separate user ID for each worker, or one ID for the whole bulkhead if its workers can write
     /// permanent files.
     Auto,
     /// The supervisor's own user.
@@ -171,16 +171,16 @@ vocabulary! {
         /// Landlock rules that restrict access to files.
         Landlock = "landlock",
         /// Landlock scopes that prevent workers from sending signals to processes outside the sandbox. Used unless a
-        /// separate user id or a pid namespace already prevents such signals.
+        /// separate user ID or a pid namespace already prevents such signals.
         LandlockScopes = "landlock_scopes",
         /// Landlock rules that restrict TCP connections to the ports in `network.tcp_ports`. Used only if
         /// `network` is a table.
         LandlockTcp = "landlock_tcp",
         /// Seccomp filter that restricts system calls.
         Seccomp = "seccomp",
-        /// User namespace, with separate user ids.
+        /// User namespace, with separate user IDs.
         UserNamespace = "user_namespace",
-        /// Pid namespace, with separate process ids. When its first process exits, the kernel kills all others.
+        /// Pid namespace, with separate process IDs. When its first process exits, the kernel kills all others.
         PidNamespace = "pid_namespace",
         /// Mount namespace, with a separate root folder.
         MountNamespace = "mount_namespace",

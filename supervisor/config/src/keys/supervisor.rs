@@ -132,7 +132,7 @@ pub struct SupervisorConfig {
     /// Maximum number of tenants with a separate label in the metrics; see
     /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// User ids for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means the ids in
+    /// User IDs for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means the IDs in
     /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other users,
     /// otherwise those in `/etc/subuid`.
     pub worker_uids: Option<UidRange>,

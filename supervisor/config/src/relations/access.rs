@@ -74,7 +74,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the id of the user or group with the given name. Reports an error if the name does not exist.
+    /// Returns the ID of the user or group with the given name. Reports an error if the name does not exist.
     fn identity(
         &mut self,
         label: &str,

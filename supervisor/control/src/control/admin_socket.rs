@@ -55,7 +55,7 @@ pub(super) async fn accept_all(
 /// The listener of the admin socket. Limits the number of connections and checks each client.
 struct AdminListener {
     listener: UnixListener,
-    /// Id of the user who, besides root, can connect.
+    /// ID of the user who, besides root, can connect.
     own_uid: u32,
     unrelated: Arc<UnrelatedProcesses>,
     commands: CommandSender,
@@ -82,7 +82,7 @@ impl AdminListener {
         }
     }
 
-    /// Returns the id of the user who has connected, or a rejection if the user has no access.
+    /// Returns the ID of the user who has connected, or a rejection if the user has no access.
     fn check(&self, socket: &UnixStream) -> Result<u32, ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own_uid);

@@ -28,7 +28,7 @@ const SAMPLED_WORKERS_MAX: usize = 512;
 pub(super) struct UsageSamples {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, WindowPair<ResourceUsage>>,
-    /// Last sample of each worker, by process id.
+    /// Last sample of each worker, by process ID.
     last_samples: HashMap<u32, ProcessSample>,
     /// Index of the first worker to read in the next sample.
     next: usize,

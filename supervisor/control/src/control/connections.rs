@@ -50,7 +50,7 @@ pub(super) fn has_waiting(listener: impl AsFd) -> bool {
 pub(super) struct Admission {
     /// Reason for rejecting the connection, as a sentence. `None` if the connection is admitted.
     pub(super) rejection: Option<Arc<str>>,
-    /// Id of the user who sent the request. For TCP connections, whose user is unknown, the id of the
+    /// ID of the user who sent the request. For TCP connections, whose user is unknown, the ID of the
     /// supervisor's user.
     pub(super) uid: u32,
     pub(super) progress: Arc<Progress>,

@@ -48,7 +48,7 @@ pub struct SuccessorProgram {
 pub struct Predecessor {
     /// The link to the predecessor.
     pub link: OwnedFd,
-    /// Process id of the predecessor.
+    /// Process ID of the predecessor.
     pub pid: u32,
     /// True if a failed bulkhead does not prevent the upgrade.
     pub is_forced: bool,

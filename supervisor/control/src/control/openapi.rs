@@ -16,7 +16,7 @@ pub(super) struct Route {
     /// HTTP method in lower case.
     pub(super) method: &'static str,
     pub(super) path: &'static str,
-    /// Operation id of the route in the OpenAPI document.
+    /// Operation ID of the route in the OpenAPI document.
     pub(super) id: &'static str,
     pub(super) about: &'static str,
     pub(super) handler: fn() -> MethodRouter<Shared>,

@@ -41,11 +41,11 @@ pub struct ActiveConfig {
     /// The configuration that was loaded last, except that keys which require a restart keep their values from when the
     /// supervisor started.
     pub config: Arc<Config>,
-    /// Confinement layers and user ids that are available on this machine.
+    /// Confinement layers and user IDs that are available on this machine.
     pub support: Arc<SandboxSupport>,
     /// Limit on open files, from which the maximum number of clients is computed.
     pub open_files: OpenFiles,
-    /// Id of the supervisor's own user.
+    /// ID of the supervisor's own user.
     pub own_uid: u32,
     /// Names of the tenants that have a separate label in the metrics. They do not change while the
     /// supervisor runs.
@@ -132,13 +132,13 @@ impl Reloads {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the user ids that all workers of a bulkhead share, by name of the bulkhead.
+    /// Returns the user IDs that all workers of a bulkhead share, by name of the bulkhead.
     pub(super) async fn permanent_ids(&self) -> BTreeMap<String, u32> {
         let support = self.active_config.lock().await.support.clone();
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
     }
 
-    /// Locks the user ids that the predecessor in an upgrade kept locked until it exited.
+    /// Locks the user IDs that the predecessor in an upgrade kept locked until it exited.
     pub(super) async fn lock_inherited_ids(&self) {
         if let Some(ids) = self.active_config.lock().await.support.ids() {
             ids.lock_inherited();

@@ -149,7 +149,7 @@ const ROUTES: &[Route] = &[
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
-/// Id of the route for jobs.
+/// ID of the route for jobs.
 const SUBMIT_JOB: &str = "submitJob";
 
 const JOB_HEADERS: &[Parameter] = &[

@@ -110,7 +110,7 @@ fn accepts_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
-/// Returns the id of the last event that the client has received. Clients of server-sent events send this id
+/// Returns the ID of the last event that the client has received. Clients of server-sent events send this ID
 /// when they reconnect.
 pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
     headers.get("last-event-id")?.to_str().ok()?.parse().ok()

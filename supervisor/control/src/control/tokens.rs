@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn request_must_have_exactly_one_secret() {
+    fn request_must_contain_exactly_one_secret() {
         let found = |value: &str| secret(&headers(&[value]));
         for good in ["Bearer a-secret", "bearer  a-secret "] {
             assert_eq!(found(good).unwrap(), b"a-secret", "{good}");

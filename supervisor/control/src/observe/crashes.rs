@@ -52,7 +52,7 @@ pub struct OpenError {
 /// Reason why a crash report cannot be returned.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// There is no report with this id, or it has been dropped.
+    /// There is no report with this ID, or it has been dropped.
     #[error("there is no crash report with this id")]
     NotFound,
     /// The report's file cannot be read or is not a valid report.
@@ -68,7 +68,7 @@ pub struct Store {
     /// True if payloads are removed from reports before they are stored.
     drops_payloads: bool,
     reports: BTreeMap<CrashId, StoredReport>,
-    /// Ids of the reports in each group. Each group has its own maximum, so no group can evict reports from another.
+    /// IDs of the reports in each group. Each group has its own maximum, so no group can evict reports from another.
     groups: [BTreeSet<CrashId>; GROUPS],
     memory_bytes: usize,
     /// True if the last report could not be written. While this is true, further failures are not logged.
@@ -227,7 +227,7 @@ impl Store {
         report.native = Some(native);
         let bytes = report_size(&report);
         match self.reports.get_mut(&id).and_then(|stored| stored.in_memory.as_mut()) {
-            // A file with this id may have been written by an earlier supervisor and must not be replaced.
+            // A file with this ID may have been written by an earlier supervisor and must not be replaced.
             Some(in_memory) => {
                 self.memory_bytes = self.memory_bytes - in_memory.1 + bytes;
                 *in_memory = (report, bytes);
@@ -385,7 +385,7 @@ impl CrashFolder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Returns the ids of all reports in the folder, and the names of other files. Removes files left by interrupted
+    /// Returns the IDs of all reports in the folder, and the names of other files. Removes files left by interrupted
     /// writes.
     fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
         let (mut ids, mut others) = (Vec::new(), Vec::new());
@@ -429,7 +429,7 @@ impl CrashFolder {
     }
 
     /// Writes a report to its file atomically. A new report must not replace an existing file: if the clock was set
-    /// back, the report's id can be the same as that of an earlier supervisor's report.
+    /// back, the report's ID can be the same as that of an earlier supervisor's report.
     fn write(&self, report: &CrashReport, is_new: bool) -> io::Result<()> {
         let unfinished = self.path.join(format!("{}{UNFINISHED_SUFFIX}", report.id));
         let written = write_new(&unfinished, report).and_then(|()| {
@@ -560,7 +560,7 @@ impl Crashes {
         self.request(StoreRequest::List).await
     }
 
-    /// Returns the report with this id, or `None` if the thread is too busy.
+    /// Returns the report with this ID, or `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
@@ -673,7 +673,7 @@ mod tests {
     }
 
     #[test]
-    fn crash_store_ignores_foreign_files() {
+    fn crash_store_ignores_unrelated_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();

@@ -42,7 +42,7 @@ pub struct Rendered {
     seq: u64,
     /// Name of the bulkhead that the event is about, if any.
     bulkhead: Option<Arc<str>>,
-    /// The event as a server-sent event, with the sequence number as its id.
+    /// The event as a server-sent event, with the sequence number as its ID.
     frame: Bytes,
     /// Offset of the event's JSON object in `frame`.
     json: usize,

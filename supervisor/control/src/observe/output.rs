@@ -61,7 +61,7 @@ struct State {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
-    /// Processes whose pipes are being read, by process id.
+    /// Processes whose pipes are being read, by process ID.
     readers: HashMap<u32, ProcessReader>,
     /// Number of processes started since the last search for exited processes.
     starts: usize,
@@ -289,7 +289,7 @@ impl Output {
 }
 
 impl State {
-    /// Registers a process whose pipes will be read. Clears the output of any earlier process with this process id.
+    /// Registers a process whose pipes will be read. Clears the output of any earlier process with this process ID.
     fn register(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
         self.starts += 1;
         if self.starts > STARTS_BETWEEN_CHECKS.max(self.readers.len() / PROCESSES_FOR_EACH_START) {
@@ -318,7 +318,7 @@ impl State {
 
     /// Records that one of a process's pipes has been closed.
     fn pipe_closed(&mut self, source: &LineSource, stop: &watch::Receiver<()>) {
-        // The process id may have been reused by another process, so the channel is compared as well.
+        // The process ID may have been reused by another process, so the channel is compared as well.
         let of = |readers: &&mut ProcessReader| readers.stop.subscribe().same_channel(stop);
         if let Some(readers) = self.readers.get_mut(&source.pid).filter(of) {
             readers.is_stderr_closed |= source.stream == "stderr";

@@ -31,7 +31,7 @@ const RECORDS_WAITING_MAX: usize = 16;
 /// Maximum time to spend on one record.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait until all processes of a symbolizer have exited, so that its user id can be reused.
+/// Maximum time to wait until all processes of a symbolizer have exited, so that its user ID can be reused.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Spawn number of the only process that a symbolizer's keeper starts.
@@ -58,7 +58,7 @@ impl Symbolizer {
 pub struct SymbolizerOptions {
     /// Starts the keepers.
     pub keeper: KeeperLauncher,
-    /// Source of user ids.
+    /// Source of user IDs.
     pub support: Arc<SandboxSupport>,
     /// Paths of `crash_symbols`.
     pub symbols: Vec<String>,
@@ -119,7 +119,7 @@ impl SymbolizerOptions {
             .start_keeper()
             .and_then(|started| self.ask(keeper.insert(started), record, id, bytes, deadline));
         let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
-        // An id must not be reused while its processes may still be running.
+        // An ID must not be reused while its processes may still be running.
         if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
             ids.free(id);
         }
