@@ -71,7 +71,7 @@ pub(crate) enum Command {
     ///
     /// A job is listed until its client has the outcome.
     Jobs(ListJobs),
-    /// Cancel a running or waiting job; its client gets the outcome `cancelled`
+    /// Cancel a running or waiting job; its client receives the outcome `cancelled`
     Cancel(Cancel),
     /// Check whether the supervisor, or a bulkhead, is ready for jobs
     ///
@@ -116,14 +116,14 @@ pub(crate) enum Command {
     /// it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same time,
     /// so the machine needs memory for both. The command waits until the new program has served for ten seconds. The
     /// exit status is then 0. It is 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded,
-    /// and 75 if an upgrade is under way.
+    /// and 75 if an upgrade is already in progress.
     Upgrade(Upgrade),
     /// List crash reports, or show one
     Crashes(Crashes),
     /// Run the payload of a crash report again in a dedicated worker, and report whether it crashes the same way
     ///
-    /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one after
-    /// the other, until one crashes the same way. The exit status is 0 if a job ran, whatever the result.
+    /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one at a time, until
+    /// one crashes the same way. The exit status is 0 if a job ran, whatever the result.
     Replay {
         /// ID of the crash report, the beginning of the ID, or `last`
         id: String,
@@ -575,7 +575,7 @@ impl Args {
         let has_flag = |option: &str| source(option) == Some(ValueSource::CommandLine);
         let socket_flag = has_flag("socket") || has_flag("admin");
         if socket_flag && has_flag("host") {
-            let message = "--host excludes --socket and --admin: name a single supervisor";
+            let message = "--host cannot be combined with --socket or --admin: name a single supervisor";
             return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
         }
         args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };

@@ -138,7 +138,7 @@ fn describe(report: &CrashReport) -> String {
     add("id", report.id.to_string());
     add("time", humantime::format_rfc3339_millis(report.at).to_string());
     if let count @ 2.. = report.count {
-        add("count", format!("{count} crashes of this kind; the last is shown"));
+        add("count", format!("{count} crashes of this kind; only the last is shown"));
     }
     add("bulkhead", shown(&report.bulkhead));
     if let Some(tenant) = &report.tenant {
@@ -382,7 +382,7 @@ fn describe_result(replay: &ReplayedJob) -> String {
         (_, Some(cause)) => shown(&cause.message),
         (None, None) => return known(&replay.message),
         (Some("ok"), _) => "ended ok".to_owned(),
-        (Some("deadline_exceeded"), _) => "did not end before the bulkhead's deadline".to_owned(),
+        (Some("deadline_exceeded"), _) => "did not finish before the bulkhead's deadline".to_owned(),
         (Some(outcome), _) => {
             let reason = replay.reason.clone().flatten();
             format!("{} ({}): {}", escape(outcome), known(&reason), known(&replay.message))

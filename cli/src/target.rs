@@ -59,13 +59,13 @@ impl Host {
             _ => return Err(format!("http:// is missing; {example}")),
         }
         let authority = uri.authority().filter(|authority| !authority.as_str().contains('@'));
-        let authority = authority.ok_or("a user name is not supported; use --token-file")?;
+        let authority = authority.ok_or("user names are not supported; use --token-file")?;
         if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
             return Err(format!("there is extra text after the port; {example}"));
         }
         let port = uri.port_u16().ok_or_else(|| format!("the port is missing; {example}"))?;
         if port == 0 {
-            return Err("port 0 is not the port of a server; the supervisor's log shows the port".into());
+            return Err("port 0 is not a usable port; the supervisor's log shows the port".into());
         }
         let name = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         Ok(Self { name, port, authority: authority.as_str().to_owned(), token_file })

@@ -37,8 +37,8 @@ type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &Atomi
 
 /// Metric families with the label `bulkhead`: name, type, description and value.
 const FAMILIES: [Family; 5] = [
-    ("decided", "counter", "Jobs that this agent decided.", |of| &of.decided),
-    ("returned", "counter", "Attempts after which the job was returned.", |of| &of.returned),
+    ("decided", "counter", "Jobs whose outcome this agent recorded.", |of| &of.decided),
+    ("returned", "counter", "Attempts after which the job was returned to the queue.", |of| &of.returned),
     ("fenced", "counter", "Outcomes dropped because another agent had taken over the job.", |of| &of.fenced),
     ("redelivered", "counter", "Messages that were delivered more than once.", |of| &of.redelivered),
     ("pending", "gauge", "Jobs without an outcome in the whole fleet.", |of| &of.pending),

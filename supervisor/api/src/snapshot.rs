@@ -46,8 +46,7 @@ pub struct Snapshot {
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
-    /// Adaptive limit. Absent if none is configured. With isolated tenants, the limits of all tenants
-    /// combined.
+    /// Adaptive limit. Absent if none is configured. If tenants are isolated, the limits of all tenants combined.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adaptive: Option<Adaptive>,
     pub in_flight: u64,
@@ -100,8 +99,8 @@ pub struct Adaptive {
     pub max: u32,
     /// Value of the key `target` in milliseconds.
     pub target_ms: f64,
-    /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. With
-    /// isolated tenants, the sum over all tenants.
+    /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. If tenants are
+    /// isolated, the sum over all tenants.
     pub limit: u64,
     /// Number of separate limits that add up to `limit`: one for each tenant with workers if tenants are
     /// isolated, otherwise one.

@@ -27,7 +27,7 @@ pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 /// Minimum length of an observation for a proposal to lower a value.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
-/// Current settings of the bulkhead. With isolated tenants, the numbers apply to each tenant.
+/// Current settings of the bulkhead. If tenants are isolated, the numbers apply to each tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) processes: u32,

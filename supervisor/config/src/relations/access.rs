@@ -117,8 +117,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, because it permits nothing. Accepts a list that is empty only because invalid elements
-    /// were removed, because those were meant to permit something.
+    /// Reports an empty list, because it permits nothing. Accepts a list that is empty only because invalid elements,
+    /// which were meant to permit something, were removed.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

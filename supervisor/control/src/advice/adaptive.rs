@@ -43,7 +43,7 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
         mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
             format!("with mode = \"enforce\" the limit would let {limit} jobs run concurrently")
         }
-        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" the limit would delay no job".to_owned(),
+        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" no jobs would be delayed".to_owned(),
         _ if is_late && *limit <= min => {
             "although the limit is at the minimum: the job time does not depend on the number of concurrent jobs, so \
              check why jobs wait, or set a longer target"

@@ -134,7 +134,7 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
         let missing = percent(seen.time_short_of_workers);
         let reason = format!(
             "workers were missing for {missing} of the busy time, so the required number of workers is \
-             unknown: first find out why workers end or do not start"
+             unknown: first find out why workers exit or do not start"
         );
         verdicts.keep(sizing.key, now, reason);
         return limit;
@@ -184,7 +184,7 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let wanted = needed.clamp(limit, 2 * limit);
     let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
     let mut why = format!(
-        "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only show the \
+        "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only reflect the \
          limit; including waiting jobs there were {demand}"
     );
     if in_all > 0 {
@@ -292,7 +292,7 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     );
     if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful}: jobs that cannot \
+            "{expired} of {} jobs waited but then did not run, and {in_time} is {useful}: jobs that cannot \
              run in time should be rejected immediately",
             seen.jobs
         );

@@ -293,7 +293,7 @@ fn proposed_queue_holds_only_jobs_that_can_finish_in_time() {
     let vain = Observations { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
-    assert!(reason.contains("3000 of 100000 jobs waited and then did not run"), "{reason}");
+    assert!(reason.contains("3000 of 100000 jobs waited but then did not run"), "{reason}");
     // `max_queue = 0` is the default, so a queue is still proposed.
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));

@@ -126,7 +126,7 @@ fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, S
         return Err("no job was in flight at the crash, so there is no job to replay".into());
     }
     if let Some(job) = job.filter(|job| *job >= count) {
-        return Err(format!("this report has no job {job}: it has {count} jobs, numbered from 0"));
+        return Err(format!("this report has no job {job}: its {count} jobs are numbered from 0"));
     }
     match job.or(report.culprit) {
         Some(one) if report.jobs[one].is_replayable() => Ok(vec![one]),

@@ -27,7 +27,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(70);
 pub struct HandoverOptions {
     /// Successor's program, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
-    /// The supervisor from which this one takes over.
+    /// The supervisor that this one takes over from.
     pub predecessor: Option<Predecessor>,
     /// Soft resource limits before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
@@ -44,7 +44,7 @@ pub struct SuccessorProgram {
     pub arguments: Vec<OsString>,
 }
 
-/// A supervisor from which this one takes over.
+/// A supervisor that this one takes over from.
 pub struct Predecessor {
     /// The link to the predecessor.
     pub link: OwnedFd,

@@ -1,11 +1,11 @@
 //! The predecessor's side of an upgrade: starts the new program, hands over to it, and resumes serving if a step fails.
 //!
-//! | ends | when | result |
+//! | process that exits | when | result |
 //! | --- | --- | --- |
-//! | the new program | before SWITCH | this supervisor has served all the time |
-//! | the new program, or it hangs | until the main process changes | it is killed, and this supervisor serves again |
-//! | the new program | afterwards | this supervisor ends with an error, so that the service manager restarts the service |
-//! | this supervisor | any | the new program continues to serve, unless the service manager ends it |
+//! | the new program | before SWITCH | this supervisor has kept serving |
+//! | the new program, or it hangs | until the main process changes | it is killed, and this supervisor resumes serving |
+//! | the new program | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
+//! | this supervisor | any | the new program continues to serve, unless the service manager stops it |
 
 use std::ffi::OsStr;
 use std::io;
@@ -68,7 +68,7 @@ const PING_INTERVAL: Duration = Duration::from_secs(1);
 const UNANSWERED_PINGS_MAX: u32 = 3;
 
 /// Maximum time to wait for the workers of a killed successor to exit. Together with `ACTIVE_TIMEOUT`, this is below
-/// the time limit for a client's hello, because no client is read in the meantime.
+/// the time limit for a client's hello, because no client's data is read in the meantime.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time limit for the service manager's confirmation.

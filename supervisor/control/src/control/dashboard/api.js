@@ -5,7 +5,7 @@ const url = (path) => location.origin + path;
 
 const ANSWER_WITHIN_MS = 20_000;
 
-/** An error response of the API, with the message of the API. */
+/** An error response from the API, with the API's message. */
 export class Problem extends Error {
   constructor(message, body = {}) {
     super(message);

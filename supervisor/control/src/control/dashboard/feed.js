@@ -107,7 +107,7 @@ export class Feed {
     );
   }
 
-  /** Returns the number of crashes in the last ten minutes: workers, and programs whose worker continues. */
+  /** Returns the number of crashes in the last ten minutes: crashes of workers, and of programs whose worker continues. */
   crashes(now) {
     const lately = this.kept.filter((event) => event[AT] > now - GROUPED_MS);
     const deaths = lately.filter((event) => event.kind === 'worker_exited' && event.severity !== 'info');
@@ -167,7 +167,7 @@ function line(event) {
 
 const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
-/** Returns why an event occurred, as far as its fields say. */
+/** Returns why an event occurred, if its fields say so. */
 function causeOf(event) {
   const exit = event.exit_code == null ? null : `exit ${event.exit_code}`;
   const killed = event.killed ? `killed: ${event.killed}` : null;

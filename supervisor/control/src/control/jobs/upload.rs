@@ -18,7 +18,7 @@ use super::Failure;
 const SEGMENT_BYTES: usize = 256 * 1024;
 
 /// Minimum size that is announced for a payload that is too large. Exceeds the maximum size of payloads that need no
-/// announcement, so that the data plane rejects the job before it receives any byte of the payload.
+/// announcement, so that the data plane rejects the job before it receives any bytes of the payload.
 const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 /// An incoming payload.
