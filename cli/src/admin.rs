@@ -90,7 +90,7 @@ pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Describes the adaptive limit in one line.
+/// Describes the adaptive limit on one line.
 pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     let Adaptive { min, max, limit, limits, target_ms, raised, lowered, .. } = adaptive;
     let each = if *limits > 1 { format!(" for each of {limits} tenants") } else { String::new() };
@@ -145,7 +145,7 @@ pub(crate) fn short_duration(ms: u64) -> String {
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
-/// Formats the number of rejections per reason in one line. Returns `None` if there were none.
+/// Formats the number of rejections per reason on one line. Returns `None` if there were none.
 pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     let by: Vec<_> =
         one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();

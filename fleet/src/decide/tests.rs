@@ -61,7 +61,7 @@ fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
     stored(Phase::Claimed { stream_sequence, delivery, previous: None })
 }
 
-/// Returns the decision about the delivery with this number.
+/// Returns the decision for the delivery with this number.
 fn on(delivered: u64, is_idempotent: bool, stored: Option<&Stored>, now: Duration) -> Next {
     delivery::decide(&message(delivered), &terms(is_idempotent), &rules(), stored, now)
 }

@@ -197,8 +197,8 @@ pub struct CrashReport {
     #[serde(with = "rfc3339")]
     #[schemars(with = "String")]
     pub at: SystemTime,
-    /// Number of crashes that this report stands for. Only crashes with equal causes before a worker was
-    /// ready are combined.
+    /// Number of crashes that this report represents. Crashes are combined only if they have equal causes and occurred
+    /// before a worker was ready.
     #[serde(default = "one")]
     pub count: u32,
     pub bulkhead: String,

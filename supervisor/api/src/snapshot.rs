@@ -93,9 +93,9 @@ impl Snapshot {
 pub struct Adaptive {
     /// Mode of the adaptive limit: whether the limit is enforced.
     pub mode: Word<AdaptiveMode>,
-    /// Value of the key `min`. With isolated tenants, it applies to each tenant.
+    /// Value of the key `min`. If tenants are isolated, it applies to each tenant.
     pub min: u32,
-    /// Value of the key `max`. With isolated tenants, it applies to each tenant.
+    /// Value of the key `max`. If tenants are isolated, it applies to each tenant.
     pub max: u32,
     /// Value of the key `target` in milliseconds.
     pub target_ms: f64,

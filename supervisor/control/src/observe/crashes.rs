@@ -652,7 +652,7 @@ mod tests {
             drop(store);
             let mut store = Store::open(path, 2).unwrap();
             store.load();
-            // The store keeps two reports of each group.
+            // The store keeps two reports per group.
             let left: &[&str] = if is_in_memory { &[] } else { &["0008", "0009", "0012", "0013"] };
             assert_eq!(numbers(&store), left);
         }

@@ -40,7 +40,7 @@ const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 /// Maximum time to wait for a closing connection that has no request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Serves connections until the listener has closed, then waits for the connections that were admitted before.
+/// Serves connections until the listener has closed, then waits for the connections that had already been admitted.
 pub(in crate::control) async fn serve<S: Socket>(mut connections: Queue<S>, router: Router) {
     while let Some(connection) = connections.receiver.recv().await {
         let NewConnection { socket, admission, accepted, permit } = connection;
