@@ -85,7 +85,7 @@ fn outcome_of_a_frozen_agent_is_fenced() {
         assert_eq!(outcome(&client, "frozen").await, "host_lost");
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         fleet.hosts[host].signal_agent(Signal::SIGCONT);
-        wait_for("the outcome is dropped", || fleet.hosts[host].log().contains("is dropped").then_some(()));
+        wait_for("the outcome was dropped", || fleet.hosts[host].log().contains("was dropped").then_some(()));
         assert_eq!(outcome(&client, "frozen").await, "host_lost");
     });
     assert_eq!(begun(&fleet), 1);

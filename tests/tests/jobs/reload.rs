@@ -526,7 +526,7 @@ fn dry_run_reports_changes_without_applying_them() {
     assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
     let ran = command(&supervisor, &["reload", "--dry-run"]);
     let expected = "old: removed; accepted jobs still finish\n\
-                    b: env, max_queue; workers are replaced one after the other\n\
+                    b: env, max_queue; workers are replaced one at a time\n\
                     new: added\n\
                     [supervisor]: drain_timeout\n\
                     [supervisor]: not applied: crash_keep; restart the supervisor to apply these changes\n\

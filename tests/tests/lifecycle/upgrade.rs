@@ -372,7 +372,7 @@ fn stopping_supervisor_hands_over_no_connections() {
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     manager.begin_stop();
-    wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+    wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
     std::fs::write(&gates[0], "").unwrap();
     assert_eq!(clients[0].outcome(), (1, (0, 0)));
     clients[0].submit(2, "", b"");

@@ -27,7 +27,7 @@ fn failed_start_leaves_the_old_program_in_service() {
         assert!(text.contains(why), "{why}: {text}");
         assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
         assert_eq!((manager.main(), manager.restarts()), (old, 0));
-        wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+        wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
     };
     fails("", "[bulkhead.b]\n", &[], "command");
     fails("crash_dir = \"crashes\"", ONE, &[], "crash_dir");
