@@ -14,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay of accepting connections that is reported as an event.
+/// Minimum delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Accepting connections may take up to one part in this number of a processor's time.
+/// Reciprocal of the share of a processor's time that accepting connections can use.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -55,7 +55,7 @@ impl Acceptor {
         })
     }
 
-    /// Replaces the listener. The previous listener gets no further clients, because its socket file is gone.
+    /// Replaces the listener. Clients can no longer reach the previous listener, because its socket file is gone.
     pub(super) fn replace_listener(&mut self, poll: &Poll, listener: UnixListener) -> io::Result<()> {
         register(poll, &listener)?;
         if let Some(before) = self.listener.replace(listener) {
@@ -65,12 +65,12 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Returns a duplicate of the listener. Returns the errors of `dup(2)`.
+    /// Returns a duplicate of the listener, or the error from `dup(2)`.
     pub(super) fn duplicate(&self) -> io::Result<Option<UnixListener>> {
         self.listener.as_ref().map(UnixListener::try_clone).transpose()
     }
 
-    /// Stops accepting connections. Another supervisor may accept the waiting connections of the same listener.
+    /// Stops accepting connections. Another supervisor can accept the waiting connections of the same listener.
     pub(super) fn stop_listening(&mut self, poll: &Poll) {
         if let Some(listener) = self.listener.take() {
             let _ = poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
@@ -110,9 +110,8 @@ impl Acceptor {
         has_time
     }
 
-    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted.
-    /// Returns the errors of `accept(2)`, most often because this process has no free descriptors, and of
-    /// `epoll_ctl(2)`.
+    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted. Returns the
+    /// errors from `accept(2)`, most often because this process has no free descriptors, and from `epoll_ctl(2)`.
     pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
         self.needs_retry = false;
         let Some(listener) = &self.listener else {
@@ -143,7 +142,7 @@ impl Acceptor {
         self.budget.charge(began);
     }
 
-    /// Records that no connection is waiting, or that accepting connections failed.
+    /// Records that no connection is waiting, or that accepting a connection failed.
     fn backlog_accepted(&mut self) {
         self.is_pending = false;
         (self.delayed_since, self.accepted) = (None, 0);
@@ -162,8 +161,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime,
-    /// the event loop reports it at once.
+    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime, the
+    /// event loop reports the connection immediately.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener
@@ -190,7 +189,7 @@ mod tests {
 
     use super::*;
 
-    /// The connection is reported once the time budget allows accepting connections again.
+    /// The connection is reported once the time budget again allows accepting connections.
     #[test]
     fn connection_that_arrives_before_registration_is_reported() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_of_one_second_are_reported_at_intervals() {
+    fn reports_delays_of_one_second_at_intervals() {
         let poll = Poll::new().unwrap();
         let mut acceptor = Acceptor::new(&poll, None).unwrap();
         let at = |ms| Time::ZERO + Duration::from_millis(ms);
@@ -232,6 +231,6 @@ mod tests {
         assert!(acceptor.delayed(at(11_999)).is_none());
         assert!(acceptor.delayed(at(12_000)).is_some());
         acceptor.backlog_accepted();
-        assert!(acceptor.delayed(at(22_000)).is_none(), "a new delay must have begun");
+        assert!(acceptor.delayed(at(22_000)).is_none(), "the acceptor must treat this as a new delay");
     }
 }
