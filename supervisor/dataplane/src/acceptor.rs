@@ -24,7 +24,7 @@ const ACCEPT_PART: i64 = 8;
 pub(super) struct Acceptor {
     /// `None` in an embedded supervisor, whose clients are in the same process.
     listener: Option<UnixListener>,
-    /// True if connections may be waiting to be accepted.
+    /// True if there might be connections to accept.
     is_pending: bool,
     /// True if the listener is not registered with the event loop, so that new connections do not wake the
     /// data plane while the time budget is used up.
@@ -148,8 +148,8 @@ impl Acceptor {
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// Records that connections may be waiting although the time budget is used up. Returns an event if the
-    /// delay must be reported now.
+    /// Records that connections might be waiting even though the time budget is used up. Returns an event if the delay
+    /// must be reported now.
     pub(super) fn delayed(&mut self, now: Time) -> Option<EventKind> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
@@ -191,7 +191,7 @@ mod tests {
 
     /// The connection is reported once the time budget again allows accepting connections.
     #[test]
-    fn connection_that_arrives_before_registration_is_reported() {
+    fn reports_connection_that_arrives_before_registration() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
         let mut poll = Poll::new().unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();

@@ -79,7 +79,7 @@ pub(super) struct BulkheadEntry {
     pub(super) counters: BulkheadCounters,
     /// Metric series that were possible at any scrape so far. Once possible, a series is always exported.
     possible: PossibleSeries,
-    /// True if the configuration sets `pressure` for this bulkhead. This requires a queue.
+    /// True if the configuration sets `pressure` for this bulkhead. Pressure limits require a queue.
     has_own_pressure: bool,
     /// Memory limit per worker, in bytes. A worker that exceeds the limit is replaced or killed.
     memory_limit: Option<u64>,

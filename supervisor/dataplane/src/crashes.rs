@@ -53,7 +53,7 @@ pub(super) struct Crashes {
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Deaths of workers before they were ready.
+    /// Deaths of workers that were not ready yet.
     start_failures: StartFailures,
 }
 
@@ -434,7 +434,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crashes_beyond_the_rate_limit_are_counted() {
+    fn counts_crashes_beyond_the_rate_limit() {
         let mut report_limit = ReportLimit::default();
         let (mut reported, mut told) = (0, 0);
         // Simulates one minute with one hundred crashes per second.

@@ -25,7 +25,7 @@ use bulkhead_linux::scm_rights::refuse_descriptors;
 /// Maximum number of descriptors per message (`SCM_MAX_FD` in the kernel).
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 
-/// Maximum number of received descriptors that wait to be closed.
+/// Maximum number of received descriptors waiting to be closed.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
 /// Number of closing threads. A close that blocks occupies one thread, so other descriptors are delayed only when all
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_refuses_descriptors_at_the_sender() {
+    fn kernel_refuses_descriptors_when_they_are_sent() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         if let Err(error) = refuse_descriptors(&ours) {
             assert_eq!(error, Errno::NOPROTOOPT);

@@ -68,7 +68,7 @@ impl Handover {
         !matches!(self.phase, Phase::None)
     }
 
-    /// Returns true if this supervisor accepts no more jobs.
+    /// Returns true if this supervisor no longer accepts jobs.
     pub(super) fn has_switched(&self) -> bool {
         matches!(self.phase, Phase::Switched | Phase::Released | Phase::Leaving)
     }

@@ -160,8 +160,7 @@ impl KeeperLink {
 
     // Replacement.
 
-    /// Starts to replace a lost keeper. If keepers have died early several times, the new keeper starts after
-    /// a delay.
+    /// Starts replacing a lost keeper. If keepers have died early several times, the new keeper starts after a delay.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
         let is_again = now.since(self.since) < LIFETIME_MIN;
         self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };

@@ -257,7 +257,7 @@ pub struct DataPlane {
     keeper: KeeperLink,
     reporter: Reporter,
     unread_loans: UnreadLoans,
-    // Parts without input and output.
+    // Parts that do not perform I/O.
     bulkheads: Bulkheads,
     commands: CommandQueue,
     compartments: Compartments,

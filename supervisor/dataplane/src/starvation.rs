@@ -75,7 +75,8 @@ impl SchedStats {
 }
 
 impl Thread {
-    /// Returns how long the thread was ready but not running during the last `passed`.
+    /// Returns how long the thread was ready but not running between `before` and `self`, which were recorded `passed`
+    /// apart.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
@@ -153,7 +154,7 @@ mod tests {
 
     /// The arguments are numbers of seconds within a ten-second window.
     #[test]
-    fn thread_is_starved_if_mostly_ready_without_running() {
+    fn thread_that_is_ready_but_rarely_runs_is_starved() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {
             let thread = |seconds: [u64; 2], is_ready| {
                 let [ran_ns, waited_ns] = seconds.map(|seconds| (7 + seconds) * 1_000_000_000);

@@ -43,7 +43,7 @@ pub struct Window {
     pub demand: Histogram,
     /// Distribution of the number of queued jobs, weighted by time in nanoseconds.
     pub queued: Histogram,
-    /// Distribution of run times in microseconds, and of times in the queue.
+    /// Distributions of run times and of queue times, both in microseconds.
     pub run_us: Histogram,
     pub wait_us: Histogram,
     /// Total time that all jobs were in flight, in nanoseconds.

@@ -77,7 +77,7 @@ pub struct Hello<'a> {
 pub struct InheritedName<'a> {
     /// One of the names in [`inherited`].
     pub name: &'a str,
-    /// Path or address of the socket, or path of the locked file or folder. Empty for the other descriptors.
+    /// Path or address of the socket, or path of the locked file or folder. Empty for all other descriptors.
     pub place: &'a str,
 }
 

@@ -112,7 +112,7 @@ pub(crate) struct Adaptive {
     runs: BTreeMap<Option<u32>, Runs>,
     /// Highest number of permits that were in use whenever a job ended in the current window.
     in_use_max: u32,
-    /// True if a job in the current window ended while every permit of the limit was either in use or reserved for
+    /// True if a job in the current window ended while every permit within the limit was either in use or reserved for
     /// critical jobs.
     was_full: bool,
     /// True if a job was counted since the last call of [`Self::is_due`].

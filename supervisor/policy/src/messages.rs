@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the start, counted over all workers of the bulkhead.
+    /// Sequence number of the worker's start, counted across all workers in the bulkhead.
     pub generation: u32,
 }
 
@@ -583,7 +583,7 @@ pub enum OperatorEvent {
     },
     /// A payload was quarantined because it has caused too many crashes.
     JobQuarantined {
-        /// Job that caused the last of the crashes.
+        /// Job that caused the most recent crash.
         job: JobId,
         /// Digest of the payload.
         digest: Digest,

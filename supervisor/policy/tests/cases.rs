@@ -149,7 +149,7 @@ fn cancelled_job_keeps_its_permit_until_its_work_ends() {
 /// The client gets its outcome when an oversized result starts to arrive. The permit is returned after the whole result
 /// has arrived, and this does not count as a late reply. Until then, the worker gets no new job.
 #[test]
-fn oversized_result_uses_its_permit_until_it_has_arrived() {
+fn oversized_result_holds_its_permit_until_it_has_arrived() {
     let mut fixture =
         Fixture::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
     let (worker, job) = (fixture.newest_worker(), fixture.job());

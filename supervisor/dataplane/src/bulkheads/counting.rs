@@ -124,7 +124,7 @@ impl Bulkheads {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, with the number of jobs since the last event.
+    /// Returns the fallbacks for which an event is due, and the number of jobs passed on since the last event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();

@@ -21,8 +21,8 @@ const FOR_A_JOB: i64 = 2;
 /// would appear to be hanging.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum number of notices in excess of the budget that pauses cannot compensate (see `docs/protocol.md`).
-/// A worker that exceeds this number is killed. The count is reset when the budget is full.
+/// Maximum number of notices beyond the budget for which pauses could not compensate (see `docs/protocol.md`). A worker
+/// that exceeds this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
 /// Budget for the notices from one worker.

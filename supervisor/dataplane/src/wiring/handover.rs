@@ -271,7 +271,7 @@ impl DataPlane {
         }
     }
 
-    /// Resumes serving, because the successor has failed.
+    /// Serves clients again because the successor has failed.
     fn take_back(&mut self, listener: Option<std::os::unix::net::UnixListener>) {
         let had_switched = self.handover.has_switched();
         self.handover.take_back();

@@ -56,7 +56,8 @@ impl<T> Bulkhead<T> {
         self.tenants.find_or_add(name)
     }
 
-    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list.
+    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list if the tenant is
+    /// not in it.
     pub fn label(&mut self, tenant: TenantId) -> usize {
         self.tenants.get(tenant).label as usize
     }

@@ -440,7 +440,7 @@ impl<T> Bulkhead<T> {
             worker.kill_at = None;
         });
         self.actions.push(Action::Kill { worker: id, reason: reason.clone() });
-        // A process that was never reported as running needs no report.
+        // A process that was never reported as running does not need a report.
         self.actions.extend(pid.map(|pid| Action::Report(OperatorEvent::WorkerKilled { pid, reason })));
     }
 

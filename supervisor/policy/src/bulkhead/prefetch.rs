@@ -29,8 +29,8 @@ const BYTES_MAX: u32 = 64 * 1024;
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// Multiple of `lookahead` by which the time left until a job's deadline and queue timeout must exceed zero for the job
-/// to be prefetched.
+/// Minimum time left until a job's deadline and queue timeout for the job to be prefetched, as a multiple of
+/// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
