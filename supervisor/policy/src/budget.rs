@@ -124,7 +124,7 @@ mod tests {
         );
     }
 
-    /// Taken from Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` percent of the requests.
+    /// Taken from Finagle, `RetryBudget`. Allows retries for about the fraction `percentCanRetry` of the requests.
     #[test]
     fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
