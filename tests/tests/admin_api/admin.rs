@@ -294,7 +294,7 @@ fn readyz_follows_supervisor_from_start_to_stop() {
 // Routes and errors.
 
 #[test]
-fn invalid_requests_get_problem_documents() {
+fn invalid_requests_return_problem_documents() {
     let supervisor = Supervisor::start(ONE);
     let not_found = [
         ("GET", "/nope"),
@@ -370,7 +370,7 @@ fn invalid_requests_get_problem_documents() {
 }
 
 #[test]
-fn operator_drains_resumes_restarts_and_resets_bulkhead() {
+fn operator_can_drain_resume_restart_and_reset_bulkhead() {
     let supervisor = Supervisor::start(&format!("{ONE}processes = 2\n"));
     supervisor.wait_number("b", "limit", 2);
     let post = |verb: &str| {
@@ -497,7 +497,7 @@ const KINDS: &str = "worker_started worker_ready worker_exited worker_killed wor
     restart_backoff bulkhead_failed job_timeout job_crashed draining stopped";
 
 #[test]
-fn events_have_the_fields_of_their_kind() {
+fn events_have_the_fields_defined_for_their_kind() {
     let mut supervisor = Supervisor::start(
         "[defaults]\ngrace = \"20ms\"\ndeadline = \"60s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
@@ -575,7 +575,7 @@ fn events_have_the_fields_of_their_kind() {
 }
 
 #[test]
-fn event_stream_continues_stored_events_without_gap() {
+fn event_stream_continues_stored_events_without_gaps() {
     let supervisor = Supervisor::start(&format!("{ONE}[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"));
     let kept = || get(&supervisor, "/v1/events?follow=false").lines();
     let before = kept();
@@ -627,7 +627,7 @@ fn event_stream_continues_stored_events_without_gap() {
 // Jobs.
 
 #[test]
-fn list_of_jobs_is_bounded_and_oldest_first() {
+fn job_list_is_bounded_and_sorted_oldest_first() {
     const JOBS: usize = 20_000;
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 30000\ndeadline = \"600s\"\n\
@@ -660,7 +660,7 @@ fn number_of(job: &Value) -> u64 {
 }
 
 #[test]
-fn job_at_a_fallback_is_listed_and_cancelled_there() {
+fn job_in_a_fallback_is_listed_and_cancelled_there() {
     let supervisor = Supervisor::start(
         "[bulkhead.first]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
          [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\ntenants = { isolate = true }\n",
@@ -688,7 +688,7 @@ fn job_at_a_fallback_is_listed_and_cancelled_there() {
 // Logs.
 
 #[test]
-fn logs_escape_control_characters_of_workers() {
+fn logs_escape_control_characters_in_worker_output() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\nenv = { PATH = \"/usr/bin:/bin\" }\nexec = [\"sh\", \"-c\", \"cat >&2\"]\n\
          [bulkhead.w]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
@@ -942,7 +942,7 @@ fn invalid_command_line_exits_with_status_2() {
 }
 
 #[test]
-fn default_configuration_file_needs_no_option() {
+fn default_configuration_file_is_found_without_an_option() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let check = |variables: &[(&str, &Path)]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));

@@ -209,7 +209,7 @@ fn dashboard_lists_failing_bulkheads_first() {
 }
 
 #[test]
-fn dashboard_summarises_troubles_and_folds_healthy_bulkheads() {
+fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
     let _turn = heavy();
     let mut bulkheads =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n"
@@ -595,7 +595,7 @@ fn save(browser: &Browser, name: &str) {
 }
 
 #[test]
-fn updates_screenshots_of_documentation() {
+fn updates_documentation_screenshots() {
     if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
         return;
     }

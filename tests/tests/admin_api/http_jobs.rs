@@ -221,7 +221,7 @@ fn crowd(
 }
 
 #[test]
-fn overloaded_bulkhead_names_the_reject_reason() {
+fn overload_rejection_names_the_reason() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"6MiB\"\n",
         "[defaults]\ndeadline = \"10m\"\ncwd = \".\"\n\
@@ -295,7 +295,7 @@ fn overloaded_bulkhead_names_the_reject_reason() {
 }
 
 #[test]
-fn too_large_payload_is_rejected_before_it_arrives() {
+fn oversized_payload_is_rejected_before_it_arrives() {
     let supervisor = Supervisor::start(&format!("{ONE}max_payload = 1000\n"));
     let place = Place::of(&supervisor);
     let begin = |headers: &[&str], length: Option<usize>| {

@@ -130,7 +130,7 @@ fn pipelined_jobs_are_answered_in_order() {
 }
 
 #[test]
-fn jobs_listener_serves_nothing_else() {
+fn jobs_listener_serves_only_jobs_and_health_checks() {
     let (supervisor, place) = start();
     for path in ["/healthz", "/readyz", "/readyz?bulkhead=b"] {
         for host in ["Host: evil.example", "Host: 10.0.0.1:1", "Host:"] {
@@ -211,7 +211,7 @@ fn jobs_require_a_token_that_permits_jobs() {
 }
 
 #[test]
-fn access_tokens_can_only_read_the_admin_api() {
+fn admin_api_is_read_only_for_access_tokens() {
     let crash = "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n";
     let (supervisor, place) = start_with("", &format!("{ONE}{crash}"));
     let admin = Place::tcp(&supervisor);
@@ -357,7 +357,7 @@ fn raw(place: &Place, request: &[u8]) -> std::io::Result<String> {
 }
 
 #[test]
-fn invalid_requests_get_an_answer_and_run_no_job() {
+fn invalid_requests_are_answered_and_run_no_job() {
     let (supervisor, place) = start_with("", &format!("{ONE}max_payload = 1000\n"));
     let head = format!("POST {JOBS} HTTP/1.1\r\nHost: x\r\n{TOKEN}\r\n");
     let long = |n: usize| "x".repeat(n);
@@ -480,7 +480,7 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
 }
 
 #[test]
-fn clients_without_a_token_do_not_hold_connections() {
+fn clients_without_a_token_cannot_hold_connections() {
     let (_supervisor, place) = start_with("jobs_http_max = 8", ONE);
     let mut known = place.keep_alive();
     assert_eq!(job(&mut known, "echo", b"x").unwrap().status, 200);
@@ -504,7 +504,7 @@ fn clients_without_a_token_do_not_hold_connections() {
 }
 
 #[test]
-fn thousand_connections_are_served_at_once() {
+fn a_thousand_connections_are_served_at_once() {
     let (supervisor, place) = start();
     let mut connections: Vec<KeptAlive> = (0..1000).map(|_| place.keep_alive()).collect();
     let headers = [TOKEN, "Bulkhead-Operation: steps:wait go"];
@@ -588,7 +588,7 @@ fn second_signal_ends_the_drain_notice() {
 
 /// A token sends chunked payloads until its share of the memory is full. The supervisor's own user still gets a share.
 #[test]
-fn token_cannot_take_memory_share_of_another_user() {
+fn token_holder_cannot_use_memory_share_of_another_user() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);
     let piece = vec![7; 1 << 20];
     let senders: Vec<_> = (0..12)

@@ -185,7 +185,7 @@ fn results(seen: &[Seen]) -> BTreeMap<&str, usize> {
 }
 
 #[test]
-fn stop_with_drain_notice_fails_no_job() {
+fn stop_with_drain_notice_does_not_fail_any_jobs() {
     let keys = "drain_notice = \"1s\"";
     let hosts = [Host::start(keys), Host::start(keys)];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
@@ -225,7 +225,7 @@ fn killed_host_fails_only_jobs_in_flight() {
 
 /// Each host stops four times, without a notice, while jobs run and wait.
 #[test]
-fn stops_under_load_reset_no_connection() {
+fn stopping_hosts_under_load_does_not_reset_connections() {
     let mut hosts = [Host::start(""), Host::start("")];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
     let stops = AtomicUsize::new(0);

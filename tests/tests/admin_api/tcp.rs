@@ -170,7 +170,7 @@ fn routes_except_health_checks_require_the_token() {
 }
 
 #[test]
-fn foreign_web_pages_are_forbidden() {
+fn requests_from_foreign_web_pages_are_forbidden() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
     // DNS rebinding: the Host header has a foreign name that resolves to the address of the supervisor.

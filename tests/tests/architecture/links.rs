@@ -161,7 +161,7 @@ fn named_pages(text: &str) -> BTreeSet<&str> {
 
 /// Pages are named relative to the source, to the repository, or to `docs` as in the tables that tests generate.
 #[test]
-fn code_and_messages_name_existing_pages() {
+fn pages_named_in_code_and_messages_exist() {
     let root = workspace();
     let docs = root.join("docs");
     let mut sources = Vec::new();
@@ -187,7 +187,7 @@ fn code_and_messages_name_existing_pages() {
 }
 
 #[test]
-fn check_finds_broken_links() {
+fn link_check_finds_broken_links() {
     let folder = tempfile::tempdir().unwrap();
     let page = "# A `b` & [c](d.md)\n## Twice\n## Twice\n```\n# no heading, [no](link.md)\n```\n`[no](link.md)`\n\
                 [x](#a-b--c) [y](#twice-1) <a id=\"here\" href=\"#here\">\n[z]: other.md#there\n";

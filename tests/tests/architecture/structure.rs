@@ -44,7 +44,7 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
 
 /// Cargo would not run such tests.
 #[test]
-fn programs_that_are_not_tested_have_no_tests() {
+fn packages_excluded_from_testing_contain_no_tests() {
     let is_untested = |member: &PathBuf| {
         fs::read_to_string(member.join("Cargo.toml")).unwrap().contains("\ntest = false\n")
     };
@@ -301,7 +301,7 @@ fn modules_have_no_circular_imports() {
 }
 
 #[test]
-fn check_finds_circular_imports() {
+fn import_check_finds_circular_imports() {
     let crate_of = |files: &[(&str, &str)]| {
         let folder = tempfile::tempdir().unwrap();
         for (file, text) in files {
@@ -433,7 +433,7 @@ fn data_plane() -> Imports {
 }
 
 #[test]
-fn parts_of_data_plane_do_not_know_data_plane() {
+fn data_plane_parts_do_not_refer_to_the_data_plane() {
     for (module, text) in &data_plane().modules {
         let is_wiring = module.first().is_none_or(|first| first == "wiring");
         let mut words = text.split(|char: char| !char.is_alphanumeric() && char != '_');
@@ -442,7 +442,7 @@ fn parts_of_data_plane_do_not_know_data_plane() {
 }
 
 #[test]
-fn data_plane_files_do_not_call_each_other_in_a_circle() {
+fn data_plane_files_have_no_circular_imports() {
     let imports = data_plane();
     let mut edges: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
     for (module, targets) in imports.edges() {
@@ -456,7 +456,7 @@ fn data_plane_files_do_not_call_each_other_in_a_circle() {
 }
 
 #[test]
-fn recorded_structure_of_data_plane_does_not_grow() {
+fn data_plane_structure_matches_recorded_numbers() {
     let files = data_plane().modules;
     let (calls, lines) = method_calls(&files, "DataPlane");
     let between = calls.values().map(BTreeSet::len).sum::<usize>();
@@ -472,7 +472,7 @@ fn recorded_structure_of_data_plane_does_not_grow() {
 }
 
 #[test]
-fn calls_between_files_of_one_impl_are_found() {
+fn call_check_finds_calls_between_files_of_one_type() {
     let file = |name: &str, text: &str| (vec![name.to_owned()], text.to_owned());
     let wiring = |name: &str, text: &str| (vec!["wiring".to_owned(), name.to_owned()], text.to_owned());
     let files = BTreeMap::from([

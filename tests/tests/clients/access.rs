@@ -184,7 +184,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
 }
 
 #[test]
-fn forbidden_tenant_gets_no_isolated_workers() {
+fn forbidden_tenant_does_not_start_isolated_workers() {
     if !may_be_others() {
         return;
     }
@@ -479,7 +479,7 @@ fn client_outside_pid_namespace_is_accepted() {
 }
 
 #[test]
-fn connection_attempts_of_workers_do_not_block_clients() {
+fn worker_connection_attempts_do_not_block_clients() {
     let _turn = heavy();
     let supervisor = Supervisor::start(SHELL);
     let began = Instant::now();

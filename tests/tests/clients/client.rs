@@ -114,7 +114,7 @@ fn reconnected_client_sends_all_waiting_jobs() {
 }
 
 #[test]
-fn jobs_fail_quickly_after_reconnecting_has_failed() {
+fn jobs_fail_quickly_after_reconnection_has_failed() {
     let mut supervisor = Supervisor::start(ONE);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -238,7 +238,7 @@ fn progress_arrives_in_order_before_the_result() {
 
 /// Also checks that the client gets the last report before the result.
 #[test]
-fn client_gets_at_most_ten_progress_reports_per_second() {
+fn client_receives_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);
     let client = blocking::Client::connect(supervisor.socket()).unwrap();
     let began = Instant::now();
@@ -771,7 +771,7 @@ fn client_backs_off_when_supervisor_closes_after_welcome() {
 }
 
 #[test]
-fn connection_closes_after_last_handle_and_client() {
+fn connection_closes_when_last_handle_and_client_are_dropped() {
     let (client_gone, told) = mpsc::channel::<()>();
     against(
         move |fake| {

@@ -96,7 +96,7 @@ fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
 }
 
 #[test]
-fn lingering_socket_from_client_does_not_block_others() {
+fn lingering_socket_from_client_does_not_block_supervisor() {
     let _turn = heavy();
     on_both(BULKHEADS, |supervisor, is_older| {
         let path = supervisor.socket();
@@ -150,7 +150,7 @@ fn descriptors_from_clients_are_closed() {
 }
 
 #[test]
-fn lingering_socket_from_worker_does_not_block_others() {
+fn lingering_socket_from_worker_does_not_block_supervisor() {
     let _turn = heavy();
     let hostile = programs().join("hostile");
     let bulkheads = format!(

@@ -517,7 +517,7 @@ fn invalid_job_does_not_close_the_connection() {
 }
 
 #[test]
-fn reused_number_of_running_job_closes_the_connection() {
+fn reusing_number_of_a_running_job_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
     // With unused numbers, each of these jobs would have a different outcome.
@@ -1230,7 +1230,7 @@ fn flooding_worker_stays_within_limits() {
 
 /// The worker is still busy sending the rejected result, so another job could not start.
 #[test]
-fn too_large_result_keeps_its_permit_until_fully_read() {
+fn oversized_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\ngrace = \"60s\"\n{PATIENT}");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));

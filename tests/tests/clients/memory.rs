@@ -329,7 +329,7 @@ fn memory_limit_includes_job_records_and_names() {
 }
 
 #[test]
-fn idle_connection_is_closed_for_another_user() {
+fn idle_connection_is_closed_to_make_room_for_another_user() {
     if !may_be_another() {
         return;
     }

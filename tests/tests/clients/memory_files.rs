@@ -176,7 +176,7 @@ fn unusual_payload_file_is_sent_whole_or_rejected() {
 
 /// If a worker dies while it uses a file, the next worker gets the original bytes, and later jobs get a new file.
 #[test]
-fn retry_in_another_worker_has_the_original_payload() {
+fn retry_in_another_worker_receives_the_original_payload() {
     let supervisor = one("processes = 2\nmax_queue = 100\nretry = { attempts = 3, budget = 1.0 }\n\
          restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }");
     run(async {
@@ -214,7 +214,7 @@ fn retry_in_another_worker_has_the_original_payload() {
 }
 
 #[test]
-fn fallback_gets_payload_over_the_socket() {
+fn fallback_receives_payload_over_the_socket() {
     let supervisor = start(
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
@@ -302,7 +302,7 @@ fn total_file_size_stays_below_max_pooled() {
 }
 
 #[test]
-fn replaced_worker_leaves_no_file() {
+fn replaced_worker_leaves_no_memory_files() {
     let keys = |env: &str| {
         format!(
             "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nenv = {{ ROUND = \"{env}\" }}\n"
@@ -395,7 +395,7 @@ fn invalid_lease_from_worker_is_a_protocol_violation() {
 
 /// A worker that never confirms files gets every payload over the socket.
 #[test]
-fn worker_that_confirms_no_file_gets_payloads_over_socket() {
+fn worker_that_never_confirms_files_gets_payloads_over_socket() {
     let supervisor = by_hand("never-takes");
     run(async {
         let client = connect(&supervisor).await;
@@ -593,7 +593,7 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
 
 /// The supervisor has created the files of these leases, but has not offered the leases yet.
 #[test]
-fn enabling_poison_detection_refuses_pending_leases() {
+fn enabling_poison_detection_refuses_pending_lease_requests() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
     let supervisor = start(bulkhead);
     let mut raw = Raw::connect(&supervisor);
@@ -710,7 +710,7 @@ fn result_in_revoked_file_is_an_error() {
 /// A hostile client can confirm leases without reading them. Unread descriptors stay in flight in the kernel, which
 /// limits their number for an unprivileged supervisor.
 #[test]
-fn client_that_never_reads_gets_few_leases() {
+fn client_that_never_reads_receives_few_leases() {
     let supervisor = one("");
     let mut raw = Raw::connect(&supervisor);
     let on_their_way = |raw: &Raw| -> u64 {

@@ -977,7 +977,7 @@ fn client_without_sdk_is_served() {
 }
 
 #[test]
-fn client_without_sdk_gets_every_outcome() {
+fn client_without_sdk_receives_every_outcome() {
     let supervisor = Supervisor::start_with("max_payload = \"2MiB\"", SDK);
     let mut client = Client::connect(&supervisor);
 
@@ -1156,7 +1156,7 @@ fn invalid_signal_number_is_a_protocol_violation() {
 // Later versions.
 
 #[test]
-fn outcome_returns_the_run_limit_of_the_job() {
+fn outcome_reports_the_run_limit_of_the_job() {
     let supervisor = Supervisor::start(SDK);
     let mut client = Client::connect(&supervisor);
     let limit = 250_000_u64.to_le_bytes();

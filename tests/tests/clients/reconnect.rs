@@ -35,7 +35,7 @@ struct Entry {
 /// Tasks send jobs while the supervisor is killed and restarted. The records of the workers show which jobs
 /// began.
 #[test]
-fn killed_supervisor_repeats_only_idempotent_jobs() {
+fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     const TASKS: u64 = 16;
     const KILLS: usize = 4;
     /// Number of jobs with an outcome before each kill.
@@ -209,7 +209,7 @@ fn idempotent_job_is_sent_again_with_remaining_time() {
 }
 
 #[test]
-fn job_that_ends_every_connection_is_sent_four_times() {
+fn job_that_breaks_every_connection_is_sent_four_times() {
     against(
         |fake| {
             for _ in 0..4 {
@@ -349,7 +349,7 @@ fn rejection_after_lost_connection_leaves_execution_unknown() {
 }
 
 #[test]
-fn job_ends_at_its_deadline_while_no_supervisor_answers() {
+fn job_ends_at_its_deadline_if_no_supervisor_answers() {
     let (end, told) = mpsc::channel::<()>();
     against(
         move |fake| {
@@ -373,7 +373,7 @@ fn job_ends_at_its_deadline_while_no_supervisor_answers() {
 }
 
 #[test]
-fn reconnect_timeout_of_zero_ends_jobs_with_the_connection() {
+fn zero_reconnect_timeout_ends_jobs_when_connection_is_lost() {
     against(
         |fake| {
             next_job(&mut fake.welcome());
@@ -480,7 +480,7 @@ fn job_is_not_retried_beyond_its_deadline() {
 }
 
 #[test]
-fn retries_stay_within_the_budget_of_the_client() {
+fn retries_stay_within_the_client_budget() {
     const JOBS: usize = 200;
     let times = while_rejected(usize::MAX, Some(Duration::ZERO), async |client| {
         for _ in 0..JOBS {

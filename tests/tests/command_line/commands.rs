@@ -813,7 +813,7 @@ fn bench_prints_throughput_and_latency() {
 }
 
 #[test]
-fn bench_fails_if_the_supervisor_ends() {
+fn bench_fails_if_the_supervisor_exits() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\n");
     let mut command = supervisor.command();
     command.args(["bench", "b", "--duration", "10s", "--concurrency", "1", "--json"]).stdout(Stdio::piped());

@@ -72,7 +72,7 @@ fn logs_merges_bulkheads_by_time() {
 }
 
 #[test]
-fn followed_logs_repeat_and_lose_no_line() {
+fn followed_logs_neither_repeat_nor_lose_lines() {
     let supervisor = Supervisor::start(TWO);
     say(&supervisor, "a", "old");
     say(&supervisor, "b", "last");
@@ -198,7 +198,7 @@ fn is_ready_does_not_wait_for_a_silent_supervisor() {
 }
 
 #[test]
-fn is_ready_waits_for_the_start_of_the_supervisor() {
+fn is_ready_waits_for_the_supervisor_to_start() {
     let folder = tempfile::tempdir().unwrap();
     let admin = folder.path().join("admin.sock");
     let arguments = ["--admin", admin.to_str().unwrap(), "is-ready", "--wait", "60s"];
@@ -304,7 +304,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
 // Waiting.
 
 #[test]
-fn drain_waits_until_no_job_is_left() {
+fn drain_waits_until_no_jobs_are_left() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n[bulkhead.idle]\ncommand = [\"MISBEHAVE\"]\n",
     );
@@ -330,7 +330,7 @@ fn drain_waits_until_no_job_is_left() {
 }
 
 #[test]
-fn restart_waits_until_all_workers_are_new() {
+fn restart_waits_until_all_workers_are_replaced() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 3\n\
          [bulkhead.stuck]\ncommand = [\"sh\", \"-c\", \"test -e flag || exit 3; exec 'MISBEHAVE'\"]\n\
@@ -409,7 +409,7 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
 // Other hosts.
 
 #[test]
-fn response_of_another_program_is_an_error() {
+fn response_from_another_program_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let host = format!("http://{}", listener.local_addr().unwrap());
     for (arguments, status, part) in [

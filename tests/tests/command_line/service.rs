@@ -111,7 +111,7 @@ fn failing_jobs_change_service_state_of_ready_bulkhead() {
 
 /// The command also shows the quarantine, the start mode and the breaker.
 #[test]
-fn status_of_bulkhead_shows_rejections_and_tenants() {
+fn bulkhead_status_shows_rejections_and_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\npoison = { crashes = 1 }\n\
          [bulkhead.forked]\ncommand = [\"MISBEHAVE\"]\nstart.mode = \"fork\"\nbreaker = { min_calls = 5 }\n",

@@ -175,7 +175,7 @@ fn passed_sockets_outlive_the_supervisor() {
 }
 
 #[test]
-fn passed_sockets_with_wrong_names_are_errors() {
+fn passed_sockets_with_wrong_names_are_rejected() {
     for (names, expected) in [
         (
             "bulkhead.socket:http",
@@ -197,7 +197,7 @@ fn passed_sockets_with_wrong_names_are_errors() {
 
 /// Checks the configuration of the package. Its example must work without any file of the user.
 #[test]
-fn configuration_of_package_serves_jobs() {
+fn packaged_configuration_serves_jobs() {
     let packaged = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/debian/workers.toml");
     let text = std::fs::read_to_string(packaged).unwrap();
     let folder = tempfile::tempdir().unwrap();

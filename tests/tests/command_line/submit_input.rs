@@ -76,7 +76,7 @@ fn submit_reads_no_payload_from_a_terminal() {
 }
 
 #[test]
-fn submit_reports_waiting_for_standard_input() {
+fn submit_reports_that_it_is_waiting_for_standard_input() {
     let supervisor = supervisor();
     let mut child = submit(&supervisor, &[]).stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();

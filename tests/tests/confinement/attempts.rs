@@ -78,7 +78,7 @@ fn start(runs: &str, profile: &str, user: Option<u32>) -> Place {
 }
 
 #[test]
-fn hostile_worker_knows_every_attempt_of_the_table() {
+fn hostile_worker_implements_every_attempt_in_the_table() {
     let output = Command::new(programs().join("hostile")).arg("list").output().unwrap();
     let listed = String::from_utf8(output.stdout).unwrap();
     let listed: BTreeSet<&str> = listed.lines().collect();
@@ -117,7 +117,7 @@ fn attempts_succeed_without_confinement() {
 }
 
 #[test]
-fn default_profile_stops_attempts_as_in_the_table() {
+fn default_profile_stops_attempts_as_documented() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written(attempt.default, ended));
@@ -137,14 +137,14 @@ fn stops_as_much_in_an_application(profile: &str, word: &str) {
 }
 
 #[test]
-fn default_profile_stops_attempts_in_embedded_supervisor() {
+fn default_profile_stops_attempts_under_embedded_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_as_much_in_an_application(DEFAULT, "default");
     }
 }
 
 #[test]
-fn strict_profile_stops_attempts_in_embedded_supervisor() {
+fn strict_profile_stops_attempts_under_embedded_supervisor() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_as_much_in_an_application(STRICT, "strict");
     }
@@ -218,7 +218,7 @@ fn as_written_of_program(
 }
 
 #[test]
-fn default_profile_stops_attempts_of_programs() {
+fn default_profile_stops_attempts_by_programs() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(PROGRAM, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |default, _| default));
@@ -226,7 +226,7 @@ fn default_profile_stops_attempts_of_programs() {
 }
 
 #[test]
-fn strict_profile_stops_attempts_as_in_the_table() {
+fn strict_profile_stops_attempts_as_documented() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(WORKER, STRICT, None);
         try_all(&place, |attempt, ended| as_written(attempt.strict, ended));
@@ -234,7 +234,7 @@ fn strict_profile_stops_attempts_as_in_the_table() {
 }
 
 #[test]
-fn strict_profile_stops_attempts_of_programs() {
+fn strict_profile_stops_attempts_by_programs() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(PROGRAM, STRICT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |_, strict| strict));

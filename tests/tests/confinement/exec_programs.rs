@@ -89,7 +89,7 @@ fn refused(ended: &Ended) -> bool {
 }
 
 #[test]
-fn default_profile_isolates_programs_of_one_worker() {
+fn default_profile_isolates_programs_sharing_a_worker() {
     if has_layers(DEFAULT_LAYERS) {
         attack(DEFAULT, None, exactly, |number| BETWEEN_PROGRAMS[number].default);
         if is_root() {
@@ -99,7 +99,7 @@ fn default_profile_isolates_programs_of_one_worker() {
 }
 
 #[test]
-fn strict_profile_isolates_programs_of_one_worker() {
+fn strict_profile_isolates_programs_sharing_a_worker() {
     if has_layers(STRICT_LAYERS) {
         attack(STRICT, None, exactly, |number| BETWEEN_PROGRAMS[number].strict);
         if is_root() {
@@ -184,7 +184,7 @@ fn unisolated_programs_run_one_at_a_time() {
 }
 
 #[test]
-fn executable_without_shebang_fails() {
+fn script_without_shebang_fails() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -229,7 +229,7 @@ fn own_pause() -> String {
 }
 
 #[test]
-fn output_includes_processes_that_outlive_the_program() {
+fn output_of_processes_that_outlive_the_program_is_included() {
     under_each_profile("output_grace = \"100s\"", |place| {
         let client = place.client();
         // The payload exceeds the capacity of the pipes, so the host still writes after the program has exited.
@@ -248,7 +248,7 @@ fn output_includes_processes_that_outlive_the_program() {
 }
 
 #[test]
-fn output_open_after_output_grace_fails_the_job() {
+fn output_still_open_after_output_grace_fails_the_job() {
     under_each_profile("output_grace = \"50ms\"", |place| {
         let pause = own_pause();
         let operation = format!("sleep {pause} & echo started");
@@ -265,7 +265,7 @@ fn output_open_after_output_grace_fails_the_job() {
 }
 
 #[test]
-fn zero_output_grace_ends_output_with_the_program() {
+fn zero_output_grace_ends_output_when_the_program_exits() {
     under_each_profile("output_grace = \"0s\"", |place| {
         let pause = own_pause();
         let operation = format!("sleep {pause} & echo started");
@@ -454,7 +454,7 @@ fn fifo_as_result_file_fails_the_job() {
 }
 
 #[test]
-fn input_and_output_file_are_independent() {
+fn input_and_output_files_can_be_used_separately() {
     let input = start_shell(NONE, "files = { input = \"-\" }");
     assert_eq!(text(input.client().job("x", "payload").operation("cat ./-").send()), "payload");
     let output = start_shell(NONE, "files = { output = \"out\" }");
@@ -473,7 +473,7 @@ fn payload_file_larger_than_sandbox_tmp_fails_the_job() {
 }
 
 #[test]
-fn readable_paths_use_no_host_descriptors() {
+fn host_holds_no_descriptors_for_readable_paths() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }

@@ -168,14 +168,14 @@ fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
 }
 
 #[test]
-fn default_profile_stops_attempts_of_forked_workers() {
+fn default_profile_stops_attempts_by_forked_workers() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_all(DEFAULT, |attempt| attempt.default);
     }
 }
 
 #[test]
-fn strict_profile_stops_attempts_of_forked_workers() {
+fn strict_profile_stops_attempts_by_forked_workers() {
     if profiles().any(|profile| profile == STRICT) {
         // All workers of a template share `/tmp`. Landlock lets each worker access only one folder in `/tmp`.
         let of_all = Expected::Refused(&["EACCES"], "Landlock");
@@ -640,7 +640,7 @@ fn many_forks_leak_no_processes_or_descriptors() {
 /// The supervisor must not wait forever for the output of a dead worker while another process can still write to the
 /// pipes.
 #[test]
-fn template_that_keeps_pipes_leaks_no_descriptors() {
+fn template_that_keeps_pipes_open_leaks_no_descriptors() {
     for profile in profiles() {
         let bad = bulkhead("bad", profile, "").replace(
             "command = [\"HOSTILE\"]",

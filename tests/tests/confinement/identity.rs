@@ -134,7 +134,7 @@ const HOME: &str = "[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scri
     [defaults]\nmax_queue = 10\ndeadline = \"60s\"\n";
 
 #[test]
-fn worker_reaches_only_permitted_files_of_closed_home() {
+fn worker_reaches_only_permitted_files_in_closed_home() {
     for profile in profiles() {
         let home = home();
         let path = home.path().to_owned();
@@ -180,7 +180,7 @@ fn worker_can_run_in_closed_home() {
 }
 
 #[test]
-fn worker_with_reachable_files_gets_no_mounts() {
+fn worker_with_reachable_files_needs_no_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -237,7 +237,7 @@ fn workers_of_two_supervisors_have_different_user_ids() {
 }
 
 #[test]
-fn sandbox_user_selects_the_user_of_the_worker() {
+fn sandbox_user_selects_the_user_that_the_worker_runs_as() {
     for profile in profiles() {
         for (user, expected) in [("root", 0), ("shared", 0), ("nobody", NOBODY)] {
             let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\nuser = \"{user}\"\n");
@@ -355,7 +355,7 @@ fn texts(output: &Output) -> (String, String) {
 
 /// `--check --start` starts one worker of each bulkhead.
 #[test]
-fn check_starts_workers_beside_a_running_supervisor() {
+fn check_can_start_workers_while_a_supervisor_is_running() {
     for profile in profiles() {
         let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\n");
         let supervisor = start_in(home(), &format!("{SOCKETS}{HOME}{sandbox}"));
@@ -423,7 +423,7 @@ fn check_explains_why_a_worker_does_not_start() {
 
 /// A worker can extend its start only in steps of `start.ready`, as under a supervisor.
 #[test]
-fn check_uses_the_start_timeout_of_the_supervisor() {
+fn check_uses_the_same_start_timeout_as_the_supervisor() {
     let home = home();
     let bulkhead = |name: &str, mode: &str| {
         format!(
@@ -444,7 +444,7 @@ fn check_uses_the_start_timeout_of_the_supervisor() {
 
 /// An ELF program of `exec`, and a library without dependencies in its folder, need no path.
 #[test]
-fn host_opens_programs_by_descriptor_without_mounts() {
+fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
@@ -481,7 +481,7 @@ fn host_opens_programs_by_descriptor_without_mounts() {
 /// Containers often cannot mount file systems. Programs that need a path then fail, and the error names the folder that
 /// the worker cannot reach.
 #[test]
-fn error_without_mounts_names_the_unreachable_folder() {
+fn error_names_unreachable_folder_if_worker_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }

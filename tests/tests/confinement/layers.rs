@@ -106,7 +106,7 @@ fn snapshot_reports_the_confinement_in_force() {
 
 /// The reported pid is that of the worker, not that of the first process in the worker's pid namespace.
 #[test]
-fn snapshot_has_the_pid_of_the_worker() {
+fn snapshot_contains_the_pid_of_the_worker() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -244,7 +244,7 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
 
 /// A seccomp filter outside the supervisor can make a system call return success without any effect.
 #[test]
-fn worker_start_fails_if_kernel_ignores_its_rules() {
+fn worker_start_fails_if_sandbox_calls_have_no_effect() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -330,7 +330,7 @@ fn doctor_detects_layers_that_have_no_effect() {
 
 /// The cause is an outer filter and not the kernel, so the advice must not be to use a newer kernel.
 #[test]
-fn doctor_names_filter_that_refuses_landlock() {
+fn doctor_names_filter_that_blocks_landlock() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -347,7 +347,7 @@ fn doctor_names_filter_that_refuses_landlock() {
 
 /// The filter for containers allows everything that both profiles need, so that no layer is missing under the filter.
 #[test]
-fn workers_start_under_filter_for_containers() {
+fn workers_start_under_a_container_seccomp_filter() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -500,7 +500,7 @@ fn nproc_limit_applies_to_unprivileged_worker_users() {
 
 /// The program is owned by root and has the set-user-id bit.
 #[test]
-fn set_user_id_program_gives_no_privileges() {
+fn set_user_id_program_grants_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }

@@ -131,7 +131,7 @@ fn forked_worker_connects_only_to_permitted_ports() {
 /// The ports need Landlock 4. Without it, workers start only with `best_effort`, and the filter of system calls
 /// still applies.
 #[test]
-fn ports_need_landlock_unless_best_effort() {
+fn tcp_ports_require_landlock_unless_best_effort() {
     for profile in profiles() {
         let network = |more: &str| {
             format!("{profile}, network = {{ tcp_ports = [1] }}")

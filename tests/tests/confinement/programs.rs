@@ -255,7 +255,7 @@ fn concurrent_violations_kill_every_violating_process() {
 }
 
 #[test]
-fn violation_does_not_affect_other_programs_of_the_worker() {
+fn violation_does_not_affect_other_programs_in_the_worker() {
     for profile in profiles() {
         let script = "if [ $BULKHEAD_OPERATION = violate ]; then exec HOSTILE once load-bpf; fi; \
             while [ ! -e PLACE/write/go ]; do sleep 0.01; done; echo lives";

@@ -217,7 +217,7 @@ fn workers_of_two_supervisors_have_different_subuid_ids() {
 
 /// The error of the first start names the command that gives the worker access to the folder.
 #[test]
-fn writing_worker_keeps_its_user_id() {
+fn worker_with_write_folders_keeps_its_subuid_id() {
     let Some(user) = User::with_ids() else { return };
     for profile in profiles() {
         let mut home = home(user);

@@ -18,7 +18,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn exit_codes_are_those_of_the_bulkhead_command() {
+fn exit_codes_match_those_of_the_bulkhead_command() {
     let Some(fleet) = start() else { return };
     let submit = |arguments: &[&str]| {
         let output = fleet.command(&[&["submit"], arguments].concat());
@@ -73,7 +73,7 @@ fn invalid_configuration_is_explained() {
 }
 
 #[test]
-fn readable_secret_is_refused() {
+fn secret_with_permissive_file_mode_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (file, seed) = (folder.path().join("fleet.toml"), folder.path().join("seed"));
     std::fs::write(&file, "[nats]\nservers = [\"nats://127.0.0.1:1\"]\nnkey = \"seed\"\n").unwrap();
@@ -163,7 +163,7 @@ fn status_names_agents_and_streams() {
 }
 
 #[test]
-fn fleet_can_be_tried_with_one_command() {
+fn fleet_try_command_runs_a_complete_fleet() {
     let Some(server) = server_program(VERSIONS[1]) else { return };
     let mut command = Command::new(programs().join("bulkhead"));
     let output = command.args(["fleet", "try", "--server"]).arg(server).output().unwrap();
@@ -195,7 +195,7 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn alerts_and_dashboard_name_only_metrics_of_the_agent() {
+fn alerts_and_dashboard_use_only_metrics_of_the_agent() {
     let Some(mut fleet) = start() else { return };
     assert_eq!(fleet.json(&["submit", "b", "-n"]).0, 0);
     let port = fleet.hosts[0].http;

@@ -57,7 +57,7 @@ fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usi
 }
 
 #[test]
-fn tenant_backlog_rejects_what_exceeds_it() {
+fn jobs_beyond_the_tenant_backlog_are_rejected() {
     let settings = settings().replace("[streams]\n", "[streams]\ntenant_backlog = 50\n");
     let Some((accepted, reasons)) = decide_all_accepted(&settings, 320, 10) else { return };
     assert_eq!(accepted, 50);
@@ -65,7 +65,7 @@ fn tenant_backlog_rejects_what_exceeds_it() {
 }
 
 #[test]
-fn full_stream_rejects_and_loses_nothing() {
+fn full_stream_rejects_jobs_but_loses_none() {
     let settings = settings().replace("max_bytes = \"64MiB\"\nledger", "max_bytes = \"256KiB\"\nledger");
     let Some((accepted, reasons)) = decide_all_accepted(&settings, 320, 2000) else { return };
     assert!((50..160).contains(&accepted), "{accepted}");
@@ -126,7 +126,7 @@ fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
 }
 
 #[test]
-fn message_that_is_no_job_is_decided_as_invalid() {
+fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let subject = "bh.job.b.n.3.=";
     publish_raw(&fleet, subject, &[]);
@@ -151,7 +151,7 @@ fn message_that_is_no_job_is_decided_as_invalid() {
 }
 
 #[test]
-fn lanes_let_a_quiet_tenant_pass() {
+fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
     let settings = format!("{}[bulkhead.b]\nlanes = 16\n", streams(1));
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
     run(async {
@@ -172,7 +172,7 @@ fn lanes_let_a_quiet_tenant_pass() {
 }
 
 #[test]
-fn lanes_change_only_while_no_job_waits() {
+fn lanes_can_change_only_while_no_jobs_are_waiting() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let change = |lanes: &str| {
         let text = std::fs::read_to_string(fleet.config()).unwrap();
@@ -190,7 +190,7 @@ fn lanes_change_only_while_no_job_waits() {
 }
 
 #[test]
-fn nearly_full_ledger_stops_pulls_and_loses_nothing() {
+fn nearly_full_ledger_stops_pulls_before_records_are_lost() {
     let settings = settings()
         .replace("ledger_max_bytes = \"64MiB\"", "ledger_max_bytes = \"64KiB\"\nledger_keep = \"1m\"")
         .replace("[bulkhead.b]\n[bulkhead.other]\n", "[bulkhead.b]\ndeadline_max = \"50s\"\n");

@@ -73,7 +73,7 @@ fn stop_servers(fleet: &mut TestFleet, time: Duration) {
 
 #[test]
 #[ignore = "takes two minutes"]
-fn leader_frozen_for_twelve_seconds_costs_no_job() {
+fn freezing_the_leader_for_twelve_seconds_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         for stream in ["BH_JOBS", "BH_LEDGER"] {
@@ -86,7 +86,7 @@ fn leader_frozen_for_twelve_seconds_costs_no_job() {
 
 #[test]
 #[ignore = "takes three minutes"]
-fn servers_stopped_for_a_minute_cost_no_job() {
+fn stopping_all_servers_for_a_minute_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let stopped = |fleet: &mut TestFleet| stop_servers(fleet, Duration::from_secs(60));
@@ -96,7 +96,7 @@ fn servers_stopped_for_a_minute_cost_no_job() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn agent_frozen_too_long_costs_only_its_jobs() {
+fn freezing_an_agent_too_long_loses_only_its_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let plan = Plan { outcomes: &["ok", "crashed/host_lost"], ..plan(version, 12) };
@@ -114,7 +114,7 @@ fn agent_frozen_too_long_costs_only_its_jobs() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn host_whose_clock_is_ahead_costs_no_job() {
+fn host_whose_clock_is_ahead_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let stopped = |fleet: &mut TestFleet| stop_servers(fleet, 2 * HOST_LOST_AFTER);
@@ -225,7 +225,7 @@ fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
 }
 
 #[test]
-fn power_cut_loses_only_what_the_server_has_not_synchronized() {
+fn power_cut_loses_only_unsynchronized_jobs() {
     for version in VERSIONS {
         let Some(synchronized) = jobs_after_a_power_cut(version, "sync_interval: always") else { return };
         assert_eq!(synchronized, 50);
@@ -238,7 +238,7 @@ fn power_cut_loses_only_what_the_server_has_not_synchronized() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn power_cut_under_load_costs_no_job() {
+fn power_cut_under_load_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let Some(disks) = Disk::create(1) else { return };
@@ -254,7 +254,7 @@ fn power_cut_under_load_costs_no_job() {
 
 #[test]
 #[ignore = "takes two minutes"]
-fn power_cut_of_one_of_three_servers_costs_no_job() {
+fn power_cut_to_one_of_three_servers_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         for stream in ["BH_JOBS", "BH_LEDGER"] {

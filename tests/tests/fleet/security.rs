@@ -72,7 +72,7 @@ fn start() -> Option<TestFleet> {
 }
 
 #[test]
-fn tenant_reaches_only_its_own_jobs() {
+fn tenant_can_access_only_its_own_jobs() {
     let Some(fleet) = start() else { return };
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let file = fleet.folder.path().join("acme.toml");
@@ -95,7 +95,7 @@ fn tenant_reaches_only_its_own_jobs() {
 }
 
 #[test]
-fn stranger_is_refused() {
+fn client_with_wrong_key_or_authority_is_refused() {
     let Some(fleet) = start() else { return };
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let folder = fleet.folder.path();

@@ -79,7 +79,7 @@ fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
 }
 
 #[test]
-fn limit_follows_service_time_down_and_up() {
+fn limit_falls_for_slow_jobs_and_recovers_for_fast_jobs() {
     let supervisor = Supervisor::start(&bulkhead(ENFORCE));
     assert_eq!((supervisor.number("b", "limit"), adaptive(&supervisor, "limit")), (8, 8));
     let load = Load::of(&supervisor, 1);

@@ -22,7 +22,7 @@ async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Ru
 }
 
 #[test]
-fn flooding_tenant_does_not_delay_another() {
+fn flooding_tenant_does_not_delay_another_tenant() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 200\ndeadline = \"60s\"\n\
          tenants = { max_in_flight = 3 }\n",
@@ -155,7 +155,7 @@ fn evictions_are_distributed_among_tenants() {
 
 /// The tenant itself can still use its full rate.
 #[test]
-fn tenant_over_its_rate_does_not_affect_others() {
+fn tenant_over_its_rate_does_not_affect_other_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 64\nmax_queue = 1000\n\
          rate_limit = { per_second = 20, burst = 50, per = \"tenant\" }\n",
@@ -311,7 +311,7 @@ fn patch(supervisor: &Supervisor, name: &str, body: &str) -> (u16, Value) {
 }
 
 #[test]
-fn changing_limits_loses_no_queued_job() {
+fn changing_limits_loses_no_queued_jobs() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3\ndeadline = \"60s\"\n");
     supervisor.wait_number("b", "limit", 1);

@@ -222,7 +222,7 @@ fn crash_diverts_only_idempotent_jobs() {
 }
 
 #[test]
-fn crashed_job_is_retried_before_and_in_fallback() {
+fn crashed_job_is_retried_in_the_entry_and_in_the_fallback() {
     let retry =
         "retry = { attempts = 2 }\nrestart = { max = 1000, backoff = \"1ms\", backoff_max = \"5ms\" }";
     let supervisor = start(retry, retry);
@@ -458,7 +458,7 @@ fn fallback_limit_includes_diverted_jobs() {
 }
 
 #[test]
-fn full_fallback_returns_the_first_reject_reason() {
+fn full_fallback_reports_the_reject_reason_of_the_entry() {
     let supervisor = start("", "max_queue = 1");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -486,7 +486,7 @@ fn full_fallback_returns_the_first_reject_reason() {
 }
 
 #[test]
-fn queue_timeout_in_fallback_returns_the_first_reason() {
+fn queue_timeout_in_fallback_reports_reason_of_the_entry() {
     let supervisor = start("", "max_queue = 5\nqueue_timeout = \"50ms\"");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -558,7 +558,7 @@ fn fallback_isolates_tenants() {
 }
 
 #[test]
-fn rate_limit_counts_jobs_only_at_first_bulkhead() {
+fn rate_limit_counts_jobs_only_at_the_entry() {
     let rate = |burst: u32| format!("rate_limit = {{ per_second = 0.001, burst = {burst} }}");
     let supervisor = start(&rate(4), &format!("{}\nmax_in_flight = 8", rate(1)));
     supervisor.wait_number("safe", "limit", 8);
@@ -598,7 +598,7 @@ fn open_breaker_does_not_bypass_rate_limit() {
 // Deadlines.
 
 #[test]
-fn deadline_includes_time_in_first_queue() {
+fn deadline_includes_time_in_the_queue_of_the_entry() {
     let supervisor = start("max_queue = 5", "");
     run(async {
         let client = connect(&supervisor).await;
@@ -626,7 +626,7 @@ fn deadline_includes_time_in_first_queue() {
 }
 
 #[test]
-fn deadline_of_first_bulkhead_applies_in_fallback() {
+fn deadline_of_the_entry_applies_in_the_fallback() {
     let supervisor = start("deadline = \"40s\"", "deadline = \"50ms\"");
     supervisor.resize("entry", FORCED_OPEN);
     run(async {
@@ -640,7 +640,7 @@ fn deadline_of_first_bulkhead_applies_in_fallback() {
 }
 
 #[test]
-fn job_expired_in_fallback_queue_has_not_run() {
+fn job_that_expires_in_fallback_queue_counts_as_not_run() {
     let supervisor = start("", "max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -691,7 +691,7 @@ fn cancellation_reaches_jobs_in_fallback() {
 }
 
 #[test]
-fn crashed_job_cancelled_in_fallback_queue_has_run() {
+fn crashed_job_cancelled_in_fallback_queue_counts_as_run() {
     let supervisor = start("", "max_queue = 5");
     run(async {
         let client = connect(&supervisor).await;

@@ -338,7 +338,7 @@ fn blocked_worker_does_not_hold_back_jobs() {
 }
 
 #[test]
-fn unbegun_jobs_of_blocked_worker_have_not_run() {
+fn jobs_not_started_by_blocked_worker_are_reported_as_not_run() {
     for (how, max_in_flight) in BLOCKED.into_iter().flat_map(|how| [(how, 1), (how, 4)]) {
         let supervisor = how.start(&format!("max_in_flight = {max_in_flight}"));
         run(async {

@@ -99,7 +99,7 @@ fn hanging_job_does_not_affect_other_jobs_in_worker() {
 }
 
 #[test]
-fn cancelled_job_alone_in_its_worker_is_killed() {
+fn worker_is_killed_if_its_only_job_ignores_cancellation() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
     run(async {

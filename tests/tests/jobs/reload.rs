@@ -212,7 +212,7 @@ fn reload_names_dropped_live_values() {
 // Replacement.
 
 #[test]
-fn changed_environment_or_program_replaces_workers() {
+fn changing_environment_or_program_replaces_workers() {
     let exec = |env: &str, script: &str| {
         format!("[bulkhead.e]\nexec = [\"/bin/sh\", \"-c\", \"{script}\"]\nenv = {{ MODE = \"{env}\" }}\n{B}")
     };
@@ -550,7 +550,7 @@ fn dry_run_reports_changes_without_applying_them() {
 // Ways to reload.
 
 #[test]
-fn many_sighups_load_the_last_file() {
+fn many_sighups_apply_the_last_file() {
     let supervisor = start(B);
     for size in 1..=50 {
         configure(&supervisor, &format!("{B}max_queue = {size}\n"));
@@ -564,7 +564,7 @@ fn many_sighups_load_the_last_file() {
 }
 
 #[test]
-fn concurrent_reloads_apply_a_change_once() {
+fn concurrent_reloads_apply_a_change_only_once() {
     let supervisor = Arc::new(start(B));
     configure(&supervisor, &format!("{B}max_queue = 5\n"));
     let askers: Vec<_> = (0..8)
@@ -685,7 +685,7 @@ async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<A
 }
 
 #[test]
-fn hundred_reloads_under_load_lose_no_job() {
+fn a_hundred_reloads_under_load_lose_no_jobs() {
     let _turn = heavy();
     const ROUNDS: usize = 100;
     const JOBS_MIN: usize = 20_000;
@@ -754,7 +754,7 @@ fn hundred_reloads_under_load_lose_no_job() {
 }
 
 #[test]
-fn reload_survives_death_of_the_keeper() {
+fn reload_survives_keeper_death() {
     let file = |round: usize| {
         format!(
             "{B}max_queue = 500\nprocesses = 2\nenv = {{ ROUND = \"{round}\" }}\nretry = {{ attempts = 50, budget = 1.0 }}\n"

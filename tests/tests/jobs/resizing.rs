@@ -73,7 +73,7 @@ fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
 // `max_in_flight`.
 
 #[test]
-fn higher_max_in_flight_starts_queued_jobs_without_restart() {
+fn raising_max_in_flight_starts_queued_jobs_without_restart() {
     let supervisor = start("max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     let workers = supervisor.worker_pids("b");
@@ -119,7 +119,7 @@ fn worker_accepts_limit_far_above_its_initial_limit() {
 
 /// Queued jobs wait until fewer jobs run than the new limit allows.
 #[test]
-fn lower_max_in_flight_interrupts_no_running_job() {
+fn lowering_max_in_flight_does_not_interrupt_running_jobs() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -172,7 +172,7 @@ fn raising_max_in_flight_overrides_earlier_lower_limit() {
 }
 
 #[test]
-fn starting_worker_gets_the_higher_limit() {
+fn worker_still_starting_gets_the_raised_limit() {
     let supervisor = start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", "max_queue = 10");
     run(async {
         let client = connect(&supervisor).await;
@@ -350,7 +350,7 @@ fn queued_job_waits_until_removed_processes_have_finished() {
 // The job in the killed worker has begun and is not idempotent, so its outcome is `crashed`. See
 // `started_job_is_not_repeated_after_missed_resize`.
 #[test]
-fn surplus_process_is_not_restarted_after_its_death() {
+fn surplus_process_is_not_restarted_after_it_dies() {
     let supervisor = start("processes = 2\ndeadline_max = \"120s\"\ndeadline = \"1s\"\ngrace = \"10ms\"");
     supervisor.wait_number("b", "limit", 2);
     run(async {
@@ -380,7 +380,7 @@ fn surplus_process_is_not_restarted_after_its_death() {
 }
 
 #[test]
-fn repeated_process_resizes_lose_no_running_job() {
+fn repeated_process_resizes_lose_no_running_jobs() {
     let supervisor = start("processes = 4\nmax_queue = 20");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -495,7 +495,7 @@ fn resize_under_load(
 }
 
 #[test]
-fn hundred_resizes_under_load_lose_no_job() {
+fn a_hundred_resizes_under_load_lose_no_jobs() {
     let _turn = heavy();
     let supervisor = start("processes = 3\nmax_in_flight = 5\nmax_queue = 100000");
     wait_workers(&supervisor, 3);
@@ -543,7 +543,7 @@ fn started_job_is_not_repeated_after_missed_resize() {
 }
 
 #[test]
-fn resizes_with_crashes_fail_only_the_culprits() {
+fn crashes_during_resizes_fail_only_the_culprits() {
     let _turn = heavy();
     let supervisor = start(
         "processes = 2\nmax_in_flight = 4\nmax_queue = 100000\nretry = { budget = 1.0 }\nbreaker = { min_calls = 1000000 }",
@@ -708,7 +708,7 @@ fn resize_starts_more_programs_in_the_same_worker() {
 }
 
 #[test]
-fn resizes_lose_no_job_of_exec_bulkhead() {
+fn resizing_an_exec_bulkhead_loses_no_jobs() {
     let supervisor = start_with("exec = [\"cat\"]", "processes = 2\nmax_in_flight = 2\nmax_queue = 100000");
     let auditor = Auditor::of(&supervisor);
     let ends = resize_under_load(&supervisor, 200, 40, 3, 3, |client, i| {
@@ -1019,7 +1019,7 @@ fn resize_during_shutdown_is_rejected() {
 
 /// Also checks that a longer queue accepts more jobs immediately.
 #[test]
-fn shorter_queue_drops_no_job() {
+fn shortening_the_queue_drops_no_jobs() {
     let supervisor = start("max_queue = 3");
     let auditor = Auditor::of(&supervisor);
     run(async {

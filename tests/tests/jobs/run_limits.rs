@@ -26,7 +26,7 @@ fn late(result: Result<Reply, JobError>) -> bulkhead_client::Outcome {
 }
 
 #[test]
-fn job_that_exceeds_its_run_limit_is_ended() {
+fn job_that_exceeds_its_run_limit_is_stopped() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("own", "").operation("yield").send().unwrap_err();
@@ -66,7 +66,7 @@ fn run_limit_excludes_queue_time() {
 /// A limit that a client requested ends only the client's job. The limit of the bulkhead kills the worker with all of
 /// its jobs.
 #[test]
-fn only_run_limit_of_bulkhead_kills_shared_worker() {
+fn only_the_run_limit_of_the_bulkhead_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let neighbour = client.job("asked", "5000").operation("sleep").start().unwrap();
@@ -83,7 +83,7 @@ fn only_run_limit_of_bulkhead_kills_shared_worker() {
 }
 
 #[test]
-fn program_gets_its_remaining_run_time() {
+fn program_receives_its_remaining_run_time() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let reply = client.job("program", "").operation("0").run_limit(Duration::from_secs(5)).send().unwrap();

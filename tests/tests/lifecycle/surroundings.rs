@@ -162,7 +162,7 @@ fn workers_do_not_inherit_blocked_signals() {
 /// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if
 /// SIGCHLD was ignored at the start.
 #[test]
-fn ignored_sigchld_removes_no_sandbox_layer() {
+fn ignored_sigchld_does_not_disable_sandbox_layers() {
     let folder = tempfile::tempdir().unwrap();
     let wrapper = ["env", "--ignore-signal=CHLD"];
     let supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
@@ -221,7 +221,7 @@ fn reload_recreates_removed_sockets() {
 // Death of the supervisor.
 
 #[test]
-fn killed_supervisor_with_stopped_keeper_leaves_no_process() {
+fn killed_supervisor_with_stopped_keeper_leaves_no_processes() {
     let supervisor = Supervisor::start(B);
     let (worker, keeper) = (supervisor.worker_pids("b")[0], supervisor.keeper());
     kill_pid(keeper, Signal::SIGSTOP);
@@ -266,7 +266,7 @@ fn replacement_keeper_has_same_oom_score() {
 
 /// Simulates a container, in which processes of `docker exec` leave orphans to process 1.
 #[test]
-fn supervisor_reaps_orphans_as_process_1() {
+fn supervisor_running_as_pid_1_reaps_orphans() {
     if !is_root() {
         not_run!("a pid namespace requires root");
         return;

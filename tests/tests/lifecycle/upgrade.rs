@@ -143,7 +143,7 @@ impl Raw {
 }
 
 #[test]
-fn jobs_of_the_old_program_count_towards_the_limit() {
+fn jobs_in_the_old_program_count_towards_the_limit() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let gate = manager.folder.path().join("gate");
     let mut first = Raw::connect(&manager.socket());
@@ -205,7 +205,7 @@ fn operator_changes_survive_an_upgrade() {
 }
 
 #[test]
-fn impossible_upgrade_is_rejected_with_the_reason() {
+fn impossible_upgrade_is_rejected_with_a_reason() {
     let supervisor = Supervisor::start(ONE);
     let refused = supervisor.command().arg("upgrade").output().unwrap();
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();

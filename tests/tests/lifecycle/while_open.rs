@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops however the parent ends.
 #[test]
-fn supervisor_stops_when_its_while_open_descriptor_ends() {
+fn supervisor_stops_when_its_while_open_descriptor_closes() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
     let inherited = |fd: BorrowedFd<'_>| {
         fcntl_setfd(fd, FdFlags::empty()).unwrap();
@@ -50,7 +50,7 @@ fn supervisor_stops_when_its_while_open_descriptor_ends() {
 }
 
 #[test]
-fn while_open_rejects_descriptor_that_never_ends() {
+fn while_open_rejects_descriptor_that_cannot_report_a_close() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("workers.toml");
     std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")

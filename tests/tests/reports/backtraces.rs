@@ -130,7 +130,7 @@ fn crash_in_stripped_library_names_module_and_offset() {
 
 /// Also covers workers that a template forks, and a panic that aborts the process.
 #[test]
-fn crash_of_rust_worker_has_backtrace() {
+fn report_of_rust_worker_crash_has_a_backtrace() {
     for (keys, operation, function) in [
         ("", "segv", "misbehave::misbehave"),
         (STRICT, "panic-in-c", "misbehave::panic_in_c"),
@@ -148,7 +148,7 @@ fn crash_of_rust_worker_has_backtrace() {
 }
 
 #[test]
-fn report_gives_reason_for_missing_backtrace() {
+fn report_explains_missing_backtrace() {
     let exec =
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"kill -SEGV $$\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n";
     let supervisor = Supervisor::start(exec);

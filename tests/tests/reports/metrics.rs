@@ -254,7 +254,7 @@ fn first_scrape_contains_every_metric() {
 }
 
 #[test]
-fn series_of_unconfigured_features_are_absent() {
+fn series_for_unconfigured_features_are_absent() {
     let plain = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = 16\n";
     let supervisor = Supervisor::start(plain);
     let there = |name: &str, labels: &[(&str, &str)]| {
@@ -667,7 +667,7 @@ fn metrics_stay_consistent_across_reloads() {
 }
 
 #[test]
-fn metrics_keep_jobs_of_forgotten_tenants() {
+fn metrics_still_count_jobs_of_forgotten_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true, max_active = 2, idle = \"5ms\" }\n",
     );

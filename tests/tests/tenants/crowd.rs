@@ -224,7 +224,7 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
 }
 
 #[test]
-fn cancelled_tenant_does_not_block_the_next() {
+fn cancelled_tenant_does_not_block_the_next_tenant() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -259,7 +259,7 @@ fn evicted_tenant_gets_new_workers() {
 }
 
 #[test]
-fn rate_limited_tenant_does_not_evict_others() {
+fn rate_limited_tenant_does_not_evict_other_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", ""));
     assert_eq!(
         patch(&supervisor, "b/tenants/spam", r#"{"rate_limit": {"per_second": 0.001, "burst": 1}}"#).0,
@@ -284,7 +284,7 @@ fn rate_limited_tenant_does_not_evict_others() {
 }
 
 #[test]
-fn disabled_tenants_do_not_evict_others() {
+fn disabled_tenants_do_not_evict_other_tenants() {
     let supervisor = Supervisor::start(&format!(
         "{}[bulkhead.b.tenant.a]\nmax_in_flight = 1\n",
         isolated("max_active = 1", "max_in_flight = 0")

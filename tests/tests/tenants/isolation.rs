@@ -45,7 +45,7 @@ fn no_worker_runs_before_the_first_job() {
 }
 
 #[test]
-fn two_tenants_never_share_a_process() {
+fn tenants_never_share_a_process() {
     let supervisor =
         Supervisor::start(&isolated("max_active = 5", "processes = 2\nmax_in_flight = 2\nmax_queue = 100"));
     run(async {
@@ -79,7 +79,7 @@ fn two_tenants_never_share_a_process() {
 
 /// A saturated tenant uses all of its permits and has a full queue.
 #[test]
-fn saturated_tenant_uses_no_permits_of_another() {
+fn saturated_tenant_does_not_use_permits_of_other_tenants() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3",
         "processes = 2\nmax_in_flight = 2\nmax_queue = 3\npressure = { warn = 0.5 }",

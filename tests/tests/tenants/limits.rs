@@ -400,7 +400,7 @@ fn bulkhead_wide_rate_limit_conflicts_with_tenant_rate_limit() {
 }
 
 #[test]
-fn changing_limits_under_load_loses_no_job() {
+fn changing_limits_under_load_loses_no_jobs() {
     let supervisor = Supervisor::start(&isolated("max_active = 2, idle = \"20ms\"", "max_queue = 200"));
     run(async {
         let client = connect(&supervisor).await;

@@ -166,7 +166,7 @@ fn breaker_closes_even_if_worker_start_exceeds_idle_time() {
 }
 
 #[test]
-fn isolated_fallback_separates_tenants_of_guest_jobs() {
+fn isolated_fallback_isolates_guest_jobs_by_tenant() {
     let supervisor = Supervisor::start(
         "[bulkhead.entry]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"b\"]\ndeadline = \"60s\"\n\
          rate_limit = { per_second = 0.01, burst = 50, per = \"tenant\" }\n\

@@ -102,7 +102,7 @@ fn worker_death_during_large_reply_is_a_crash() {
 }
 
 #[test]
-fn deadline_ends_hanging_and_spinning_jobs() {
+fn deadline_stops_hanging_and_spinning_jobs() {
     for operation in ["hang", "spin", "leak"] {
         let supervisor = Supervisor::start(
             "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"1s\"\ngrace = \"20ms\"\n\
@@ -278,7 +278,7 @@ fn queued_jobs_are_rejected_if_no_worker_can_start() {
 }
 
 #[test]
-fn protocol_violation_ends_the_worker() {
+fn protocol_violation_kills_the_worker() {
     for mode in ["rubbish", "text", "close", "hello-twice", "bad-metadata"] {
         let supervisor =
             Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
@@ -355,7 +355,7 @@ fn six_crashes_do_not_stop_the_bulkhead() {
 }
 
 #[test]
-fn thousand_crashes_leak_no_resources() {
+fn a_thousand_crashes_leak_no_resources() {
     let _turn = heavy();
     let supervisor = Supervisor::start(PLAIN);
     let keeper = supervisor.keeper();

@@ -109,7 +109,7 @@ fn reload_replaces_template_together_with_workers() {
 }
 
 #[test]
-fn reload_ends_template_that_is_no_longer_configured() {
+fn reload_stops_template_that_is_no_longer_configured() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);

@@ -150,7 +150,7 @@ fn program_environment_has_only_documented_variables() {
 }
 
 #[test]
-fn program_sees_the_job_number_of_the_events() {
+fn program_sees_the_job_number_used_in_events() {
     let (supervisor, client) = shell("echo job=$BULKHEAD_JOB >&2; kill -KILL $$", "");
     let error = client.job("x", "").send().unwrap_err();
     let Some(Verdict::Crashed { message, .. }) = error.outcome().map(|o| &o.verdict) else {
@@ -338,7 +338,7 @@ fn result_over_max_result_fails_the_job() {
 // `exec`: processes that a program leaves behind.
 
 #[test]
-fn processes_holding_output_of_ended_program_are_killed() {
+fn processes_holding_output_of_exited_program_are_killed() {
     let (supervisor, client) = shell(&tree("echo out; exit $BULKHEAD_OPERATION"), "");
     for status in ["0", "4"] {
         let tenant = tenant("HOLDER");
@@ -683,7 +683,7 @@ fn library_observes_deadline_and_cancellation() {
 }
 
 #[test]
-fn library_crash_ends_only_its_worker() {
+fn library_crash_kills_only_its_worker() {
     let (_folder, supervisor, client) = library("");
     for (operation, expected) in
         [("segv", "crashed/signal"), ("abort", "crashed/signal"), ("exit", "crashed/exit")]
@@ -697,7 +697,7 @@ fn library_crash_ends_only_its_worker() {
 }
 
 #[test]
-fn library_is_called_by_max_in_flight_threads() {
+fn library_is_called_from_max_in_flight_threads() {
     let (_folder, _supervisor, client) = library("");
     let submit = || text(client.job("x", "").operation("thread").send());
     let first = submit();
@@ -910,7 +910,7 @@ const HANGS_AT_EXIT: &str = "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEA
     int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) { return 0; }\n";
 
 #[test]
-fn hanging_destructor_delays_no_job() {
+fn hanging_destructor_does_not_delay_jobs() {
     let (_folder, path) = compile_library(HANGS_AT_EXIT, &[]);
     let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
     let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));

@@ -129,7 +129,7 @@ fn retry_attempts_limits_number_of_runs() {
 }
 
 #[test]
-fn failed_or_late_job_is_not_retried() {
+fn failed_or_overdue_job_is_not_retried() {
     let supervisor = start("retry = { attempts = 5, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -776,7 +776,7 @@ fn payload_that_kills_programs_is_quarantined() {
 }
 
 #[test]
-fn quarantine_expires_by_itself() {
+fn quarantine_expires_without_a_reset() {
     let supervisor = start("poison = { crashes = 1, within = \"3s\" }");
     run(async {
         let client = connect(&supervisor).await;

@@ -68,7 +68,7 @@ fn assert_settled(supervisor: &Supervisor, served: &BTreeSet<u32>) {
 }
 
 #[test]
-fn worker_is_recycled_after_number_of_jobs() {
+fn worker_is_recycled_after_configured_number_of_jobs() {
     let supervisor = supervisor("jobs = 10");
     let pids = serve_until(&supervisor, "echo", "x", || recycled(&supervisor, "jobs") >= 6);
     assert!(pids.len() >= 6, "{pids:?}");

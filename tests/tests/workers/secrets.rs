@@ -43,7 +43,7 @@ fn variable_of(place: &Place, bulkhead: &str, name: &str) -> String {
 }
 
 #[test]
-fn every_kind_of_worker_gets_the_secret() {
+fn every_kind_of_worker_receives_the_secret() {
     for (profile, layers) in PROFILES {
         if !has_layers(layers) {
             continue;
@@ -74,7 +74,7 @@ fn every_kind_of_worker_gets_the_secret() {
 
 /// Files of secrets are withheld from workers, even in a folder that a worker can otherwise read.
 #[test]
-fn worker_cannot_read_file_in_its_own_folder() {
+fn worker_cannot_read_secret_file_in_its_own_folder() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -250,7 +250,7 @@ fn invalid_secret_fails_the_start_until_it_is_corrected() {
 }
 
 #[test]
-fn oversized_secrets_fail_the_start_with_advice() {
+fn oversized_secrets_fail_the_start_with_a_clear_error() {
     let (folder, _) = folder_with("x".repeat(64 * 1024));
     let files: Vec<String> = (0..64).map(|number| format!("S{number} = \"secret\"")).collect();
     let program = programs().join("hostile");
@@ -365,7 +365,7 @@ fn is_in_memory(pid: u32) -> Option<bool> {
 
 /// The supervisor and the keeper erase the content once the worker has started.
 #[test]
-fn supervisor_and_keeper_do_not_keep_the_secret() {
+fn supervisor_and_keeper_do_not_keep_the_secret_in_memory() {
     let (folder, _) = folder_with(VALUE);
     let supervisor = Supervisor::launch(folder, "", &hostile("worker", "")).until_ready();
     // No job returns the secret, because the supervisor would store the result.
@@ -399,7 +399,7 @@ fn check_reports_an_invalid_secret() {
 }
 
 #[test]
-fn secret_can_be_a_credential_of_the_unit() {
+fn secret_can_be_a_systemd_credential() {
     let (credentials, path) = folder_with(VALUE);
     fs::rename(&path, credentials.path().join("db")).unwrap();
     let bulkhead = hostile("worker", "").replace("\"secret\"", "\"credential:db\"");

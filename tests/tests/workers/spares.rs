@@ -114,7 +114,7 @@ fn dead_or_hung_spare_is_replaced() {
 /// Workers and spares die with the keeper and are started again. Each job has one outcome, and none begins
 /// twice.
 #[test]
-fn spares_are_started_again_after_keeper_death() {
+fn spares_are_restarted_after_keeper_death() {
     const KILLS: usize = 5;
     let keys = "processes = 2\nstart = { spares = 2 }\ndeadline = \"60s\"\nsandbox = { profile = \"none\" }";
     let supervisor = Supervisor::start(&bulkhead(keys));

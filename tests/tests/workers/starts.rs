@@ -45,7 +45,7 @@ fn restart_does_not_exceed_concurrency_limit() {
 
 /// `start.handshake` counts from the start of the process, so a busy keeper does not shorten the time of a worker.
 #[test]
-fn slow_keeper_causes_no_handshake_timeout() {
+fn slow_keeper_does_not_cause_handshake_timeouts() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
     let keeper = supervisor.keeper();
     run(async {

@@ -64,7 +64,7 @@ fn program_host_finishes_all_accepted_jobs() {
 }
 
 #[test]
-fn sigterm_ends_starting_worker_immediately() {
+fn sigterm_stops_starting_worker_immediately() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nsandbox = { profile = \"none\" }\n\
          max_queue = 10\ndeadline = \"60s\"\nstart = { ready = \"60s\" }\nrestart = { backoff = \"1ms\" }\n",

@@ -83,7 +83,7 @@ fn deaths() -> usize {
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]
-fn one_program_serves_after_a_death_at_any_message() {
+fn one_program_serves_if_the_other_dies_at_any_message() {
     let _heavy = heavy();
     let seed = std::env::var("BULKHEAD_UPGRADE_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed: usize = seed.unwrap_or_else(|| std::process::id() as usize);
@@ -211,7 +211,7 @@ fn hung_new_program_is_killed_and_old_one_serves() {
 }
 
 #[test]
-fn permits_of_killed_program_are_free_after_its_workers_end() {
+fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let old = manager.main();
     let mut upgrading = Upgrading::start(&manager);

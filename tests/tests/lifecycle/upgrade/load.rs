@@ -283,7 +283,7 @@ fn upgrades() -> usize {
 }
 
 #[test]
-fn upgrades_under_load_lose_reject_or_repeat_no_job() {
+fn upgrades_under_load_never_lose_reject_or_repeat_a_job() {
     let _heavy = heavy();
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("jobs");
@@ -325,7 +325,7 @@ fn upgrades_under_load_lose_reject_or_repeat_no_job() {
 }
 
 #[test]
-fn job_in_old_program_delays_no_later_job_of_same_client() {
+fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
     let manager = start(ONE);
     let (gate, begun) = (manager.folder.path().join("gate"), manager.folder.path().join("begun"));
     let client = Arc::new(Client::connect(manager.socket()).unwrap());
