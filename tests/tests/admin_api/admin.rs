@@ -1,5 +1,5 @@
-//! Tests of the supervisor program and its admin socket, from an operator's view: command line, sockets, HTTP, events,
-//! logs and signals.
+//! Tests of the supervisor program and its admin socket, from an operator's point of view: command line, sockets, HTTP,
+//! events, logs and signals.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -72,10 +72,10 @@ impl Answer {
     /// Returns the next chunk of a chunked body. The last chunk is empty.
     fn chunk(&mut self) -> Vec<u8> {
         let mut size = String::new();
-        self.body.read_line(&mut size).expect("a chunk in time");
+        self.body.read_line(&mut size).expect("a chunk arrives in time");
         let size = usize::from_str_radix(size.trim_end(), 16).unwrap_or(0);
         let mut chunk = vec![0; size + 2];
-        self.body.read_exact(&mut chunk).expect("a chunk in time");
+        self.body.read_exact(&mut chunk).expect("a chunk arrives in time");
         chunk.truncate(size);
         chunk
     }
@@ -88,7 +88,7 @@ impl Answer {
                 whole.extend_from_slice(chunk);
             }
         } else {
-            self.body.read_to_end(&mut whole).expect("a body in time");
+            self.body.read_to_end(&mut whole).expect("the body arrives in time");
         }
         whole
     }
@@ -520,7 +520,7 @@ fn events_have_the_fields_defined_for_their_kind() {
         .iter()
         .all(|kind| seen.iter().any(|event| event["kind"] == *kind))
     {
-        seen.push(stream.next().expect("more events"));
+        seen.push(stream.next().expect("the stream continues"));
     }
     supervisor.signal(Signal::SIGTERM);
     seen.extend(std::iter::from_fn(|| stream.next()));
@@ -638,7 +638,7 @@ fn job_list_is_bounded_and_sorted_oldest_first() {
     supervisor.wait_number("b", "in_flight", 1);
     handles.extend((1..JOBS).map(|_| client.job("b", "").start().unwrap()));
     supervisor.wait_number("b", "queued", JOBS as u64 - 1);
-    // The list is made over several iterations of the event loop.
+    // The list is built over several iterations of the event loop.
     let list = |query: &str| supervisor.get(&format!("/v1/jobs?{query}"));
     let all = list("");
     assert_eq!((&all["total"], all["jobs"].as_array().unwrap().len()), (&JOBS.into(), 100));
@@ -724,7 +724,7 @@ fn logs_escape_control_characters_in_worker_output() {
     assert!(!raw.contains(is_raw), "{raw:?}");
     let raw = live.chunk();
     assert!(!String::from_utf8(raw).unwrap().contains(is_raw));
-    let log = wait_for("the supervisor's log has the escaped output", || {
+    let log = wait_for("the supervisor's log contains the escaped output", || {
         Some(supervisor.log()).filter(|log| log.contains(r"\u{1b}") && log.contains("[cut]"))
     });
     assert!(!log.chars().any(|c| c.is_control() && c != '\n'), "{log:?}");
@@ -736,7 +736,7 @@ fn logs_escape_control_characters_in_worker_output() {
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1&limit=1").len(), 1);
     assert!(numbers("/v1/bulkheads/x/logs?since=1000").is_empty());
 
-    let lines = wait_for("the log has a line of both streams", || {
+    let lines = wait_for("the log has a line from each stream", || {
         let lines = get(&supervisor, "/v1/bulkheads/w/logs").lines();
         (lines.len() == 2).then_some(lines)
     });
@@ -798,7 +798,7 @@ fn start_fails_if_socket_path_is_in_use() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(text), "{said}");
     };
-    // A supervisor that was killed leaves sockets behind, which do not prevent a new start.
+    // The sockets that a killed supervisor leaves behind do not prevent a new start.
     drop((UnixListener::bind(path.join("jobs.sock")), UnixListener::bind(path.join("admin.sock"))));
     let mut first = Started::start(path, &[]);
     first.wait_ready();

@@ -96,7 +96,7 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     let browser = Browser::start()?;
     let site = Site::start(bulkheads);
     browser.resize(1440, 1000);
-    // Discards the log of requests before the page is loaded.
+    // Discards the requests that were logged before the page is loaded.
     browser.log("performance");
     browser.visit(&site.url());
     browser.wait(
@@ -150,7 +150,7 @@ fn dashboard_shows_every_bulkhead_and_new_crashes() {
         "document.querySelector('{} .gauge .value').textContent === '0 / 4'",
         card("thumbnail")
     ));
-    // A card shows a breaker only if the configuration has one.
+    // A card shows a breaker only if one is configured.
     browser.wait(&format!(
         "document.querySelector('{} .breaker').textContent === 'breaker closed'",
         card("sql")
@@ -199,8 +199,7 @@ fn dashboard_lists_failing_bulkheads_first() {
         "[...document.querySelectorAll('.card h3')].map((e) => e.textContent).join() === 'sql,zz,thumbnail,script'",
     );
     assert_eq!(browser.text(&format!("{} .service", card("sql"))), "service failing");
-    // The exact count varies, because the page can show an earlier moment and because the last job can run before its
-    // deadline.
+    // The exact count varies, because the page can lag behind and the last job can run before its deadline.
     browser.wait(&format!(
         "/deadline_exceeded\\/queued: \\d+ of 11/.test(document.querySelector('{} .why')?.textContent)",
         card("sql")
@@ -231,7 +230,7 @@ fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
     assert_eq!(names("#cards"), "zz");
     assert_eq!(names("#folded"), (0..12).map(|n| format!("w{n}")).collect::<Vec<_>>().join(","));
     assert_eq!(browser.text("#fold-title"), "12 other healthy bulkheads");
-    // A search shows matching bulkheads also if they are folded.
+    // A search shows matching bulkheads even if they are folded.
     assert_eq!(browser.value("document.querySelector('#fold').open"), false);
     browser.fill("#filter", "w11");
     browser.wait("document.querySelector('#fold').open && document.querySelectorAll('.card:not([hidden])').length === 1");
@@ -240,7 +239,7 @@ fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
     );
     browser.wait("!document.querySelector('#fold').open");
 
-    // Two equal crashes are one group of events.
+    // Two identical crashes form one group of events.
     for _ in 0..2 {
         site.place.job("w3", "abort", &[BEARER], b"a bad payload").problem(502);
     }
@@ -343,8 +342,7 @@ fn dashboard_asks_for_confirmation_before_changes() {
     browser.wait("document.querySelector('#dialog').textContent.includes('unknown key')");
     assert_eq!(browser.value("document.querySelector('#dialog .primary')"), Value::Null);
     let errors = browser.log("browser");
-    // The browser logs each error response. This test provokes such responses, so these entries are not errors of the
-    // page.
+    // The browser logs each error response. This test provokes such responses, so these entries are not page errors.
     let own: Vec<_> = errors.iter().filter(|e| e["level"] == "SEVERE" && e["source"] != "network").collect();
     assert!(own.is_empty(), "{own:#?}");
     check(&site, &browser);
@@ -411,7 +409,7 @@ fn dashboard_shows_markup_in_job_data_as_text() {
     shows("#details pre");
     let made = "document.querySelectorAll('main img, main script, aside img, aside script, pre *').length";
     assert_eq!(browser.value(made), 0);
-    // The Trusted Types policy of the page makes the browser reject injected markup.
+    // The page's Trusted Types policy makes the browser reject injected markup.
     let tried = browser.run(
         "try { document.body.innerHTML += '<img src=x onerror=window.hacked=1>'; return 'done' } catch (e) { return e.name }",
     );
@@ -541,7 +539,7 @@ struct Load {
     lanes: Vec<JoinHandle<()>>,
 }
 
-/// Value of `level` that ends the threads.
+/// Value of `level` that stops the threads.
 const OVER: u32 = u32::MAX;
 
 impl Load {

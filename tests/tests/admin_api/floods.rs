@@ -9,12 +9,12 @@ use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of tenants. A supervisor remembers at most 4096 tenants of a bulkhead.
+/// Number of tenants. A supervisor remembers at most 4096 tenants per bulkhead.
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Starts a supervisor with records of [`TENANTS`] tenants. All jobs of these tenants were rejected.
+/// Starts a supervisor that remembers [`TENANTS`] tenants. All jobs of these tenants were rejected.
 fn crowded() -> (Supervisor, Client) {
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
     let supervisor = Supervisor::start(&bulkheads);

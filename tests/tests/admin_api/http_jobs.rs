@@ -13,7 +13,7 @@ const ONE: &str =
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Checks the fields that every problem document of a job has.
+/// Checks the fields that all problem documents about jobs share.
 #[track_caller]
 fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &str) -> Value {
     let problem = answer.problem(status);
@@ -162,7 +162,7 @@ fn failed_jobs_get_problem_documents() {
     assert!(problem["worker_pid"].is_number(), "{problem}");
     let problem = check(&place.job("b", "segv", &[], b""), 502, "crashed", "signal", "unknown");
     assert_eq!(problem["signal"], "SIGSEGV");
-    let report = problem["report"].as_str().expect("the id of a crash report");
+    let report = problem["report"].as_str().expect("the problem names a crash report");
     let listed = supervisor.get(&format!("/v1/crashes/{report}"));
     assert_eq!(listed["jobs"][0]["job"], problem["job"], "{listed}");
     let problem = check(
@@ -193,7 +193,7 @@ fn failed_jobs_get_problem_documents() {
     check(&place.job("poison", "abort", &[], b"bad"), 422, "rejected", "quarantined", "no");
     assert_eq!(place.job("rate", "echo", &[], b"").status, 200);
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 0"], b""), 429, "rejected", "rate_limited", "no");
-    // A cost above the burst can never be served. The response still has `retry_after_ms`.
+    // A job whose cost exceeds the burst can never be served. The response still contains `retry_after_ms`.
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 9"], b""), 429, "rejected", "rate_limited", "no");
     let broken = "the bulkhead `broken` has failed";
     wait_for(broken, || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));

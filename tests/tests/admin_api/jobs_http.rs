@@ -1,5 +1,4 @@
-//! Jobs over HTTP at `jobs_http`: connections that are kept alive, tokens, limits of connections, and hostile
-//! clients.
+//! Jobs over HTTP at `jobs_http`: kept-alive connections, tokens, connection limits, and hostile clients.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -17,7 +16,7 @@ const TOKEN: &str = "Authorization: Bearer a-token-for-the-jobs";
 const READER: &str = "Authorization: Bearer a-token-for-readers";
 const ADMIN: &str = "Authorization: Bearer a-token-for-operators";
 
-/// Returns a folder with the files of three tokens.
+/// Returns a folder that contains three token files.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let tokens = [
@@ -37,7 +36,7 @@ fn write_token(folder: &std::path::Path, name: &str, token: &str) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// The keys of both TCP listeners.
+/// Configuration keys of both TCP listeners.
 const LISTENERS: &str = "jobs_http = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\nhttp_token_file = \"admin\"\n";
 
 /// Starts a supervisor with both listeners and two tokens.
@@ -53,7 +52,7 @@ fn start() -> (Supervisor, Place) {
     start_with("", ONE)
 }
 
-/// Sends a job with the token on a connection that is kept alive.
+/// Sends a job with the token on a kept-alive connection.
 fn job(connection: &mut KeptAlive, operation: &str, payload: &[u8]) -> Option<Answer> {
     connection.ask("POST", JOBS, &[TOKEN, &format!("Bulkhead-Operation: {operation}")], payload)
 }
@@ -91,7 +90,7 @@ fn kept_alive_connection_serves_jobs_of_any_size() {
             ("no", "not_found")
         );
         if size > 65_536 {
-            // The payload of a rejected job was not read, so that the connection must close.
+            // The payload of a rejected job was not read, so the connection must close.
             assert_eq!(unknown.header("connection"), "close");
             connection = place.keep_alive();
         } else {
@@ -315,7 +314,7 @@ fn access_entry_restricts_jobs_of_its_token() {
         let executed = if status == 200 { "yes" } else { "no" };
         assert_eq!(answer.header("bulkhead-executed"), executed, "{bulkhead} {tenant}");
     }
-    // The entries say nothing about the jobs socket.
+    // The entries do not apply to the jobs socket.
     assert!(bulkhead_client::blocking::Client::connect(supervisor.socket()).is_ok());
 }
 
@@ -332,14 +331,14 @@ fn reload_replaces_tokens_at_once() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 401);
     let another = "Authorization: Bearer another-token-for-jobs";
     assert_eq!(connection.ask("POST", JOBS, &[another], b"x").unwrap().status, 200);
-    // Permissions apply to the next job of a connection.
+    // Changed permissions apply to the next job on a connection.
     let entries = "[[access]]\ntoken_file = \"jobs\"\ntenants = [\"acme\"]\n";
     supervisor.configure(LISTENERS, &format!("{entries}{ONE}"));
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_reloaded", 2);
     assert_eq!(connection.ask("POST", JOBS, &[another], b"x").unwrap().status, 403);
     assert_eq!(connection.ask("POST", JOBS, &[another, "Bulkhead-Tenant: acme"], b"x").unwrap().status, 200);
-    // A token file that is missing keeps the previous configuration.
+    // If a token file is missing, the previous configuration stays in force.
     std::fs::remove_file(supervisor.file("jobs")).unwrap();
     supervisor.signal(Signal::SIGHUP);
     let rejected = &supervisor.wait_events("config_rejected", 1)[0];
@@ -449,7 +448,7 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         );
         assert_eq!(place.ask("GET", "/readyz", &[], b"").status, 200);
     }
-    // More silent connections than may wait: the oldest are refused, and health checks are served.
+    // Opens more silent connections than can wait. The oldest are refused, and health checks are served.
     let mut silent: Vec<KeptAlive> = (0..10).map(|_| place.keep_alive()).collect();
     assert_eq!(silent[0].answer().expect("the oldest is refused").status, 503);
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
@@ -463,7 +462,7 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         assert_eq!(connection.answer().expect("an answer").status, 200);
     }
     drop(silent);
-    // An idle connection makes room for another one. A connection is idle a moment after its response.
+    // An idle connection is closed to make room for another. A connection becomes idle shortly after its response.
     let _later = wait_for("a further connection is served", || {
         let mut later = place.keep_alive();
         (job(&mut later, "echo", b"x").unwrap().status == 200).then_some(later)
@@ -484,7 +483,7 @@ fn clients_without_a_token_cannot_hold_connections() {
     let (_supervisor, place) = start_with("jobs_http_max = 8", ONE);
     let mut known = place.keep_alive();
     assert_eq!(job(&mut known, "echo", b"x").unwrap().status, 200);
-    // Connections that have begun a request, that have sent a wrong token, and that are silent.
+    // Connections that have begun a request, have sent a wrong token, or are silent.
     let mut strangers: Vec<KeptAlive> = Vec::new();
     for n in 0..40 {
         let mut stranger = place.keep_alive();
@@ -548,7 +547,7 @@ fn jobs_are_accepted_during_the_drain_notice() {
         assert_eq!((answer.status, answer.header("connection")), (200, "close"));
         assert!(connection.is_closed());
     }
-    // In the drain, connections are still accepted, and jobs are rejected.
+    // During the drain, connections are still accepted, but jobs are rejected.
     wait_for("the drain has begun", || {
         let answer = place.job("b", "echo", &[TOKEN], b"x");
         (answer.status == 503).then(|| {
@@ -563,7 +562,7 @@ fn jobs_are_accepted_during_the_drain_notice() {
     assert_eq!((refused.status, refused.header("bulkhead-reason")), (503, "draining"));
     supervisor.touch("go");
     assert_eq!(running.answer().expect("the running job ends").status, 200);
-    assert!(idle.is_closed(), "an idle connection ends in order");
+    assert!(idle.is_closed(), "an idle connection is closed without an error");
     assert_eq!(supervisor.wait().code(), Some(0));
     let error = std::net::TcpStream::connect(match place {
         Place::Tcp(address) => address,
@@ -609,7 +608,7 @@ fn token_holder_cannot_use_memory_share_of_another_user() {
         })
         .collect();
     let sockets: Vec<_> = senders.into_iter().map(|sender| sender.join().unwrap()).collect();
-    // The supervisor's own user is below an equal share, so it is served regardless of the token's payloads.
+    // The supervisor's own user uses less than an equal share, so its job is served regardless of the token's payloads.
     let own = Place::of(&supervisor);
     for _ in 0..3 {
         let answer = own.job("b", "echo", &[], &vec![1; 4 << 20]);

@@ -89,13 +89,13 @@ impl Host {
         self.supervisor = launch(self.address, keys, &self.runs());
     }
 
-    /// Returns the trace contexts of the jobs that began here, one per line.
+    /// Returns the trace contexts of the jobs that began on this host, one per line.
     fn runs(&self) -> String {
         std::fs::read_to_string(self.supervisor.file("runs")).unwrap_or_default()
     }
 }
 
-/// Starts a supervisor in a new folder with the jobs that began before.
+/// Starts a supervisor in a new folder that contains the record of earlier jobs.
 fn launch(address: SocketAddr, keys: &str, runs: &str) -> Supervisor {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("runs"), runs).unwrap();
@@ -201,7 +201,7 @@ fn stop_with_drain_notice_does_not_fail_any_jobs() {
     assert_eq!(stopped.load(Ordering::SeqCst), 1);
     assert_eq!(results(&seen), BTreeMap::from([("200  yes", 1000)]));
     check_runs(&seen, &runs(&[first, second]));
-    println!("{} jobs on the host that stayed", second.runs().lines().count());
+    println!("{} jobs ran on the host that stayed up", second.runs().lines().count());
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn killed_host_fails_only_jobs_in_flight() {
     println!("lost: {}, {:?}", lost.len(), results(&seen));
 }
 
-/// Each host stops four times, without a notice, while jobs run and wait.
+/// Each host stops four times, without a drain notice, while jobs run and wait.
 #[test]
 fn stopping_hosts_under_load_does_not_reset_connections() {
     let mut hosts = [Host::start(""), Host::start("")];

@@ -37,8 +37,7 @@ fn crash(supervisor: &Supervisor, place: &Place) -> String {
     })
 }
 
-/// Starts a job that runs until it is cancelled or the connection closes. Returns the connection, and the number of the
-/// job.
+/// Starts a job that runs until it is cancelled or the connection closes. Returns the connection and the job's number.
 fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
     let head = [BEARER, "Bulkhead-Operation: yield", "Content-Type: application/octet-stream"];
     let mut connection = place.keep_alive();
@@ -94,7 +93,7 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
         _ => panic!("{asked}: {kind} is not a type"),
     };
     match &schema["type"] {
-        Value::Array(kinds) => assert!(kinds.iter().any(is_of), "{asked}: {value} is none of {kinds:?}"),
+        Value::Array(kinds) => assert!(kinds.iter().any(is_of), "{asked}: {value} is not one of {kinds:?}"),
         Value::Null => {}
         kind => assert!(is_of(kind), "{asked}: {value} is not of type {kind}"),
     }
@@ -102,7 +101,7 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
         assert!(value.get(name.as_str().unwrap()).is_some(), "{asked}: {name} is missing in {value}");
     }
     if let Some(words) = schema["enum"].as_array() {
-        assert!(words.contains(value), "{asked}: {value} is none of {words:?}");
+        assert!(words.contains(value), "{asked}: {value} is not one of {words:?}");
     }
     for (name, property) in schema["properties"].as_object().into_iter().flatten() {
         if let Some(value) = value.get(name) {

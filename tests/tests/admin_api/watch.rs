@@ -29,7 +29,7 @@ impl Watcher {
         let mut reader = BufReader::new(socket);
         let mut head = String::new();
         while !head.ends_with("\r\n\r\n") {
-            assert!(reader.read_line(&mut head).expect("a head in time") > 0, "{head}");
+            assert!(reader.read_line(&mut head).expect("the response head arrives in time") > 0, "{head}");
         }
         assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/event-stream"), "{head}");
         Self(reader)
@@ -40,7 +40,7 @@ impl Watcher {
         let mut said = Said { event: String::new(), id: None, data: Value::Null };
         loop {
             let mut line = String::new();
-            if self.0.read_line(&mut line).expect("something in time") == 0 {
+            if self.0.read_line(&mut line).expect("a line arrives in time") == 0 {
                 return None;
             }
             let line = line.trim_end();
@@ -128,7 +128,7 @@ fn watch_accepts_128_concurrent_clients() {
         BufReader::new(socket).read_line(&mut line).ok()?;
         line.starts_with("HTTP/1.1 200").then_some(())
     });
-    // If there was no watcher for a while, a new watcher still gets the current state.
+    // After a while without watchers, a new watcher still gets the current state.
     let done = supervisor.number("b", "done");
     Place::of(&supervisor).job("b", "echo", &[], b"");
     let mut late = Watcher::begin(&supervisor, "", &[]);

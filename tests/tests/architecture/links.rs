@@ -1,4 +1,4 @@
-//! Checks the links of the repository: between pages, to headings, and from code and messages to pages. Links to other
+//! Checks the links in the repository: between pages, to headings, and from code and messages to pages. Links to other
 //! sites are not checked.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -55,7 +55,7 @@ fn prose(page: &str) -> String {
     out
 }
 
-/// Returns the targets of the links of a page, from Markdown and HTML.
+/// Returns the link targets in a page, from Markdown and HTML.
 fn targets(page: &str) -> BTreeSet<String> {
     let text = prose(page);
     let after = |start: &'static str, ends: &'static [char]| {
@@ -114,8 +114,8 @@ fn normal(path: &Path) -> PathBuf {
     out
 }
 
-/// Returns why a target cannot be reached, or `None` if it exists. `folders` are the folders that the target can be
-/// relative to.
+/// Returns the reason why a target does not exist, or `None` if it exists. `folders` are the folders that the target
+/// can be relative to.
 fn problem(target: &str, folders: &[&Path], page: Option<&Path>) -> Option<String> {
     let (path, anchor) = target.split_once('#').map_or((target, None), |(path, anchor)| (path, Some(anchor)));
     let file = if path.is_empty() {
@@ -174,7 +174,7 @@ fn pages_named_in_code_and_messages_exist() {
         let folder = source.parent().unwrap();
         for page in named_pages(&text) {
             named += 1;
-            // A path in `concat!` continues another folder, so only the part from `docs/` counts.
+            // A path in `concat!` follows the path of another folder, so only the part from `docs/` onwards counts.
             let page = page.find("docs/").map_or(page, |at| &page[at..]);
             broken.extend(
                 problem(page, &[folder, &root, &docs], None)

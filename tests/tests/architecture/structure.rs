@@ -42,7 +42,7 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     (name.strip_prefix("bulkhead-").unwrap().to_owned(), found)
 }
 
-/// Cargo would not run such tests.
+/// Cargo does not run tests in a package with `test = false`.
 #[test]
 fn packages_excluded_from_testing_contain_no_tests() {
     let is_untested = |member: &PathBuf| {
@@ -336,7 +336,7 @@ const VISIBLE_FIELDS_MAX: usize = 98;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
 
-/// Returns the top-level module of a module, because its children count as the same file. Each child of `wiring`
+/// Returns the top-level ancestor of a module, because child modules count as the same file. Each child of `wiring`
 /// counts as a separate file.
 fn file_of(module: &Module) -> Module {
     let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
@@ -411,7 +411,7 @@ fn largest_circle(calls: &BTreeMap<Module, BTreeSet<Module>>) -> usize {
     calls.keys().map(circle).max().unwrap_or(0)
 }
 
-/// Returns the number of fields that a struct shows outside of its file, but not outside of its crate.
+/// Returns the number of struct fields that are visible outside their file, but not outside their crate.
 fn visible_fields(text: &str) -> usize {
     let is_visible = |line: &str| {
         let line = line.trim_start();
@@ -466,8 +466,11 @@ fn data_plane_structure_matches_recorded_numbers() {
     let names =
         ["lines in methods of DataPlane", "visible fields", "calls between files", "files in a circle"];
     for ((name, found), most) in names.into_iter().zip(found).zip(most) {
-        assert!(found <= most, "{name}: {found} instead of {most}; calls: {calls:#?}");
-        assert!(found == most, "{name}: {found}, which is better than the recorded {most}: record it here");
+        assert!(found <= most, "{name}: {found}, more than the recorded {most}; calls: {calls:#?}");
+        assert!(
+            found == most,
+            "{name}: {found}, which is better than the recorded {most}: record the new value"
+        );
     }
 }
 

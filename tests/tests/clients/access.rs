@@ -27,7 +27,7 @@ fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    not_run!("calls as other users require root");
+    not_run!("running programs as other users requires root");
     false
 }
 
@@ -176,7 +176,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("for tenant 'other'");
 
-    // The bulkhead counts the rejections, but creates no records of the tenants.
+    // The bulkhead counts the rejections, but creates no records for the tenants.
     let back = supervisor.snapshot("back");
     assert_eq!((&back["rejected"]["forbidden"], &back["done"]), (&3.into(), &1.into()), "{back}");
     let tenants = back["tenants"].to_string();
@@ -332,7 +332,7 @@ fn rejected_clients_do_not_flood_events_and_log() {
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);
-    // An event can summarise several rejections. The field `refused` has their number.
+    // An event can summarise several rejections. The field `refused` contains their number.
     let count = |events: &[Value], uid: u32| -> u64 {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
@@ -465,7 +465,7 @@ fn client_outside_pid_namespace_is_accepted() {
         return;
     };
     let mut supervisor = Supervisor { child, folder };
-    let is_ready = wait_for("the supervisor is ready, or cannot be", || {
+    let is_ready = wait_for("the supervisor is ready or has exited", || {
         let has_ended = supervisor.child.try_wait().unwrap().is_some();
         let is_ready = supervisor.try_get("/readyz").is_some_and(|(status, _)| status == 200);
         (has_ended || is_ready).then_some(is_ready)

@@ -105,7 +105,7 @@ fn reconnected_client_sends_all_waiting_jobs() {
             for task in tasks {
                 let reply = tokio::time::timeout(PATIENCE, task).await;
                 assert_eq!(
-                    reply.unwrap_or_else(|_| panic!("a job of round {round} still waits")).unwrap(),
+                    reply.unwrap_or_else(|_| panic!("a job from round {round} is still waiting")).unwrap(),
                     b"x"
                 );
             }
@@ -248,7 +248,7 @@ fn client_receives_at_most_ten_progress_reports_per_second() {
         seen.push((progress.fraction, progress.text));
     }
     handle.wait().unwrap();
-    // The limit does not apply to the first and to the last report.
+    // The limit does not apply to the first or the last report.
     let most = 2 + began.elapsed().as_millis() / 100;
     assert!(seen.len() >= 2 && seen.len() as u128 <= most, "{} of {most}", seen.len());
     assert_eq!(seen.last(), Some(&(1.0, "step 20000".to_owned())));
@@ -440,7 +440,7 @@ impl Fake {
         let mut peer = Peer(wait_for("a client connects", || self.listener.accept().ok()).0);
         peer.0.set_nonblocking(false).unwrap();
         peer.0.set_read_timeout(Some(PATIENCE)).unwrap();
-        let (header, metadata, _) = peer.next().expect("a hello");
+        let (header, metadata, _) = peer.next().expect("the client sends a hello");
         assert_eq!((header.kind, header.number), (kind::HELLO, MAGIC));
         let (hello, _) = codec::decode::<Hello<'_>>(&metadata, &[]).unwrap();
         assert!(hello.frame_bytes_max < u32::MAX, "the client announces a frame limit");
@@ -471,9 +471,9 @@ impl Peer {
         Some((header, rest, payload))
     }
 
-    /// Returns the number of the next job.
+    /// Reads the next job and returns its number.
     pub(super) fn job(&mut self) -> u64 {
-        let (header, ..) = self.next().expect("a job");
+        let (header, ..) = self.next().expect("the client sends a job");
         assert_eq!(header.kind, kind::SUBMIT);
         header.number
     }
@@ -693,7 +693,7 @@ fn client_buffer_limits_unsent_jobs() {
             // The client's buffer is full, so the deadline passes before the job is sent.
             let limit = Duration::from_millis(100);
             let late = client.job("b", vec![0; 1 << 20]).deadline(limit).send().await.unwrap_err();
-            let outcome = late.outcome().expect("an outcome that the client made itself");
+            let outcome = late.outcome().expect("the client made an outcome");
             assert_eq!(outcome.verdict, Verdict::DeadlineQueued);
             assert_eq!((outcome.deadline, late.executed()), (limit, Executed::No));
             while starts.try_recv().is_ok() {

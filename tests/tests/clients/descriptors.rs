@@ -1,5 +1,5 @@
 //! Descriptors that clients and workers send: the kernel refuses them, or the supervisor closes them without blocking.
-//! Closing the socket of these tests takes ten minutes, which is longer than any test waits.
+//! Closing the socket used in these tests takes ten minutes, which is longer than any test waits.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -105,8 +105,8 @@ fn lingering_socket_from_client_does_not_block_supervisor() {
         let before = descriptors(supervisor.pid());
         let mut listeners = Vec::new();
         for _ in 0..ROUNDS {
-            // Sends one socket with the hello of an open connection, and one with the last bytes before a close. The
-            // supervisor might never read the latter.
+            // Sends one socket with the hello of an open connection, and one with the last bytes of a connection that
+            // then closes. The supervisor might never read the latter.
             let mut first = dial(&path);
             listeners.push(pass(&first, &hello(), is_older));
             let last = dial(&path);

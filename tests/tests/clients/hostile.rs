@@ -89,7 +89,7 @@ fn open(path: &Path) -> UnixStream {
     socket
 }
 
-/// Writes to a socket that the supervisor can already have closed.
+/// Writes to a socket that the supervisor may already have closed.
 fn push(mut socket: &UnixStream, bytes: &[u8]) {
     let _ = socket.write_all(bytes);
 }
@@ -334,7 +334,8 @@ fn cancels_what_is_not_there(attack: &Attack) {
 
 fn uses_a_number_twice(attack: &Attack) {
     let socket = open(&attack.path);
-    // The first job can already have been rejected. Then its number is free, and the second job gets an outcome.
+    // The first job may already have been rejected. In that case, its number is free and the second job gets an
+    // outcome.
     push(&socket, &submit(1, "yield", b""));
     push(&socket, &submit(1, "yield", b""));
     let (header, ..) = next(&socket).unwrap();
@@ -373,7 +374,7 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
     let _turn = heavy();
     /// Number of attackers of each kind.
     const EACH: usize = 13;
-    /// Attacks that end by themselves.
+    /// Attacks that end on their own.
     const ANSWERED: [fn(&Attack); 12] = [
         silent,
         half_a_header,
@@ -696,7 +697,7 @@ fn clients_cannot_exhaust_descriptors() {
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
-    // Clients that left before the supervisor accepted them can still occupy places for a moment.
+    // Clients that left before the supervisor accepted them may still count as connected for a moment.
     let late = wait_for("another client is accepted", || Client::connect(supervisor.socket()).ok());
     honest_job(&late, 4);
 }
@@ -746,7 +747,7 @@ fn out_of_band_byte_closes_only_its_own_connection() {
     drop(other);
 }
 
-/// The byte can arrive before the supervisor knows that the worker process runs.
+/// The byte can arrive before the supervisor knows that the worker process is running.
 #[test]
 fn out_of_band_byte_during_start_kills_worker() {
     const STARTS: usize = 12;
@@ -914,11 +915,11 @@ fn by_hand(folder: &Path, keys: &str) -> String {
 const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
-#[ignore = "not a test: the worker process that the other tests have the supervisor start"]
+#[ignore = "not a test, but the worker process that the supervisor starts in other tests"]
 fn hostile_worker() {
     let Ok(notes) = std::env::var("NOTES") else { return };
     let fd: i32 = std::env::var(LINK_VARIABLE).unwrap().parse().unwrap();
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    #[expect(unsafe_code, reason = "the supervisor passed this descriptor to its worker")]
     // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
@@ -1036,7 +1037,7 @@ impl Worker {
             "answer-for-another" => {
                 let other = self.noted();
                 self.answer(other, b"stolen");
-                let failed = Status { text: "a failure of another's job" };
+                let failed = Status { text: "the failure of another worker's job" };
                 self.say(&frame(kind::PROGRESSED, other, &Progress { fraction: 0.5, text: "stolen" }, b""));
                 self.say(&frame(kind::STATUS, other, &failed, b""));
                 self.answer(job, b"done");
@@ -1202,7 +1203,7 @@ fn flooding_worker_stays_within_limits() {
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        // A record of dropped lines has their number instead of text.
+        // A record of dropped lines contains their number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
     assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
@@ -1261,13 +1262,13 @@ fn worker_stalled_mid_frame_is_replaced() {
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
     let supervisor = Supervisor::start(&by_hand(notes.path(), keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // While the stalled worker has a job, the job's deadline ends the worker.
+    // While the stalled worker has a job, the worker is killed at the job's deadline.
     assert_eq!(ended(&result(&client, "half-an-answer", "")), "deadline_exceeded/running");
     let patient = |operation: &str| {
         client.job("victim", "x").operation(operation).deadline(Duration::from_secs(60)).send()
     };
     assert_eq!(patient("echo").unwrap().payload(), b"x");
-    // While the stalled worker has no job, missed heartbeats end the worker.
+    // While the stalled worker has no job, the worker is killed because of missed heartbeats.
     let last = patient("answer-and-a-half").unwrap();
     assert_eq!(last.payload(), b"whole");
     let pid = last.outcome().worker_pid.unwrap();

@@ -53,7 +53,7 @@ impl Caller {
         caller
     }
 
-    /// Sends the beginning of a frame. The last `later` bytes of its payload are missing.
+    /// Sends the beginning of a frame. The last `later` bytes of the payload are missing.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();
@@ -95,7 +95,7 @@ impl Caller {
         (header.number, message.to_outcome().unwrap())
     }
 
-    /// Returns the outcomes of all jobs by number. Each job must have exactly one.
+    /// Returns the outcomes of all jobs by number. Each job must have exactly one outcome.
     fn outcomes(&mut self) -> BTreeMap<u64, String> {
         let mut all = BTreeMap::new();
         while (all.len() as u64) < self.number {
@@ -121,7 +121,7 @@ fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    not_run!("a call as another user requires root");
+    not_run!("running a program as another user requires root");
     false
 }
 
@@ -316,7 +316,7 @@ fn memory_limit_includes_job_records_and_names() {
     }
     wait_for("all jobs are submitted", || (supervisor.number("a", "submitted") == 20_001).then_some(()));
     let queued = supervisor.number("a", "queued") as usize;
-    assert!((500..4 * MIB / 1024).contains(&queued), "{queued} jobs of at least 1 KiB wait");
+    assert!((500..4 * MIB / 1024).contains(&queued), "{queued} jobs of at least 1 KiB are waiting");
     let more = resident_bytes(supervisor.pid()).saturating_sub(before) as usize;
     assert!(more < 40 * MIB, "memory grew by {more} bytes");
     adds_up(&supervisor, "a");

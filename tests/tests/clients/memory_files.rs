@@ -57,7 +57,7 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     all
 }
 
-/// Returns "file" if a worker gets a payload of 1 MiB in a memory file, or "bytes" if over the socket.
+/// Returns "file" if a worker receives a payload of 1 MiB in a memory file, or "bytes" if it arrives over the socket.
 async fn place(client: &Client, tenant: &str) -> String {
     let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
@@ -191,7 +191,7 @@ fn retry_in_another_worker_receives_the_original_payload() {
             // A job that the worker does not begin in time goes to another worker, without a file.
             died += reply.outcome().attempts - 1;
         }
-        assert!(died > 0, "no worker died with the file");
+        assert!(died > 0, "no worker died while it used the file");
         // Kills workers with running jobs.
         for round in 0..5 {
             until_in_file(&client, "").await;
@@ -236,8 +236,7 @@ fn fallback_receives_payload_over_the_socket() {
 fn poison_detection_or_zero_max_pooled_disables_files() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // The fallback detects poison, which needs digests of the payloads. So jobs of the first bulkhead use the socket,
-    // too.
+    // Poison detection in the fallback needs payload digests, so jobs of the first bulkhead use the socket, too.
     let falls_back = one(
         "fallback = [\"second\"]\n[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }",
     );
@@ -320,7 +319,7 @@ fn replaced_worker_leaves_no_memory_files() {
             wait_for("the worker is replaced", || (supervisor.worker_pids("b") != old).then_some(()));
             until_in_file(&client, "").await;
         }
-        wait_for("files and descriptors are as many as before", || {
+        wait_for("there are as many files and descriptors as before", || {
             (descriptors(supervisor.pid()) <= before.0 && file_bytes(&supervisor) <= before.1).then_some(())
         });
     });
@@ -333,7 +332,8 @@ fn late_handler_cannot_change_results_of_other_jobs() {
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // Without a job that a client still waits for, the worker would get no new jobs until its late handlers end.
+        // If no client were waiting for a job of this worker, the worker would get no new jobs until its late handlers
+        // return.
         let _wanted = client.job("b", "").operation("yield").start().await.unwrap();
         for round in 0..5 {
             let slow = client.job("b", vec![b'5'; MIB]).operation("yield").deadline(Duration::from_secs(1));
@@ -492,7 +492,7 @@ impl Raw {
         self.send(kind::LEASE, number, &LeaseRequest { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
     }
 
-    /// Gets a lease. Returns the lease, the payload file and the result file.
+    /// Requests a lease. Returns the lease, the payload file and the result file.
     fn lease(&mut self, tenant: &str) -> (LeaseRef, File, File) {
         self.ask(1, tenant, MIB);
         let told = self.told();
@@ -633,7 +633,7 @@ fn fallback_with_poison_detection_ends_leases() {
         let supervisor = start(&before);
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
-        // A lease in use is not recalled for idleness, so only the reload can end the lease.
+        // A lease in use is not recalled as idle, so only the reload can end the lease.
         raw.submit(1, "", "steps:count ran;wait end", LeaseRef { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
@@ -646,7 +646,7 @@ fn fallback_with_poison_detection_ends_leases() {
     }
 }
 
-/// Covers a client that never returns a lease, and a client that never reads nor confirms offered leases.
+/// Covers a client that never returns a lease, and a client that neither reads nor confirms offered leases.
 #[test]
 fn unreturned_leases_are_revoked() {
     let supervisor = one("");
@@ -683,7 +683,7 @@ fn unreturned_leases_are_revoked() {
     });
 }
 
-/// A client that was stopped for longer than its lease gets an error instead of a result of zeros.
+/// A client that was stopped for longer than its lease lasts gets an error instead of a result filled with zeros.
 #[test]
 fn result_in_revoked_file_is_an_error() {
     let supervisor = one("");
@@ -760,7 +760,7 @@ fn client_that_never_reads_receives_few_leases() {
     });
 }
 
-/// Memory files count as memory of the worker, so the supervisor limits them to a part of `recycle.rss`.
+/// Memory files count as memory of the worker, so the supervisor limits them to part of `recycle.rss`.
 #[test]
 fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
@@ -785,7 +785,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
         raw.ask(2, "", MIB);
         let told = raw.told();
         let Told::Leased(1, named) = told else { panic!("no lease: {told:?}") };
-        // Files are made one after another, so the second lease of `raw` is ready too.
+        // Files are created one after another, so the second lease of `raw` is ready too.
         after.lease("");
         raw.socket.shutdown(std::net::Shutdown::Read).unwrap();
         let mut outbox = Outbox::default();

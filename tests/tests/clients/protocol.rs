@@ -1,5 +1,5 @@
 //! Tests of `docs/protocol.md`. Some tests pin the bytes of every kind of frame. The other tests use a client and a
-//! worker that were written from the page alone, without code of the workspace.
+//! worker that were written from the page alone, without the workspace's code.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -360,11 +360,11 @@ fn by_hand(name: &str, keys: &str) -> String {
 }
 
 #[test]
-#[ignore = "not a test: the worker process that the other tests have the supervisor start"]
+#[ignore = "not a test, but the worker process that the supervisor starts in other tests"]
 fn worker_written_from_the_page() {
     let Ok(bulkhead) = std::env::var("BY_HAND") else { return };
     let fd: i32 = std::env::var("BULKHEAD_LINK_FD").unwrap().parse().unwrap();
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    #[expect(unsafe_code, reason = "the supervisor passed this descriptor to its worker")]
     // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     match bulkhead.strip_prefix("rules-") {
@@ -953,7 +953,7 @@ fn client_without_sdk_is_served() {
         assert!(outcome.queued_us < 60_000_000 && outcome.ran_us < 60_000_000);
     }
 
-    // Concurrent jobs are distinguished by number. All 64 bits count.
+    // Concurrent jobs are distinguished by number. All 64 bits of the number are significant.
     let numbers = [7, u64::MAX, 0, 1 << 63];
     for number in numbers {
         let payload = number.to_le_bytes();
@@ -1274,7 +1274,7 @@ fn version_mismatch_names_both_version_ranges() {
     }
 }
 
-/// Unknown data that is marked as critical ends the worker.
+/// The supervisor kills a worker that sends unknown data marked as critical.
 #[test]
 fn unknown_worker_data_is_ignored_unless_critical() {
     let supervisor = Supervisor::start(&by_hand("w", KEYS));

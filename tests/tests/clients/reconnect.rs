@@ -147,7 +147,7 @@ impl Drop for EndsTasks<'_> {
 /// Returns the remaining time in the next SUBMIT, and the job's number and payload.
 fn next_job(peer: &mut Peer) -> (u64, Duration, Vec<u8>) {
     loop {
-        let (header, metadata, payload) = peer.next().expect("a job");
+        let (header, metadata, payload) = peer.next().expect("the client sends a job");
         if header.kind == kind::SUBMIT {
             let (submit, _) = codec::decode::<Submit<'_>>(&metadata, &[]).unwrap();
             return (header.number, Duration::from_micros(submit.deadline_us), payload);
@@ -309,7 +309,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
-/// The later supervisor knows nothing of the first attempt.
+/// The later supervisor knows nothing about the first attempt.
 #[test]
 fn rejection_after_lost_connection_leaves_execution_unknown() {
     let wait = Duration::from_millis(40);
@@ -459,12 +459,12 @@ fn rejected_job_is_retried_with_remaining_time() {
     assert_eq!(times.len(), 4);
     assert!(times.is_sorted_by(|before, after| *after + wait <= *before), "{times:?}");
 
-    // The client's default, a job without retries, and too many rejections.
+    // Covers the client's default, a job without retries, and too many rejections.
     let times = while_rejected(5, Some(Duration::from_millis(1)), async |client| {
         let client = client.retry(true);
         assert!(is_full(client.job("b", "x").retry(false).send().await));
         assert!(is_full(client.job("b", "x").send().await), "three retries are rejected as well");
-        // Handles are not retried.
+        // Jobs awaited through a handle are not retried.
         assert_eq!(client.job("b", "x").start().await.unwrap().await.unwrap().payload(), b"done");
     });
     assert_eq!(times.len(), 6);
@@ -493,7 +493,7 @@ fn retries_stay_within_the_client_budget() {
     assert!((JOBS / 5..=JOBS).contains(&retries), "{retries} retries of {JOBS} jobs");
 }
 
-/// The outcome of a retry that did not run does not hide that the first attempt ran.
+/// If a retry never ran, its outcome must not obscure the fact that the first attempt did run.
 #[test]
 fn rejected_retry_reports_the_attempt_that_ran() {
     against(

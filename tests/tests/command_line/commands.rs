@@ -41,7 +41,7 @@ fn check_shape(object: &Value) {
     assert!(!object.as_object().unwrap().values().any(is_nested), "no field is nested: {object}");
 }
 
-/// Checks the result of `submit --json` against a row of the table of outcomes.
+/// Checks the result of `submit --json` against a row of the outcome table.
 #[track_caller]
 fn check_end(ran: Ran, code: i32, outcome: &str, reason: &str, executed: &str, retryable: bool) -> Value {
     let object = ran.expect(code).object();
@@ -254,7 +254,7 @@ fn commands_exit_77_for_forbidden_user() {
         Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let folder = supervisor.folder.path();
     if std::fs::metadata(folder).unwrap().uid() != 0 {
-        not_run!("a call as another user requires root; the test removes permissions instead");
+        not_run!("running a program as another user requires root; the test removes permissions instead");
         for socket in ["jobs.sock", "admin.sock"] {
             std::fs::set_permissions(folder.join(socket), PermissionsExt::from_mode(0o000)).unwrap();
         }
@@ -508,7 +508,7 @@ fn closed_output_pipe_is_not_an_error() {
         assert!(ran.stderr.is_empty(), "{arguments:?}: {}", ran.stderr);
     }
 
-    // A reader that takes only the first bytes, as `head` does.
+    // A reader that reads only the first bytes, as `head` does.
     let big = Supervisor::start("[bulkhead.cat]\nexec = [\"cat\"]\n");
     let payload = big.folder.path().join("payload");
     std::fs::write(&payload, vec![b'x'; 3_000_000]).unwrap();
@@ -805,7 +805,7 @@ fn bench_prints_throughput_and_latency() {
     assert!(object["latency_ms"]["p99"].as_f64() >= object["latency_ms"]["p50"].as_f64(), "{object}");
     assert!(supervisor.number("b", "done") > jobs);
     bulkhead(&supervisor, &["bench", "nobody", "--duration", "10s"]).expect(66);
-    // On a busy machine, no job may have ended after this time.
+    // On a busy machine, it is possible that no job has ended after this time.
     wait_for("a job fails while the bench runs", || {
         let ran = bulkhead(&supervisor, &["bench", "b", "fail", "--duration", "100ms"]);
         (ran.code == Some(1)).then_some(())
@@ -880,7 +880,7 @@ fn help_fits_into_80_columns() {
         assert!(ran.text().contains("Usage:"), "{command:?}");
     };
     for long in ["-h", "--help"] {
-        // The width also has a limit without a terminal, and in a wide terminal.
+        // The width is also limited without a terminal and in a wide terminal.
         help(plain(&[long]).env_remove("COLUMNS"));
         help(plain(&[long]).env("COLUMNS", "200"));
         for name in SUBCOMMANDS {
@@ -929,7 +929,8 @@ fn submit_rejects_unwritable_output_before_running_job() {
     assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
     let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
     assert!(ran.stdout.is_empty() && !Path::new("-").exists());
-    // A write error that appears only after the job has run has a different exit code than a failed handler.
+    // A write error that appears only after the job has run leads to a different exit code from that of a failed
+    // handler.
     let mut full = supervisor.command();
     full.args(["submit", "b", "big", "--payload-file", "-", "--output", "/dev/full"]);
     let mut full = spawn(&mut full);

@@ -206,7 +206,7 @@ fn is_ready_waits_for_the_supervisor_to_start() {
     spawn(&mut plain(&["--admin", admin.to_str().unwrap(), "is-ready"])).end().expect(69);
     spawn(&mut plain(&["--admin", admin.to_str().unwrap(), "is-ready", "--wait", "50ms"])).end().expect(69);
     let _supervisor = Supervisor::launch(folder, "", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // A bulkhead whose workers have not reported yet follows in a line of its own.
+    // A bulkhead whose workers have not reported yet follows on a separate line.
     let ended = waiting.end().expect(0);
     assert!(ended.text().starts_with("ready\n"), "{}", ended.text());
 }
@@ -499,7 +499,7 @@ fn commands_reach_a_supervisor_over_tcp() {
     assert!(with("odd", &["status"]).expect(2).stderr.contains("nothing else"));
     let endless = ["--host", &host, "--token-file", "/dev/zero", "status"];
     assert!(spawn(&mut plain(&endless)).end().expect(2).stderr.contains("nothing else"));
-    // A token that can only read.
+    // A read-only token.
     for arguments in [&["status"][..], &["jobs"], &["events"], &["logs", "b"], &["crashes"]] {
         with("read", arguments).expect(0);
     }
@@ -510,7 +510,7 @@ fn commands_reach_a_supervisor_over_tcp() {
         assert!(told.stderr.contains("can only read"), "{}", told.stderr);
     }
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
-    // Nothing listens on this port after the supervisor has ended.
+    // Nothing listens on this port after the supervisor has exited.
     drop(supervisor);
     let told = spawn(&mut plain(&["--host", &host, "status", "--json"])).end().expect(69);
     assert_eq!(told.object()["outcome"], "unreachable");

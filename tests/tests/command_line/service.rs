@@ -31,8 +31,8 @@ fn jobs(client: &Client, bulkhead: &str, operation: &str, count: usize) {
     }
 }
 
-/// Sends jobs at once that all miss their deadline. The deadline leaves a slow machine enough time to begin
-/// the jobs.
+/// Sends several jobs at once, all of which miss their deadline. The deadline leaves a slow machine enough time to
+/// begin the jobs.
 fn late(client: &Client, bulkhead: &str) {
     let job = client.job(bulkhead, "").operation("yield").deadline(Duration::from_secs(2));
     let jobs: Vec<_> = (0..12).map(|_| job.clone().start().unwrap()).collect();
@@ -162,5 +162,5 @@ fn recycled_workers_do_not_count_as_restarts() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
     // Uses a bulkhead without recycling, because otherwise the next worker could already have been started.
     let _ = client.job("c", "").operation("abort").deadline(Duration::from_secs(20)).send();
-    wait_for("a crash counts", || (supervisor.number("c", "restarts") > 0).then_some(()));
+    wait_for("the crash counts as a restart", || (supervisor.number("c", "restarts") > 0).then_some(()));
 }

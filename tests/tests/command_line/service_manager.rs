@@ -53,7 +53,7 @@ impl ServiceManager {
 
 const BULKHEAD: &str = "[bulkhead.b]\nexec = [\"cat\"]\n";
 
-/// Also checks that a stopped data plane ends the notifications although the control plane responds.
+/// Also checks that the notifications stop if the data plane is stopped, although the control plane still responds.
 #[test]
 fn watchdog_is_notified_only_while_data_plane_responds() {
     const PING: &str = "WATCHDOG=1";
@@ -87,13 +87,13 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
 fn supervisor_without_watchdog_sends_no_pings() {
     let folder = tempfile::tempdir().unwrap();
     let manager = ServiceManager::start(folder.path());
-    // The time limit is for another process.
+    // The watchdog is set for another process.
     let variables =
         [("NOTIFY_SOCKET", manager.path.to_str().unwrap()), ("WATCHDOG_USEC", "2000"), ("WATCHDOG_PID", "1")];
     let mut supervisor = Supervisor::launch_with_variables(folder, &variables, "", BULKHEAD).until_ready();
     supervisor.signal(Signal::SIGTERM);
     assert_eq!(supervisor.wait().code(), Some(0));
-    wait_for("the end of the supervisor is announced", || (manager.count("STOPPING=1") == 1).then_some(()));
+    wait_for("the supervisor announces its shutdown", || (manager.count("STOPPING=1") == 1).then_some(()));
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
@@ -195,7 +195,7 @@ fn passed_sockets_with_wrong_names_are_rejected() {
     }
 }
 
-/// Checks the configuration of the package. Its example must work without any file of the user.
+/// Checks the packaged configuration. Its example must work without any file from the user.
 #[test]
 fn packaged_configuration_serves_jobs() {
     let packaged = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/debian/workers.toml");

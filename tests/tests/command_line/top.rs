@@ -66,7 +66,7 @@ impl Terminal {
             let mut buffer = [0; 4096];
             // The read fails after the last process has closed the other end.
             while let Ok(count @ 1..) = reader.read(&mut buffer) {
-                let mut seen = sink.lock().expect("no thread panics with it");
+                let mut seen = sink.lock().expect("no thread panics while it holds the lock");
                 seen.bytes.extend_from_slice(&buffer[..count]);
                 seen.parser.process(&buffer[..count]);
             }
@@ -75,7 +75,7 @@ impl Terminal {
     }
 
     fn press(&mut self, keys: &str) {
-        self.master.write_all(keys.as_bytes()).expect("the terminal takes keys");
+        self.master.write_all(keys.as_bytes()).expect("the terminal accepts key presses");
     }
 
     fn resize(&self, rows: u16, columns: u16) {
@@ -137,7 +137,7 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // The processes can have ended already.
+        // The processes may have exited already.
         children(self.shell.id()).into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
         let _ = self.shell.kill();
         let _ = self.shell.wait();
@@ -210,7 +210,7 @@ fn top_reconnects_after_supervisor_restart() {
     (0..3).for_each(|_| submit(&supervisor, &["b"]));
     terminal.shows_as("a ready bulkhead", |text| row(text, "b").is_some_and(|row| row[1] == "ready"));
 
-    supervisor.child.kill().expect("our own child");
+    supervisor.child.kill().expect("the supervisor is a child of this process");
     supervisor.wait();
     // The screen also shows the cause.
     let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
@@ -235,7 +235,7 @@ fn top_reconnects_after_supervisor_restart() {
     // No rate is negative after the restart.
     assert!(!terminal.ask(|seen| String::from_utf8_lossy(&seen.bytes).contains("-0.")));
 
-    // `top` sends no requests during a pause, and catches up afterwards.
+    // `top` sends no requests while it is paused, and catches up afterwards.
     terminal.press("p");
     terminal.shows("PAUSED");
     supervisor.post("/v1/bulkheads/b/drain");

@@ -86,7 +86,7 @@ fn hostile_worker_implements_every_attempt_in_the_table() {
         all().map(|attempt| attempt.name).chain(ELSEWHERE.iter().copied()).collect();
     // Some system calls exist only on one architecture.
     let gone: Vec<_> = written.difference(&listed).collect();
-    assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not know {gone:?}");
+    assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not implement {gone:?}");
     assert_eq!(listed.difference(&written).count(), 0, "{listed:?}");
     assert_eq!(written.len(), all().count() + ELSEWHERE.len(), "the table has a duplicate name");
     let others = OF_PROGRAMS.iter().map(|(name, ..)| name).chain(OF_ONE_USER).chain(OF_SHARED_PROCESSES);
@@ -97,7 +97,7 @@ fn hostile_worker_implements_every_attempt_in_the_table() {
 fn documented_table_matches_the_tested_attempts() {
     let docs = std::fs::read_to_string(DOCS).unwrap();
     let start = docs.find(MARKER).unwrap_or_else(|| panic!("{DOCS} has no {MARKER}")) + MARKER.len();
-    let end = start + docs[start..].find("<!-- end -->").expect("the marker has an end");
+    let end = start + docs[start..].find("<!-- end -->").expect("the generated table ends");
     let current = format!("{}{}{}", &docs[..start], markdown(), &docs[end..]);
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(DOCS, current).unwrap();
@@ -106,8 +106,8 @@ fn documented_table_matches_the_tested_attempts() {
     assert!(docs == current, "docs/confinement/attempts.md is outdated; run this test with UPDATE_DOCS=1");
 }
 
-/// Shows that every attempt works without confinement. So a refusal under another profile comes from the layer in the
-/// table.
+/// Shows that every attempt works without confinement. A refusal under another profile therefore comes from the layer
+/// in the table.
 #[test]
 fn attempts_succeed_without_confinement() {
     if is_root() {
@@ -155,7 +155,7 @@ fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> 
     let place = start(runs, profile, None);
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
         (true, Ended::Refused(..)) => Ok(()),
-        (true, _) => Err("expected to be refused".into()),
+        (true, _) => Err("expected a refusal".into()),
         (false, ended) => no_more_than_written(written(attempt), ended),
     });
 }
@@ -181,7 +181,7 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
     let place = Setup { bulkheads: &bulkheads, user_with_ids: Some(user), ..Setup::default() }.start();
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
         (true, Ended::Refused(..)) => Ok(()),
-        (true, _) => Err("expected to be refused".into()),
+        (true, _) => Err("expected a refusal".into()),
         (false, ended) => no_more_than_written(written(attempt), ended),
     });
 }
@@ -206,7 +206,7 @@ fn strict_profile_stops_attempts_with_subuid_ids() {
 }
 
 /// Judges an attempt of a program by the table, with the exceptions in `OF_PROGRAMS`. A program has no link to the
-/// supervisor, so attempts on the link find no target.
+/// supervisor, so attempts that use the link find no target.
 fn as_written_of_program(
     attempt: &Attempt,
     ended: &Ended,

@@ -7,7 +7,7 @@ use bulkhead_tests::confined::{
 /// Returns the soft and the hard limit `name`, as a worker or program reads them in `/proc`.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
     let limits = place.ask(bulkhead, "limits");
-    let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("a limit of that name");
+    let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("the limit is listed");
     let mut words = line.split_whitespace().map(str::to_owned);
     (words.next().unwrap(), words.next().unwrap())
 }

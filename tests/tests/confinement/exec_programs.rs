@@ -1,5 +1,5 @@
-//! Programs of `exec` that share a worker, at the same time or one after another. Covers attempts against each other,
-//! and leftover files and processes. Also covers exit statuses and output of programs.
+//! Programs run by `exec` that share a worker, at the same time or one after another. Covers attempts against each
+//! other, and leftover files and processes. Also covers exit statuses and output of programs.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -55,7 +55,7 @@ fn attack(
     let victim = client.job("x", "payload of A").operation("hold").start().unwrap();
     let told =
         wait_for("the other program runs", || std::fs::read_to_string(place.path().join("write/told")).ok());
-    let (pid, file) = told.trim().split_once(' ').expect("two words");
+    let (pid, file) = told.trim().split_once(' ').expect("the file contains a pid and a path");
     let mut targets = place.targets("x");
     targets["sibling"] = json!(pid.parse::<u32>().unwrap());
     targets["temporary file of sibling"] = json!(file);
@@ -133,7 +133,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
             for operation in ["leave", "look", "fill", "look"] {
                 let told = text(client.job("x", "").operation(operation).send());
                 assert!(told.starts_with('/') && !told.contains('\n'), "{operation}, {profile}: {told}");
-                assert!(!seen.contains(&PathBuf::from(&told)), "the folder {told} is used twice");
+                assert!(!seen.contains(&PathBuf::from(&told)), "the folder {told} was used twice");
                 let folder = on_disk(&told);
                 if operation == "fill" {
                     // The host removes a large folder during the next jobs, which cannot access it.
@@ -309,7 +309,7 @@ fn failed_program_returns_its_output() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace period is an hour. If a job waited for it, the job would miss the deadline.
+/// The grace period is an hour. If a job waited for the grace period, the job would miss its deadline.
 #[test]
 fn job_that_already_failed_skips_output_grace() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {

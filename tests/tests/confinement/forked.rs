@@ -1,5 +1,5 @@
-//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts of a worker against
-//! sibling workers and the template, and the attempts of the table for all workers.
+//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts by a worker against
+//! sibling workers and the template, and the attempts in the table for all workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -137,7 +137,7 @@ fn strict_profile_isolates_forked_workers_from_each_other() {
     }
 }
 
-/// Runs the attempts of the whole table in forked workers.
+/// Runs all attempts in the table in forked workers.
 fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     let given = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
     let sandbox = format!("{profile}, user = \"shared\", {given}");
@@ -275,7 +275,7 @@ fn violation_kills_only_one_forked_worker() {
     }
 }
 
-/// Running workers and their user id are not affected by the death of the template.
+/// The death of the template does not affect running workers, which keep their user id.
 #[test]
 fn forked_workers_outlive_their_template() {
     for profile in profiles() {
@@ -380,7 +380,7 @@ fn descendants_of_forked_workers_are_reaped() {
     }
     let workers = pair(&place);
     let nest = parent(workers[0]);
-    wait_for("only the template and its workers are left", || {
+    wait_for("only the template and its workers remain", || {
         let workers = pair(&place);
         let beside = bulkhead_tests::children(nest);
         (beside.len() == 3 && workers.iter().all(|worker| beside.contains(worker))).then_some(())
@@ -511,7 +511,7 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
                 "crashed/signal"
             );
             let nest = parent(template);
-            wait_for("only the template and its workers are left", || {
+            wait_for("only the template and its workers remain", || {
                 pair(&place);
                 (bulkhead_tests::children(nest).len() == 3).then_some(())
             });

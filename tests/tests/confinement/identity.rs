@@ -1,4 +1,4 @@
-//! Users that workers run as, and access of workers to files, in particular in a checkout below a home folder with mode
+//! Users that workers run as, and workers' access to files, in particular in a checkout below a home folder with mode
 //! 0700.
 
 use std::collections::BTreeSet;
@@ -54,7 +54,7 @@ fn start_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
     let mut supervisor = launch_in(folder, config);
     wait_for("the supervisor is ready", || {
         if let Some(status) = supervisor.child.try_wait().unwrap() {
-            panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+            panic!("the supervisor exited with {status}:\n{}", supervisor.log());
         }
         (supervisor.try_get("/readyz")?.0 == 200).then_some(())
     });

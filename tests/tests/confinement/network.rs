@@ -30,7 +30,7 @@ fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
 fn listeners() -> Vec<TcpListener> {
     let v6 = TcpListener::bind("[::1]:0");
     if v6.is_err() {
-        not_run!("connections by IPv6: this machine has no IPv6");
+        not_run!("connections over IPv6: this machine has no IPv6");
     }
     [TcpListener::bind("127.0.0.1:0").unwrap()].into_iter().chain(v6).collect()
 }
@@ -128,8 +128,8 @@ fn forked_worker_connects_only_to_permitted_ports() {
     }
 }
 
-/// The ports need Landlock 4. Without it, workers start only with `best_effort`, and the filter of system calls
-/// still applies.
+/// Port rules need Landlock 4. Without it, workers start only with `best_effort`, and the system call filter still
+/// applies.
 #[test]
 fn tcp_ports_require_landlock_unless_best_effort() {
     for profile in profiles() {

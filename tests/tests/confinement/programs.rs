@@ -225,7 +225,7 @@ fn violation_report_names_the_system_call() {
         for (name, operation) in [("command", "load-bpf"), ("program", "load-bpf"), ("library", "violate")] {
             assert_named(&place, name, &place.attempt(&client, name, operation, &json!({})));
             // The bulkhead serves jobs again.
-            let next = wait_for("a worker takes jobs", || client.job(name, "{}").send().ok());
+            let next = wait_for("a worker accepts jobs", || client.job(name, "{}").send().ok());
             drop(next);
         }
         assert_eq!(place.supervisor.events("sandbox_violation").len(), 3, "{profile}");
@@ -282,7 +282,7 @@ fn violation_is_reported_when_worker_exits_immediately() {
     let client = place.client();
     let ended = (0..JOBS).map(|_| place.attempt(&client, "x", "load-bpf", &json!({})));
     let others: Vec<_> = ended.filter(|ended| !ended.is(Expected::Violation("bpf"))).collect();
-    assert!(others.is_empty(), "{} of {JOBS} jobs have another outcome: {:?}", others.len(), others[0]);
+    assert!(others.is_empty(), "{} of {JOBS} jobs have a different outcome: {:?}", others.len(), others[0]);
 }
 
 // Sealing.
@@ -407,7 +407,7 @@ fn worker_cannot_read_the_configuration() {
             assert!(is_empty || !matches!(ended, Ended::Succeeded(..)), "{profile}: {ended:?}");
         };
         is_kept_from_it();
-        // Editors and deployments replace a file by a rename.
+        // Editors and deployment tools replace a file by renaming another.
         let new = place.path().join("new.toml");
         std::fs::write(&new, "# secrets of the next version\n").unwrap();
         std::fs::rename(&new, place.path().join("workers.toml")).unwrap();

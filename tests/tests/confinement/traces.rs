@@ -143,9 +143,9 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.ask("x", "leave-a-file");
     let crashed = place.client().job("x", "").operation("crash").send().unwrap_err();
     settled();
-    // A crash by a signal starts a symbolizer, below a separate keeper.
+    // A crash caused by a signal starts a symbolizer, below a separate keeper.
     if let Some(report) = crashed.outcome().and_then(|outcome| outcome.report.clone()) {
-        wait_for("the symbolizer has ended", || {
+        wait_for("the symbolizer has exited", || {
             let report = place.supervisor.get(&format!("/v1/crashes/{report}"));
             let is_alone = children(place.supervisor.pid()).len() == 1;
             (is_alone && report.get("native").is_some()).then_some(())
@@ -177,9 +177,9 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.supervisor.signal(Signal::SIGTERM);
     place.supervisor.wait();
     for path in cgroups.union(&living).filter(|path| Some(*path) != own.as_ref()) {
-        assert!(!cgroup_exists(path), "the cgroup {path} is left");
+        assert!(!cgroup_exists(path), "the cgroup {path} still exists");
     }
-    assert_eq!(walk(place.path().join("tmp")), 0, "files are left");
+    assert_eq!(walk(place.path().join("tmp")), 0, "files were left behind");
 }
 
 #[test]

@@ -134,7 +134,7 @@ fn dead_letter_is_shown_submitted_again_and_dropped() {
     assert!(text(&shown.stdout).contains("\"reason\": \"signal\""), "{shown:?}");
     assert_eq!(fleet.command(&["dead", "show", "third"]).status.code(), Some(66));
 
-    // The same letter twice, as after a lost answer.
+    // Requeues the same letter twice, as an operator does if the first answer is lost.
     let new_id = run(async {
         let settings = Settings::read(&fleet.config()).unwrap();
         let operator = Operator::connect(&settings).await.unwrap();
@@ -178,7 +178,7 @@ fn fleet_try_command_runs_a_complete_fleet() {
     assert!(text(&output.stderr).contains("pip download"), "{output:?}");
 }
 
-/// Returns status and body of a page of the agent.
+/// Returns the status and body of one of the agent's pages.
 fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
     write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
@@ -188,7 +188,7 @@ fn get(port: u16, path: &str) -> (u16, String) {
     (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
 }
 
-/// Returns the names of the metrics of agents in a text.
+/// Returns the names of agent metrics in a text.
 fn metrics_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("bulkhead_fleet_")).map(str::to_owned).collect()

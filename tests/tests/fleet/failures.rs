@@ -148,7 +148,7 @@ fn job_waits_until_the_supervisor_is_back() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", BULKHEADS);
     fleet.hosts[0].kill_supervisor();
-    wait_for("the agent takes no jobs", || fleet.hosts[0].log().contains("cannot be reached").then_some(()));
+    wait_for("the agent stops pulling", || fleet.hosts[0].log().contains("cannot be reached").then_some(()));
     run(async {
         let client = fleet.connect().await;
         let submitted = client.job("b", b"x".to_vec()).submit().await.unwrap();
@@ -194,7 +194,7 @@ fn drained_agent_finishes_its_jobs_and_returns_the_others() {
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         assert_eq!(outcome(&client, "held").await, "ok");
         let agent = fleet.hosts[0].agent.as_mut().unwrap();
-        let status = wait_for("the agent ends", || agent.try_wait().unwrap());
+        let status = wait_for("the agent exits", || agent.try_wait().unwrap());
         assert_eq!(status.code(), Some(0));
     });
 }

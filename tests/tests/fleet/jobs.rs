@@ -1,4 +1,4 @@
-//! Jobs of a fleet with one server and one or two hosts.
+//! Jobs in a fleet with one server and one or two hosts.
 
 use bulkhead_fleet::FleetError;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};

@@ -1,4 +1,4 @@
-//! Limits: backlogs, sizes, full streams, lanes, and messages that are no jobs.
+//! Limits: backlogs, sizes, full streams, lanes, and messages that are not jobs.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -160,7 +160,7 @@ fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
         for _ in 0..100 {
             busy.push(client.job("b", "50").operation("sleep").tenant("acme").submit().await.unwrap());
         }
-        // Its lane is another one.
+        // The tenant `quiet` is in a different lane.
         let quiet = client.job("b", "").tenant("quiet").submit().await.unwrap();
         let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
         fleet.add_host("host-a", &bulkheads);
@@ -199,11 +199,11 @@ fn nearly_full_ledger_stops_pulls_before_records_are_lost() {
     let marker = fleet.folder.path().join("ran");
     run(async {
         let client = fleet.connect().await;
-        // Each record has the result and about 600 bytes.
+        // Each record contains the result and about 600 further bytes.
         for _ in 0..15 {
             client.job("b", vec![b'x'; 3500]).submit().await.unwrap().result().await.unwrap();
         }
-        wait_for("the agent takes no jobs", || {
+        wait_for("the agent stops pulling", || {
             fleet.hosts[0].log().contains("no new jobs are accepted").then_some(())
         });
         let operation = format!("steps:trace {}", marker.display());

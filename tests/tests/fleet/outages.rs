@@ -1,5 +1,5 @@
-//! One long fault under load: frozen agents and leaders, stopped servers, a wrong clock, and lost power. No job of a
-//! living agent is lost.
+//! One long fault under load: frozen agents and leaders, stopped servers, a wrong clock, and lost power. No job held by
+//! a live agent is lost.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -156,7 +156,7 @@ impl Disk {
         succeed(Command::new("mount").args(["-o", "loop"]).arg(self.image()).arg(self.mounted()));
     }
 
-    /// Cuts the power of a server: what it has not synchronized to this disk is lost.
+    /// Cuts the power of a server. Data that the server has not synchronized to this disk is lost.
     fn cut_power(&self, server: &mut NatsServer) {
         server.signal(Signal::SIGSTOP);
         // EXT4_IOC_SHUTDOWN with NOLOGFLUSH: nothing more is written, not even the journal.

@@ -11,7 +11,7 @@ use nkeys::KeyPair;
 
 use super::jobs::BULKHEADS;
 
-/// Makes an authority and a certificate for 127.0.0.1. Returns false, with a note, without `openssl`.
+/// Creates a certificate authority and a certificate for 127.0.0.1. Prints a note and returns false if `openssl` fails.
 fn certificates(folder: &Path) -> bool {
     let script = "set -e
         openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=test-ca
@@ -22,7 +22,7 @@ fn certificates(folder: &Path) -> bool {
     match Command::new("sh").args(["-c", script]).current_dir(folder).output() {
         Ok(output) if output.status.success() => true,
         other => {
-            not_run!("openssl, which makes certificates, failed: {other:?}");
+            not_run!("openssl failed to create the certificates: {other:?}");
             false
         }
     }

@@ -1,4 +1,4 @@
-//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job, and no job begins twice. Jobs behind a
+//! Prefetched jobs (`lookahead`). A worker's death loses no prefetched jobs, and no job begins twice. Jobs behind a
 //! slow job go to other workers.
 
 use std::time::Duration;
@@ -301,7 +301,7 @@ impl Blocked {
             Self::Ignores => "ignore",
             Self::IgnoresAll => "ignore all",
         };
-        // Does not await the job, because the supervisor ends first.
+        // Does not await the job, because the supervisor exits first.
         drop(spawn(client.job("b", "").operation(operation)));
     }
 

@@ -344,7 +344,7 @@ fn result_sent_during_supervisor_pause_is_delivered() {
         supervisor.signal(nix::sys::signal::Signal::SIGSTOP);
         supervisor.touch("end");
         wait_for("the job is over", || (supervisor.file_bytes("over") == 1).then_some(()));
-        wait_for("the deadline has passed by a second", || {
+        wait_for("the deadline passed a second ago", || {
             (began.elapsed() > deadline + Duration::from_secs(1)).then_some(())
         });
         supervisor.signal(nix::sys::signal::Signal::SIGCONT);

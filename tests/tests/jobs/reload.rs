@@ -669,7 +669,7 @@ fn shutdown_waits_for_jobs_of_removed_bulkhead() {
 
 // Many reloads under load.
 
-/// Sends jobs, also to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
+/// Sends jobs, including to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;
@@ -743,7 +743,7 @@ fn a_hundred_reloads_under_load_lose_no_jobs() {
     });
     auditor.finish();
     assert!(supervisor.events("config_rejected").is_empty());
-    // Loads the first configuration again. The others must not leave descriptors or threads.
+    // Loads the first configuration again. The other configurations must not leave descriptors or threads behind.
     reload(&supervisor, &file(0));
     wait_for("the supervisor has no more descriptors than before", || {
         (descriptors(supervisor.pid()) <= descriptors_before).then_some(())

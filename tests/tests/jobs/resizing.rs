@@ -178,7 +178,7 @@ fn worker_still_starting_gets_the_raised_limit() {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&steps(&client, "die").send().await), "crashed/signal");
         // The replacement got `max_in_flight` 1 in its welcome and is not ready yet.
-        wait_for("the next worker initialises", || {
+        wait_for("the next worker is initialising", || {
             (supervisor.snapshot("b")["workers"][0]["state"] == "initializing").then_some(())
         });
         let jobs = holders(&client, 4);
@@ -622,7 +622,7 @@ fn worker_that_cannot_be_resized_is_replaced() {
         assert_eq!((&told[0]["reason"], told.len()), (&"resize".into(), 1), "{told:?}");
         assert_eq!(supervisor.events("worker_killed").len(), 0);
 
-        // The supervisor sends a worker no message for a limit up to the value in the worker's welcome.
+        // The supervisor sends no message to a worker if the limit is at most the value in the worker's welcome.
         std::fs::remove_file(supervisor.file("go")).unwrap();
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
         let jobs: Vec<_> = (0..5).map(|_| spawn(client.job("b", ""))).collect();

@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(2);
 
 fn late(result: Result<Reply, JobError>) -> bulkhead_client::Outcome {
     let error = result.expect_err("the job runs for longer than its limit");
-    let outcome = error.outcome().expect("an outcome").clone();
+    let outcome = error.outcome().expect("the error contains the outcome").clone();
     assert_eq!((outcome.verdict.name(), outcome.verdict.reason()), ("deadline_exceeded", Some("running")));
     outcome
 }

@@ -50,7 +50,7 @@ fn upgraded(manager: &Manager) -> u32 {
     let main = steps[3]["pid"].as_u64().unwrap() as u32;
     assert_ne!(main, before);
     wait_for("the service manager knows the new main process", || (manager.main() == main).then_some(()));
-    wait_for("the old program has ended", || (manager.supervisors() == [main]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [main]).then_some(()));
     assert_eq!(manager.restarts(), 0);
     main
 }
@@ -171,9 +171,9 @@ fn jobs_in_the_old_program_count_towards_the_limit() {
     assert_eq!(first.outcome(), (1, (0, 0)));
     assert_eq!(half.outcome(), (7, (0, 0)));
     assert_eq!(first.outcome(), (2, (0, 0)));
-    wait_for("the old program has ended", || (manager.supervisors() == [new]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [new]).then_some(()));
     wait_for("all permits are free", || (get(&manager, "/v1/bulkheads/b")["limit"] == 1).then_some(()));
-    let finished = wait_for("the new program reports the end", || {
+    let finished = wait_for("the new program reports that the upgrade has finished", || {
         let place = Place::Unix(manager.folder.path().join("admin.sock"));
         let events = place.ask("GET", "/v1/events?follow=false", &[], b"");
         let events = String::from_utf8(events.body).unwrap();
@@ -242,13 +242,13 @@ impl Upgrading {
         while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
     }
 
-    /// Waits until the new program serves. Returns the new program.
+    /// Waits until the new program serves. Returns the pid of the new program.
     fn until_switched(&mut self, manager: &Manager, old: u32) -> u32 {
         self.until("switched");
         manager.supervisors().into_iter().find(|&pid| pid != old).expect("two programs run")
     }
 
-    /// Waits for the end. Returns the exit code and the error message.
+    /// Waits for the command to exit. Returns the exit code and the error message.
     fn end(mut self) -> (Option<i32>, String) {
         self.lines.by_ref().for_each(drop);
         let output = self.child.wait_with_output().unwrap();
@@ -256,7 +256,7 @@ impl Upgrading {
     }
 }
 
-/// Sends operators' requests whose effects a failed upgrade would undo. Returns each request with its status.
+/// Sends operator requests whose effects a failed upgrade would undo. Returns each request with its status.
 fn operators_requests(manager: &Manager) -> Vec<(String, u16)> {
     let place = Place::Unix(manager.folder.path().join("admin.sock"));
     let requests = [
@@ -287,7 +287,7 @@ fn operator_requests_are_rejected_during_an_upgrade() {
     for (request, status) in operators_requests(&manager) {
         assert_eq!(status, 409, "{request}");
     }
-    // A signal ends the new program, and then the old one.
+    // A signal stops the new program, and then the old one.
     assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
     let (code, text) = upgrading.end();
     assert_eq!(code, Some(1));
@@ -372,7 +372,7 @@ fn stopping_supervisor_hands_over_no_connections() {
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     manager.begin_stop();
-    wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+    wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
     std::fs::write(&gates[0], "").unwrap();
     assert_eq!(clients[0].outcome(), (1, (0, 0)));
     clients[0].submit(2, "", b"");
@@ -395,13 +395,13 @@ fn client_that_ignores_goaway_is_disconnected() {
     assert_eq!(raw.frame().0.kind, kind::GOAWAY);
     std::fs::write(&gate, "").unwrap();
     assert_eq!(raw.outcome(), (1, (0, 0)));
-    // Input does not extend the time.
+    // Further input does not extend the time limit.
     let mut outbox = Outbox::default();
     wait_for("the old program closes the connection", || {
         let _ = outbox.push(kind::CANCEL, 1, &Empty, &[], Payload::NONE);
         outbox.flush(&raw.0, &mut BufferPool::default()).err()
     });
-    wait_for("the old program has ended", || (manager.supervisors() == [manager.main()]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
     assert_eq!((upgrading.end().0, manager.restarts()), (Some(0), 0));
 }
 

@@ -1,5 +1,5 @@
-//! `--while-open` and `--own-folder`, for a supervisor that another program starts as its child. The supervisor ends
-//! with that program.
+//! `--while-open` and `--own-folder`, for a supervisor that another program starts as its child. The supervisor exits
+//! together with that program.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops however the parent ends.
+/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops no matter how the parent exits.
 #[test]
 fn supervisor_stops_when_its_while_open_descriptor_closes() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
@@ -91,7 +91,7 @@ fn while_open_rejects_descriptor_that_cannot_report_a_close() {
     }
     let (ended, _) = std::io::pipe().unwrap();
     let (code, told) = start("0", ended.into());
-    assert_eq!(code, Some(0), "the descriptor had ended before the start: {told}");
+    assert_eq!(code, Some(0), "the descriptor was closed before the start: {told}");
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn repeated_start_failures_share_one_crash_report() {
     let crashes = || supervisor.get("/v1/crashes")["crashes"].as_array().unwrap().clone();
     let is_of = |name: &'static str| move |crash: &&Value| crash["bulkhead"] == name;
     wait_for("the job's crash is kept", || crashes().iter().find(is_of("good")).cloned());
-    // Far more failures than crash reports are kept or written at once.
+    // Waits for far more failures than the number of crash reports that are kept or written at once.
     wait_for("many have failed to start", || {
         let row = crashes().iter().find(is_of("broken")).cloned()?;
         (row["count"].as_u64()? > 20).then_some(())

@@ -65,7 +65,7 @@ fn stdout(output: &Output) -> String {
 }
 
 fn files(folder: &Path) -> Vec<String> {
-    let names = std::fs::read_dir(folder).expect("the folder is there");
+    let names = std::fs::read_dir(folder).expect("the folder exists");
     let mut names: Vec<String> =
         names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.retain(|name| name != ".lock");
@@ -113,7 +113,7 @@ fn crashed_outcome_names_its_report() {
         let report = error.outcome().unwrap().report.clone().expect("an id");
         assert!(error.to_string().ends_with(&format!("; see `bulkhead crashes {report}`")), "{error}");
         let kept = reports(&supervisor, count + 1).into_iter().find(|kept| kept["id"] == report.as_str());
-        let kept = kept.expect("the report with this id");
+        let kept = kept.expect("the report with this id is stored");
         assert_eq!(kept["jobs"][0]["job"], error.outcome().unwrap().job.unwrap().to_string());
         let shown = command(&supervisor, &["crashes", &report]);
         assert!(shown.status.success() && stdout(&shown).contains("SIGSEGV"), "{shown:?}");
@@ -167,8 +167,10 @@ fn replay_reproduces_crash_of_c_library() {
     assert_eq!(replay(&supervisor, &report)["verdict"], "same");
 
     let saved = supervisor.file("again.gif");
-    let output =
-        command(&supervisor, &["crashes", &id(&report), "--output", saved.to_str().expect("a plain path")]);
+    let output = command(
+        &supervisor,
+        &["crashes", &id(&report), "--output", saved.to_str().expect("the path is valid UTF-8")],
+    );
     assert!(output.status.success(), "{output:?}");
     assert_eq!(std::fs::read(saved).unwrap(), picture);
 }
@@ -404,7 +406,7 @@ fn replays_do_not_change_statistics_or_workers() {
     let books = || {
         let mut books = supervisor.snapshot("b");
         for worker in books["workers"].as_array_mut().unwrap() {
-            // These values change without jobs.
+            // These values change even without jobs.
             for field in ["uptime_ms", "rss_bytes", "cpu_ms"] {
                 worker[field] = Value::Null;
             }
@@ -460,7 +462,7 @@ fn crash_of_isolated_tenant_can_be_replayed() {
     assert_eq!((&books["submitted"], &books["crashed"]), (&1.into(), &1.into()));
 }
 
-/// A replay that is still running at shutdown is ended.
+/// A replay that is still running at shutdown is stopped.
 #[test]
 fn third_concurrent_replay_is_rejected() {
     let mut supervisor =
@@ -483,7 +485,7 @@ fn third_concurrent_replay_is_rejected() {
         }
     });
     std::fs::remove_file(supervisor.file("end")).unwrap();
-    // This replay does not end, so the shutdown has to end it.
+    // This replay does not end, so the shutdown has to stop it.
     let client = supervisor.command().args(["replay", &id(&report)]).spawn().unwrap();
     wait_for("the replay runs", || (children(supervisor.keeper()).len() == 2).then_some(()));
     let workers = children(supervisor.keeper());

@@ -1,5 +1,4 @@
-//! Metrics as Prometheus reads them: names, formats, and numbers that add up in every single scrape, also
-//! under load.
+//! Metrics as Prometheus reads them: names, formats, and numbers that add up in every single scrape, even under load.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -20,17 +19,17 @@ use bulkhead_tests::{PATIENCE, Supervisor, connect, not_run, outcome, run, tally
 
 /// Scrapes the metrics. Returns the content type and the body.
 fn scrape_as(admin: &Path, accept: Option<&str>) -> (String, String) {
-    let mut socket = UnixStream::connect(admin).expect("the admin socket");
+    let mut socket = UnixStream::connect(admin).expect("the admin socket accepts connections");
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let accept = accept.map_or(String::new(), |accept| format!("Accept: {accept}\r\n"));
     write!(socket, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{accept}\r\n").unwrap();
     let mut answer = String::new();
-    socket.read_to_string(&mut answer).expect("an answer in UTF-8");
+    socket.read_to_string(&mut answer).expect("the answer is valid UTF-8");
     let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
     assert!(head.starts_with("HTTP/1.1 200 "), "{answer}");
     assert!(!head.contains("chunked"), "{head}");
     let content_type = head.lines().find_map(|line| line.strip_prefix("content-type: "));
-    (content_type.expect("a content type").to_owned(), body.to_owned())
+    (content_type.expect("the answer has a content type").to_owned(), body.to_owned())
 }
 
 fn admin(supervisor: &Supervisor) -> PathBuf {
@@ -277,7 +276,7 @@ fn series_for_unconfigured_features_are_absent() {
     }
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(there("bulkhead_execution_seconds_bucket", &[]), 1);
-    // Series that rates are computed from exist from the start.
+    // Series from which rates are computed exist from the start.
     let critical = [("priority", "critical"), ("outcome", "rejected")];
     assert_eq!(there("bulkhead_jobs_total", &critical), 1);
     let of_critical = [("priority", "critical"), ("reason", "too_large")];
@@ -303,7 +302,7 @@ fn series_for_unconfigured_features_are_absent() {
     assert_eq!((rejected("circuit_open"), rejected("evicted")), (2, 2));
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 9);
     assert_eq!(there("bulkhead_worker_restarts_total", &[("cause", "jobs")]), 1);
-    // Series that have been exported once stay.
+    // A series that has been exported once stays.
     supervisor.configure("", plain);
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     assert_eq!((rejected("evicted"), there("bulkhead_breaker_transitions_total", &[])), (2, 9));

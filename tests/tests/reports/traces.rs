@@ -76,7 +76,7 @@ fn serve(socket: TcpStream, status: u16, taken: &Mutex<Vec<Value>>) {
     let length = head.split_once("content-length: ").and_then(|(_, rest)| rest.split("\r\n").next());
     let mut body = vec![0; length.expect("a length").parse().unwrap()];
     reader.read_exact(&mut body).unwrap();
-    // Stores the message before the answer, so that a test that has seen the answer finds the spans.
+    // Stores the message before answering, so that a test that has seen the answer finds the spans.
     if status == 200 {
         taken.lock().unwrap().push(serde_json::from_slice(&body).unwrap());
     }

@@ -28,7 +28,7 @@ fn hang(client: &Client, tenant: &str) -> Running {
 /// worker.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
-    job.progress().await.expect("a progress report at the start");
+    job.progress().await.expect("the job reports progress when it starts");
     job
 }
 
@@ -42,7 +42,7 @@ fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes
         let workers = children(keeper).len();
         assert!(workers <= 2 * max_active * processes, "{workers} processes");
         let snapshot = supervisor.snapshot("b");
-        let of = |worker: &Value| worker["tenant"].as_str().expect("the name of a tenant").to_owned();
+        let of = |worker: &Value| worker["tenant"].as_str().expect("the worker names its tenant").to_owned();
         let workers = snapshot["workers"].as_array().unwrap();
         let active = tally(workers.iter().map(of));
         assert!(active.len() <= max_active, "{active:?}");
@@ -248,7 +248,7 @@ fn evicted_tenant_gets_new_workers() {
         kill_pid(old[0], Signal::SIGSTOP);
         let first = spawn(client.job("b", "").tenant("b"));
         wait_part(&supervisor, "b", "queued", 1);
-        // The workers of `a` are already exiting in favour of `b`.
+        // The workers of `a` are already exiting to make room for `b`.
         let second = spawn(client.job("b", "").tenant("a"));
         for job in [first, second] {
             assert_eq!(outcome(&job.await.unwrap()), "ok");

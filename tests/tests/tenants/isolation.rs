@@ -30,7 +30,7 @@ fn no_worker_runs_before_the_first_job() {
         assert_eq!(supervisor.try_get(path).unwrap().0, 200, "{path}");
     }
     assert!(supervisor.worker_pids("b").is_empty());
-    // A keeper that has just started can have another child for a moment.
+    // A keeper that has just started may have another child for a moment.
     wait_for_rest(&supervisor);
     assert!(supervisor.events("worker_started").is_empty());
     assert_eq!(supervisor.snapshot("b")["state"], "ready");

@@ -17,8 +17,8 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Sends jobs until one is counted in the field. On a busy machine, a worker can be slow to begin a job and gets no
-/// other job until then. A job beyond the queue is then rejected although the tenant's share is not used up.
+/// Sends jobs until one is counted in the field. On a busy machine, a worker can be slow to begin a job, and gets no
+/// other job until it has begun. A job beyond the queue is then rejected although the tenant's share is not used up.
 fn hang_until(
     supervisor: &Supervisor,
     client: &Client,

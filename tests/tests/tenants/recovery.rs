@@ -53,7 +53,7 @@ fn retry_runs_in_worker_of_same_tenant() {
     });
 }
 
-/// The quarantine lasts until a reset, also while the tenant has no workers.
+/// The quarantine lasts until a reset, even while the tenant has no workers.
 #[test]
 fn poison_payload_is_quarantined_for_its_tenant_only() {
     let supervisor = Supervisor::start(&isolated(
@@ -159,7 +159,7 @@ fn breaker_closes_even_if_worker_start_exceeds_idle_time() {
         while outcome(&send(&client, "a", "").await) != "ok" {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
-            // If `idle` ended a worker that is still starting, the breaker's probe would never run.
+            // If `idle` stopped a worker that is still starting, the breaker's probe would never run.
             assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections and no probe");
         }
     });
@@ -269,7 +269,7 @@ fn tenant_with_job_in_fallback_is_remembered() {
         wait_part(&supervisor, "busy", "in_flight", 1);
         // Waits until the job has begun, because an unread job would go to the next worker.
         let mut away = client.job("b", "").operation("hang").tenant("away").start().await.unwrap();
-        away.progress().await.expect("a progress report at the start");
+        away.progress().await.expect("the job reports progress when it starts");
         wait_part(&supervisor, "away", "elsewhere", 1);
         supervisor.wait_number("safe", "in_flight", 1);
         for tenant in 0..5_000 {

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 
-/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the ids of
-/// the workers that served the jobs.
+/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the pids of the workers
+/// that served the jobs.
 fn serve_until(
     supervisor: &Supervisor,
     operation: &str,

@@ -72,7 +72,7 @@ fn every_kind_of_worker_receives_the_secret() {
     }
 }
 
-/// Files of secrets are withheld from workers, even in a folder that a worker can otherwise read.
+/// Workers cannot read secret files, even in a folder that a worker can otherwise read.
 #[test]
 fn worker_cannot_read_secret_file_in_its_own_folder() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -270,7 +270,7 @@ const VALUE: &str = "open-sesame-7d1f0c";
 #[track_caller]
 fn assert_hidden(what: &str, output: impl AsRef<[u8]>) {
     let output = output.as_ref();
-    assert!(!output.is_empty(), "{what} is empty, so that the test shows nothing");
+    assert!(!output.is_empty(), "{what} is empty, so the test proves nothing");
     let found = output.windows(VALUE.len()).any(|window| window == VALUE.as_bytes());
     assert!(!found, "{what} contains the secret:\n{}", String::from_utf8_lossy(output));
 }
@@ -353,7 +353,7 @@ fn is_in_memory(pid: u32) -> Option<bool> {
         let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
         let mut bytes = vec![0; (to - from) as usize];
         memory.seek(SeekFrom::Start(from)).ok()?;
-        // A mapping can have ended in the meantime.
+        // A mapping may have been removed in the meantime.
         if memory.read_exact(&mut bytes).is_ok()
             && bytes.windows(VALUE.len()).any(|window| window == VALUE.as_bytes())
         {

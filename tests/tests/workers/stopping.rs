@@ -47,7 +47,7 @@ fn no_job_is_lost(bulkhead: &str) {
         is_over.store(true, Ordering::Relaxed);
         clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
     });
-    assert!(lost.is_empty(), "{} of {} jobs are lost: {lost:?}", lost.len(), done.load(Ordering::Relaxed));
+    assert!(lost.is_empty(), "{} of {} jobs were lost: {lost:?}", lost.len(), done.load(Ordering::Relaxed));
     assert_eq!(supervisor.number("x", "crashed"), 0);
 }
 

@@ -1,4 +1,4 @@
-//! Upgrades in which a program ends, hangs, or cannot start. One program serves afterwards.
+//! Upgrades in which a program dies, hangs, or cannot start. Afterwards, exactly one program serves.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -27,7 +27,7 @@ fn failed_start_leaves_the_old_program_in_service() {
         assert!(text.contains(why), "{why}: {text}");
         assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
         assert_eq!((manager.main(), manager.restarts()), (old, 0));
-        wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+        wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
     };
     fails("", "[bulkhead.b]\n", &[], "command");
     fails("crash_dir = \"crashes\"", ONE, &[], "crash_dir");
@@ -44,7 +44,7 @@ fn failed_start_leaves_the_old_program_in_service() {
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }
 
-/// Kinds of messages at which a program dies: before it sends the message, or when it has received it.
+/// Messages at which a program dies, either before it sends the message or after it has received the message.
 const DEATHS: [&str; 26] = [
     "send 1",
     "receive 1",
@@ -74,12 +74,12 @@ const DEATHS: [&str; 26] = [
     "receive 33",
 ];
 
-/// Number of deaths that are tried. More with `BULKHEAD_UPGRADE_DEATHS`.
+/// Number of deaths to try. The variable `BULKHEAD_UPGRADE_DEATHS` overrides the default.
 fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
 
-/// Number of deaths that are tried at the same time.
+/// Number of deaths to try at the same time.
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]
@@ -116,7 +116,8 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
     let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
     let manager = Manager::start(folder, "", ONE, &variables);
     let load = Load::start_tolerant(&manager);
-    // An idle connection moves. A running job needs a permit at the switch, and no longer after it.
+    // An idle connection moves to the new program. A running job holds a permit at the switch and releases it
+    // afterwards.
     let _idle = Raw::connect(&manager.socket());
     let gate = manager.folder.path().join("gate");
     let mut running = Raw::connect(&manager.socket());
@@ -299,7 +300,7 @@ fn start_timeout_comes_from_the_new_configuration() {
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until("started");
     std::thread::sleep(Duration::from_secs(11));
-    assert_eq!(manager.supervisors().len(), 2, "the old program has waited too short\n{}", manager.log());
+    assert_eq!(manager.supervisors().len(), 2, "the old program did not wait long enough\n{}", manager.log());
     std::fs::write(manager.folder.path().join("go"), "").unwrap();
     upgrading.until_switched(&manager, old);
 }

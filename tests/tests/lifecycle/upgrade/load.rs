@@ -22,7 +22,7 @@ const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax
                      [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
-/// Records of the workers, and the maximum number of jobs in each that run at once.
+/// Records that the workers write, each with the maximum number of its jobs that run at once.
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
@@ -135,7 +135,7 @@ impl Load {
             let client = Client::connect(&path).unwrap();
             text(client.job("b", "").operation(operation_of_each(id)).send())
         });
-        // A client without library that always has several jobs in progress on its connection.
+        // A client without the library that always has several jobs in progress on its connection.
         let raw = Arc::new(Mutex::new((Raw::connect(&socket), 0)));
         let (of_raw, operation_of_raw) = (raw.clone(), operation("record-b"));
         load.add(move |id| {
@@ -194,7 +194,7 @@ impl Load {
             }
             // `wait_with_output` closes the standard input, which stops the client.
             let output = child.wait_with_output().unwrap();
-            serde_json::from_slice(&output.stdout).expect("the outcomes of the Python client")
+            serde_json::from_slice(&output.stdout).expect("the Python client prints its outcomes")
         }));
     }
 
@@ -277,7 +277,7 @@ is_over.set()
 print(json.dumps(outcomes))
 ";
 
-/// Number of upgrades under load. More with `BULKHEAD_UPGRADES`.
+/// Number of upgrades under load. The variable `BULKHEAD_UPGRADES` overrides the default.
 fn upgrades() -> usize {
     std::env::var("BULKHEAD_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(2)
 }
@@ -360,6 +360,6 @@ fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
     assert!(!long.is_finished());
     std::fs::write(&gate, "").unwrap();
     long.join().unwrap().unwrap();
-    wait_for("the old program has ended", || (manager.supervisors() == [manager.main()]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }
