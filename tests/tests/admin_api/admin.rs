@@ -121,7 +121,7 @@ impl Stream {
         Self { answer, partial: String::new() }
     }
 
-    /// Returns the next event, or `None` at the end of the stream.
+    /// Returns the next event, or `None` if the stream has ended.
     fn next(&mut self) -> Option<Value> {
         loop {
             while let Some((block, rest)) = self.partial.split_once("\n\n") {
@@ -144,7 +144,7 @@ impl Stream {
     }
 }
 
-/// Checks that a response is a problem document with this status, and returns the document.
+/// Checks that a response is a problem document with the given status. Returns the document.
 #[track_caller]
 fn check_problem(mut answer: Answer, status: u16, what: &str) -> Value {
     let content = answer.header("content-type").to_owned();

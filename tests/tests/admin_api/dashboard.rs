@@ -105,8 +105,8 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     Some((site, browser))
 }
 
-/// Checks that the page logged no errors and sent requests only to the supervisor. Ignores failed requests during a
-/// restart of the supervisor.
+/// Checks that the page logged no errors and sent requests only to the supervisor. Ignores requests that failed while
+/// the supervisor was restarting.
 fn check(site: &Site, browser: &Browser) {
     let errors: Vec<Value> = browser
         .log("browser")
@@ -533,7 +533,7 @@ max_in_flight = 2
 max_queue = 10
 "#;
 
-/// Threads that send jobs until `end` is called. `level` is the percentage of threads that are active.
+/// Threads that send jobs until `end` is called. `level` is the percentage of active threads.
 struct Load {
     level: Arc<AtomicU32>,
     lanes: Vec<JoinHandle<()>>,
@@ -543,8 +543,8 @@ struct Load {
 const OVER: u32 = u32::MAX;
 
 impl Load {
-    /// Starts `count` threads that send jobs with this operation and payload, and sleep for `pause` milliseconds after
-    /// each job.
+    /// Starts `count` threads that send jobs with the given operation and payload, and sleep for `pause` milliseconds
+    /// after each job.
     fn begin(
         site: &Site,
         bulkhead: &'static str,

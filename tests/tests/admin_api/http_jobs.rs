@@ -204,7 +204,7 @@ fn failed_jobs_get_problem_documents() {
     check(&place.job("hung", "echo", &[], b""), 503, "rejected", "draining", "no");
 }
 
-/// Occupies the only permit of a bulkhead until the file `go` exists, and queues `waiting` further jobs.
+/// Occupies a bulkhead's only permit until the file `go` exists, and queues `waiting` further jobs.
 fn crowd(
     place: &Place,
     supervisor: &Supervisor,
@@ -432,7 +432,7 @@ fn malformed_requests_are_rejected() {
     assert_eq!(supervisor.number("b", "submitted"), 0);
 }
 
-/// Reads from a connection until its end and returns all bytes.
+/// Reads from a connection until it closes. Returns all bytes.
 fn drain(mut socket: Socket) -> Vec<u8> {
     socket.give_up_after(2 * PATIENCE);
     let mut bytes = Vec::new();
@@ -440,7 +440,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// Covers rejections in the control plane, which never reach the data plane.
+/// Covers jobs that the control plane rejects, so that they never reach the data plane.
 #[test]
 fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);

@@ -346,7 +346,7 @@ fn reload_replaces_tokens_at_once() {
     assert_eq!(connection.ask("POST", JOBS, &[another, "Bulkhead-Tenant: acme"], b"x").unwrap().status, 200);
 }
 
-/// Sends bytes and returns everything that comes back, or the error.
+/// Sends raw bytes. Returns the complete response, or the error.
 fn raw(place: &Place, request: &[u8]) -> std::io::Result<String> {
     let mut socket = place.connect();
     let _ = socket.write_all(request);
@@ -396,8 +396,8 @@ fn invalid_requests_are_answered_and_run_no_job() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 200);
 }
 
-/// Sends a request with both a length and an encoding. The encoding takes precedence, so that no part of the payload
-/// is parsed as another request.
+/// Sends a request with both `Content-Length` and `Transfer-Encoding`. The latter takes precedence, so no part of the
+/// payload is parsed as another request.
 #[test]
 fn smuggled_request_is_never_served() {
     let (supervisor, place) = start();
@@ -585,7 +585,8 @@ fn second_signal_ends_the_drain_notice() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A token sends chunked payloads until its share of the memory is full. The supervisor's own user still gets a share.
+/// A client with a token sends chunked payloads until its share of the memory is used up. The supervisor's own user
+/// still gets a share.
 #[test]
 fn token_holder_cannot_use_memory_share_of_another_user() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);

@@ -1,5 +1,5 @@
 //! Two supervisors behind HAProxy, with the configuration of `deploy/haproxy`. Hosts stop and die under load, and each
-//! job is counted where it runs.
+//! host records the jobs that it runs.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -36,7 +36,7 @@ impl Drop for Proxy {
 }
 
 impl Proxy {
-    /// Starts HAProxy in front of the hosts. Returns `None`, with a note, if HAProxy is not installed.
+    /// Starts HAProxy in front of the hosts. Prints a note and returns `None` if HAProxy is not installed.
     fn start(hosts: [SocketAddr; 2]) -> Option<Self> {
         if Command::new("haproxy").arg("-v").output().is_err() {
             not_run!("haproxy is not installed: install Debian's package haproxy");
@@ -82,7 +82,7 @@ impl Host {
         Self { supervisor: launch(address, keys, ""), address }
     }
 
-    /// Stops the supervisor as a service manager does, and starts another one.
+    /// Stops the supervisor as a service manager does, and starts a new one.
     fn restart(&mut self, keys: &str) {
         self.supervisor.signal(Signal::SIGTERM);
         assert_eq!(self.supervisor.wait().code(), Some(0));
@@ -110,7 +110,7 @@ fn write_token(folder: &Path) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// Result of a job as its caller saw it.
+/// Result of a job as seen by its caller.
 #[derive(Debug)]
 struct Seen {
     number: usize,
@@ -119,7 +119,7 @@ struct Seen {
     told: String,
 }
 
-/// Sends jobs from `CALLERS` callers until `is_over` returns true for the number of jobs begun so far.
+/// Sends jobs from `CALLERS` callers until `is_over`, called with the number of jobs sent so far, returns true.
 fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
     let begun = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -160,7 +160,7 @@ fn trace(number: usize) -> String {
     format!("00-{:032x}-b7ad6b7169203331-01", number + 1)
 }
 
-/// Returns how often each job began.
+/// Returns the number of times that each job began.
 fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
     tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
 }

@@ -28,7 +28,7 @@ fn start() -> (Supervisor, Place) {
     (supervisor, place)
 }
 
-/// Crashes a worker, so that there is a crash report. Returns the id of the report.
+/// Crashes a worker to create a crash report. Returns the ID of the report.
 fn crash(supervisor: &Supervisor, place: &Place) -> String {
     place.job("b", "abort", &[BEARER], b"").problem(502);
     wait_for("there is a crash report", || {
@@ -49,7 +49,7 @@ fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
     (connection, number)
 }
 
-/// Returns every operation of the document (path, method, description).
+/// Returns every operation in the document (path, method, description).
 fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let paths = document["paths"].as_object().expect("paths");
     let each = paths.iter().flat_map(|(path, methods)| {

@@ -39,7 +39,7 @@ fn start() -> (Supervisor, Place) {
     start_at("127.0.0.1:0", ONE)
 }
 
-/// Sends `request` and returns everything that comes back.
+/// Sends `request` and returns the complete response.
 fn raw(place: &Place, request: &str) -> String {
     let mut socket = place.connect();
     socket.write_all(request.as_bytes()).unwrap();

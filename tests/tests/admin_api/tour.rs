@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, not_run, wait_for};
 
-/// Returns the commands of a section, each on one line.
+/// Returns the commands in a section, with each command on one line.
 fn commands(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations/http.md");
     let text = std::fs::read_to_string(path).expect("the page exists");

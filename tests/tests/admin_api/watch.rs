@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
 
-/// A message of the stream.
+/// A message in the stream.
 #[derive(Debug)]
 struct Said {
     event: String,
@@ -35,7 +35,7 @@ impl Watcher {
         Self(reader)
     }
 
-    /// Returns the next message, or `None` at the end. Skips chunk sizes and comments.
+    /// Returns the next message, or `None` if the stream has ended. Skips chunk sizes and comments.
     fn next(&mut self) -> Option<Said> {
         let mut said = Said { event: String::new(), id: None, data: Value::Null };
         loop {

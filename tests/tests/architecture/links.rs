@@ -10,7 +10,7 @@ use super::workspace;
 /// Extensions of files whose comments and messages can name a page.
 const CODE: [&str; 11] = ["c", "cfg", "h", "html", "js", "py", "rs", "service", "sh", "toml", "yml"];
 
-/// Collects the files below a folder, except in hidden folders, build output and vendored projects.
+/// Collects all files below a folder, except those in hidden folders, build output and vendored projects.
 fn files(folder: &Path, into: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let entry = entry.unwrap();
@@ -68,7 +68,7 @@ fn targets(page: &str) -> BTreeSet<String> {
     inline.chain(html).chain(defined).map(|target| target.trim_matches(['<', '>']).to_owned()).collect()
 }
 
-/// Returns the anchors of a page: one for each heading, as GitHub derives them, and each `id` in HTML.
+/// Returns the anchors of a page: the anchor that GitHub derives from each heading, and each `id` in HTML.
 fn anchors(page: &str) -> BTreeSet<String> {
     let mut counts = BTreeMap::<String, usize>::new();
     let mut found = BTreeSet::new();
@@ -88,7 +88,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
     found
 }
 
-/// Returns the anchor of a heading. A link in the heading counts as its text.
+/// Returns the anchor of a heading. A link in the heading is replaced with its text.
 fn anchor(title: &str) -> String {
     let mut text = String::new();
     let mut rest = title;
@@ -101,7 +101,7 @@ fn anchor(title: &str) -> String {
     kept.flat_map(char::to_lowercase).map(|char| if char == ' ' { '-' } else { char }).collect()
 }
 
-/// Resolves `.` and `..` without the file system.
+/// Resolves `.` and `..` without accessing the file system.
 fn normal(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {

@@ -14,7 +14,7 @@ type Module = Vec<String>;
 /// Maximum number of re-exports to follow from one name.
 const REEXPORTS_MAX: usize = 8;
 
-/// Returns the folders of the workspace's members.
+/// Returns the folders of all workspace members.
 fn members() -> Vec<PathBuf> {
     let text = fs::read_to_string(workspace().join("Cargo.toml")).unwrap();
     let list = text.split("members = [").nth(1).unwrap().split(']').next().unwrap();
@@ -23,7 +23,7 @@ fn members() -> Vec<PathBuf> {
     members
 }
 
-/// Returns the name of a crate and its dependencies in the workspace, without dev-dependencies.
+/// Returns the name of a crate and its dependencies in the workspace, excluding dev-dependencies.
 fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     let text = fs::read_to_string(member.join("Cargo.toml")).unwrap();
     let mut section = "";
@@ -114,7 +114,7 @@ fn bare(text: &str) -> String {
     out + rest
 }
 
-/// Returns the text after a string literal, which can be a raw string.
+/// Returns the text that follows a string literal, including a raw string literal.
 fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     let hashes = before.len() - before.trim_end_matches('#').len();
     if before.trim_end_matches('#').ends_with('r') {
@@ -199,7 +199,7 @@ impl Imports {
         Self { modules: found, reexports }
     }
 
-    /// Returns the module of this crate that a path in the module `from` refers to.
+    /// Resolves a path used in the module `from` to a module of this crate.
     fn target(&self, from: &Module, path: &[String], left: usize) -> Option<Module> {
         let (mut at, mut rest) = match path.first()?.as_str() {
             "crate" => (Vec::new(), &path[1..]),
@@ -243,7 +243,7 @@ impl Imports {
     }
 }
 
-/// Returns the paths that a source imports, and the paths that appear inline.
+/// Returns the paths that a source file imports, and the paths that it uses inline.
 fn uses(text: &str) -> (Vec<Module>, Vec<Module>) {
     let mut imported = Vec::new();
     let mut rest = String::new();
@@ -357,7 +357,7 @@ fn blocks<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).map(body).collect()
 }
 
-/// Returns the names that follow `start` in a text, if an opening parenthesis follows the name.
+/// Returns the names that follow `start` in a text and are themselves followed by `(` or `<`.
 fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     let name = |(at, _): (usize, &str)| {
         let rest = text[at + start.len()..].trim_start();
@@ -367,8 +367,8 @@ fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).filter_map(name).collect()
 }
 
-/// Returns the calls of methods of `owner` between the files of a crate, without calls from the root. Also returns the
-/// number of lines in the methods.
+/// Returns the calls to methods of `owner` between the files of a crate, except calls from the root. Also returns the
+/// total number of lines in these methods.
 fn method_calls(
     files: &BTreeMap<Module, String>,
     owner: &str,

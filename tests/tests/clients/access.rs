@@ -1,4 +1,4 @@
-//! Access control: `[[access]]` rules for clients of the jobs socket, and attempts of workers to connect to their
+//! Access control: `[[access]]` rules for clients of the jobs socket, and attempts by workers to connect to their
 //! supervisor.
 
 use std::io::Read;
@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;
 
-/// User and group ids for the tests. The ids need not exist on this machine.
+/// User and group IDs for the tests. The IDs need not exist on this machine.
 const ALICE: u32 = 61_001;
 const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
@@ -31,7 +31,7 @@ fn may_be_others() -> bool {
     false
 }
 
-/// Starts a supervisor whose folder other users can enter. The file modes of the sockets still apply.
+/// Starts a supervisor in a folder that other users can enter. The file modes of the sockets still apply.
 fn start(access: &str, bulkheads: &str) -> Supervisor {
     let supervisor = Supervisor::start(&format!("{bulkheads}{access}"));
     open(&supervisor);
@@ -65,7 +65,7 @@ impl Ran {
         Self { code: ran.status.code(), stdout: text(&ran.stdout), stderr: text(&ran.stderr) }
     }
 
-    /// Returns the exit code, and outcome and reason from the `--json` output as `outcome/reason`.
+    /// Returns the exit code, and `outcome/reason` from the `--json` output.
     fn end(&self) -> (i32, String) {
         let object: Value = serde_json::from_str(&self.stdout).unwrap_or_else(|_| panic!("{self:?}"));
         let reason = object["reason"].as_str().unwrap_or("-");
@@ -82,7 +82,7 @@ impl Ran {
     }
 }
 
-/// Returns a command that runs a program in the supervisor's folder with the given uid, gid and supplementary groups.
+/// Returns a command that runs a program in the supervisor's folder with the given UID, GID and supplementary groups.
 fn by(supervisor: &Supervisor, (uid, gid, groups): (u32, u32, &str), program: &str) -> Command {
     let mut command = Command::new(supervisor.file("caller"));
     command.args(["as", &uid.to_string(), &gid.to_string(), groups]).arg(supervisor.file(program));
@@ -444,7 +444,7 @@ fn client_outside_pid_namespace_is_accepted() {
     if !may_be_others() {
         return;
     }
-    // The supervisor runs in a separate pid namespace, and the client outside.
+    // The supervisor runs in a separate PID namespace, and the client outside.
     let folder = tempfile::tempdir().unwrap();
     let config = format!(
         "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}",

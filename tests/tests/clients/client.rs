@@ -23,7 +23,7 @@ pub(super) fn run<T>(future: impl Future<Output = T>) -> T {
     })
 }
 
-/// Returns whether the job ran, and the error message. Panics if the job succeeded or has an outcome.
+/// Returns whether the job ran, and the error message. Panics if the result is a success or contains an outcome.
 pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
     let error = result.expect_err("the job cannot have succeeded");
     assert!(error.outcome().is_none(), "{error}");
@@ -236,7 +236,7 @@ fn progress_arrives_in_order_before_the_result() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// Also checks that the client gets the last report before the result.
+/// Also checks that the client receives the last report before the result.
 #[test]
 fn client_receives_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);
@@ -435,7 +435,7 @@ impl Fake {
         Self { listener, path, _folder: folder }
     }
 
-    /// Accepts a client and reads the hello.
+    /// Accepts a connection and reads the client's hello.
     pub(super) fn accept(&self) -> Peer {
         let mut peer = Peer(wait_for("a client connects", || self.listener.accept().ok()).0);
         peer.0.set_nonblocking(false).unwrap();
@@ -460,7 +460,7 @@ impl Peer {
         let _ = self.0.write_all(bytes);
     }
 
-    /// Returns the next frame as header, metadata and payload, or `None` if the client is gone.
+    /// Returns the next frame (header, metadata, payload), or `None` if the client has disconnected.
     pub(super) fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
         let mut header = [0; HEADER_BYTES];
         self.0.read_exact(&mut header).ok()?;
@@ -485,7 +485,7 @@ impl Peer {
     }
 }
 
-/// Runs `script` as the supervisor of a client that runs `work`.
+/// Runs `script` as a fake supervisor, and `work` as its client.
 pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
     let fake = Fake::new();
     let path = fake.path.clone();

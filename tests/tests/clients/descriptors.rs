@@ -19,7 +19,7 @@ use bulkhead_tests::{
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// Number of consecutive attacks. The number exceeds the number of threads that can block in `close`.
+/// Number of consecutive attacks. Exceeds the number of threads that can block in `close`.
 const ROUNDS: usize = 8;
 
 fn hello() -> Vec<u8> {
@@ -87,7 +87,7 @@ fn is_well(supervisor: &Supervisor, client: &Client) {
 
 const BULKHEADS: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Runs a test on this kernel, if the kernel can refuse descriptors, and on a simulated older kernel.
+/// Runs a test on a simulated older kernel and, if this kernel can refuse descriptors, on this kernel.
 fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
     if refuses_descriptors() {
         test(&Supervisor::start(bulkheads), false);

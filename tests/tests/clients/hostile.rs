@@ -94,7 +94,7 @@ fn push(mut socket: &UnixStream, bytes: &[u8]) {
     let _ = socket.write_all(bytes);
 }
 
-/// Reads the next frame (header, metadata, payload). Returns `None` if the connection has ended.
+/// Reads the next frame (header, metadata, payload). Returns `None` if the connection is closed.
 fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
     let ended = |error: std::io::Error| {
         assert_ne!(error.kind(), std::io::ErrorKind::WouldBlock, "no frame arrived within {PATIENCE:?}");
@@ -159,7 +159,7 @@ fn is_healthy(supervisor: &Supervisor) {
     wait_for("/healthz answers", || (supervisor.try_get("/healthz")?.0 == 200).then_some(()));
 }
 
-/// Sends one job of an honest client and checks the echoed payload. The size depends on `round`.
+/// Sends one job as an honest client and checks the echoed payload. The payload size depends on `round`.
 fn honest_job(client: &Client, round: usize) {
     let size = [0, 1, 1000, 70_000, 300_000][round % 5];
     let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251 + round) as u8).collect();
@@ -181,8 +181,8 @@ impl Held {
     }
 }
 
-/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak of memory and
-/// descriptors.
+/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak memory and descriptor
+/// usage.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
     let is_over = AtomicBool::new(false);
@@ -224,7 +224,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
 
 struct Attack {
     path: PathBuf,
-    /// Set when all attackers that wait for an answer have received it.
+    /// True once all attackers that wait for an answer have received it.
     is_over: AtomicBool,
 }
 
@@ -704,7 +704,7 @@ fn clients_cannot_exhaust_descriptors() {
 
 // Several events in one iteration of the event loop.
 
-/// Stops the supervisor, so that everything sent before [`goes_on`] reaches it at once.
+/// Stops the supervisor. Everything sent before [`goes_on`] then reaches the supervisor at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);
@@ -799,8 +799,8 @@ fn flooding_clients_do_not_delay_a_job() {
     );
 }
 
-/// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data
-/// plane's time. A data plane that is always busy would delay workers and other clients.
+/// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data plane's time.
+/// If the data plane were always busy, workers and other clients would be delayed.
 #[test]
 fn rejected_clients_get_limited_processor_time() {
     let supervisor = Supervisor::start("[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n");
@@ -898,8 +898,8 @@ fn disconnect_after_last_frame_releases_the_client() {
 
 // Workers: the supervisor runs this test program with `clients::hostile::hostile_worker` as the only test.
 
-/// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of
-/// a bulkhead `honest`. The worker keeps its notes in `folder`.
+/// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of a
+/// bulkhead `honest`. The worker stores its notes in `folder`.
 fn by_hand(folder: &Path, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
@@ -911,7 +911,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     )
 }
 
-/// A deadline and a heartbeat interval longer than any test.
+/// Keys with a deadline and a heartbeat interval that exceed the duration of any test.
 const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
@@ -936,9 +936,9 @@ fn hostile_worker() {
 struct Worker {
     socket: UnixStream,
     notes: PathBuf,
-    /// Job that stays unanswered until "release".
+    /// Job that stays unanswered until the operation "release".
     held: Option<u64>,
-    /// True if the worker no longer sends heartbeats.
+    /// True if the worker has stopped sending heartbeats.
     is_silent: bool,
     out: Vec<u8>,
 }
@@ -1297,7 +1297,7 @@ fn worker_that_closes_its_link_is_replaced() {
 
 #[test]
 fn cancellations_do_not_kill_a_shared_worker() {
-    /// More replies for unknown jobs than the supervisor accepts from a worker (100,000).
+    /// Number of replies for unknown jobs. Exceeds the number that the supervisor accepts from a worker (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
     let notes = tempfile::tempdir().unwrap();
@@ -1338,7 +1338,7 @@ fn cancellations_do_not_kill_a_shared_worker() {
 
 // A test that takes more than half a minute.
 
-/// A stalled client stops in the middle of a frame or never reads.
+/// A stalled client stops sending in the middle of a frame, or never reads.
 #[test]
 #[ignore = "waits for the limits of 30 s"]
 fn stalled_clients_are_disconnected_but_slow_client_stays() {

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 const MIB: usize = 1 << 20;
 
-/// User id that need not exist on this machine.
+/// User ID of another user, which need not exist on this machine.
 const BOB: u32 = 61_002;
 
 /// Two bulkheads with one permit each. Tests occupy the workers until the file `go` exists, so that later
@@ -28,7 +28,7 @@ const BOB: u32 = 61_002;
 const BUSY: &str = "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n\
                     [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n";
 
-/// Client that encodes its frames itself.
+/// Client that encodes frames without the client library.
 struct Caller {
     socket: UnixStream,
     number: u64,
@@ -404,7 +404,7 @@ fn shutdown_does_not_reset_http_connections() {
     }
 }
 
-/// Sends jobs one after another until the supervisor stops listening. Returns the statuses and reasons.
+/// Sends jobs one after another until the supervisor stops listening. Returns the status and reason of each job.
 fn post_until_closed(place: &Place) -> Vec<String> {
     let mut ends = Vec::new();
     loop {

@@ -1,5 +1,5 @@
-//! Memory files for large payloads and results. Data arrives unchanged in all cases. Clients and workers that misuse
-//! files do not affect others.
+//! Memory files for large payloads and results. Data must arrive unchanged in all cases. Clients and workers that
+//! misuse files do not affect others.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -63,7 +63,7 @@ async fn place(client: &Client, tenant: &str) -> String {
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
 }
 
-/// Sends jobs until the worker gets the payload in a memory file.
+/// Sends jobs until the worker receives a payload in a memory file.
 async fn until_in_file(client: &Client, tenant: &str) {
     let began = Instant::now();
     while place(client, tenant).await != "file" {
@@ -265,7 +265,7 @@ fn poison_detection_or_zero_max_pooled_disables_files() {
     });
 }
 
-/// Clients without a file are served over the socket. Idle files are taken from clients and given to others.
+/// Clients without a memory file are served over the socket. Idle files are recalled from clients and leased to others.
 #[test]
 fn total_file_size_stays_below_max_pooled() {
     let supervisor = Supervisor::start_with(
@@ -325,7 +325,7 @@ fn replaced_worker_leaves_no_memory_files() {
     });
 }
 
-/// The worker answers a job while it still runs the handler of a job that has already ended for its client.
+/// The worker answers a job while it is still running the handler of a job whose client already has the outcome.
 #[test]
 fn late_handler_cannot_change_results_of_other_jobs() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
@@ -407,7 +407,7 @@ fn worker_that_never_confirms_files_gets_payloads_over_socket() {
     });
 }
 
-/// Client that encodes its frames itself.
+/// Client that encodes frames without the client library.
 struct Raw {
     socket: UnixStream,
     inbox: Inbox,
@@ -548,7 +548,7 @@ fn lease_that_does_not_match_the_job_is_rejected() {
     assert_eq!(raw.told(), Told::Refused(50));
 }
 
-/// A client must not use a lease after returning it, even if the lease was recalled before.
+/// A client must not use a lease after returning it, even if the supervisor had recalled the lease.
 #[test]
 fn returned_lease_is_rejected() {
     let supervisor = one("");
@@ -591,7 +591,7 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
     assert_eq!(status, 200, "{body}");
 }
 
-/// The supervisor has created the files of these leases, but has not offered the leases yet.
+/// The supervisor has already created the files, but has not offered the leases yet.
 #[test]
 fn enabling_poison_detection_refuses_pending_lease_requests() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -775,7 +775,7 @@ fn recycle_rss_limits_memory_files_of_worker() {
     });
 }
 
-/// The client disconnects while the supervisor processes its frames and offers leases.
+/// The client disconnects while the supervisor is processing the client's frames and offering leases.
 #[test]
 fn disconnect_during_lease_offer_leaves_supervisor_running() {
     let supervisor = one("");
@@ -809,7 +809,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// Also checks that the crash report does not contain the payload of a file.
+/// Also checks that the crash report does not contain a payload that was sent in a memory file.
 #[test]
 fn file_of_running_job_does_not_count_as_buffered() {
     let supervisor = one("max_queue = 4");
@@ -842,7 +842,7 @@ fn file_of_running_job_does_not_count_as_buffered() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// The file of the killed program is freed, even though the job continues in the fallback.
+/// The memory file of the killed program is freed, even though the job continues in the fallback.
 #[test]
 fn fallback_after_crash_frees_the_file() {
     let supervisor = start(
@@ -875,7 +875,7 @@ fn fallback_after_crash_frees_the_file() {
     });
 }
 
-/// A returned lease keeps its descriptors until its job has ended.
+/// A returned lease holds its descriptors until its job has ended.
 #[test]
 fn returned_leases_count_until_their_jobs_end() {
     let folder = tempfile::tempdir().unwrap();

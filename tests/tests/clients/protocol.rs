@@ -157,7 +157,7 @@ impl<'a> Fields<'a> {
         String::from_utf8(self.take(count).to_vec()).unwrap()
     }
 
-    /// Reads the extensions, after which the metadata must end.
+    /// Reads the list of extensions, which must be the end of the metadata.
     fn end(&mut self) -> Vec<(u16, Vec<u8>)> {
         let list = (0..self.u64())
             .map(|_| {
@@ -179,7 +179,7 @@ struct Frame {
     payload: Vec<u8>,
 }
 
-/// Reads a whole frame. Returns `None` if the connection has ended.
+/// Reads a whole frame. Returns `None` if the connection is closed.
 fn read_frame(mut socket: &UnixStream) -> Option<Frame> {
     let mut header = [0; 16];
     // If the supervisor closes a connection with unread bytes, the read fails with an error instead of an end
@@ -270,13 +270,13 @@ impl Outcome {
     }
 }
 
-/// Encodes a client's HELLO up to the list of extensions.
+/// Encodes a client's HELLO, without the list of extensions.
 fn client_hello(oldest: u16, newest: u16) -> Meta {
     let meta = Meta::default().u16(oldest).u16(newest).u8(1).u32(u32::MAX).u64(0);
     meta.text("by hand").text("1")
 }
 
-/// Encodes a SUBMIT up to the list of extensions.
+/// Encodes a SUBMIT, without the list of extensions.
 fn submit(bulkhead: &str, operation: &str) -> Meta {
     submit_for(bulkhead, operation, 0)
 }
@@ -395,7 +395,7 @@ impl Worker {
         self.bytes(&frame(kind, 0, number, meta, payload));
     }
 
-    /// Returns the next frame. Sends heartbeats until a frame arrives.
+    /// Waits for the next frame, sending heartbeats in the meantime.
     fn next(&mut self) -> Frame {
         while !self.has_bytes() {
             self.send(HEARTBEAT, 0, empty(), b"");
@@ -521,7 +521,7 @@ impl Worker {
 
 // Pinned bytes.
 
-/// Returns the frame in hex, as the workspace's code writes it.
+/// Returns the hex encoding of a frame, as written by the workspace's code.
 fn written<M: bincode::Encode>(
     kind: u8,
     number: u64,
@@ -1137,7 +1137,7 @@ fn failed_start_shows_last_worker_status() {
     assert!(refused.message.contains("the model file is missing"), "{refused:?}");
 }
 
-/// The supervisor continues to serve other jobs.
+/// Also checks that the supervisor continues to serve other jobs.
 #[test]
 fn invalid_signal_number_is_a_protocol_violation() {
     let keys = format!("{KEYS}restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n");

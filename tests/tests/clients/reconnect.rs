@@ -1,4 +1,4 @@
-//! Jobs whose connection is lost: jobs that are sent again, jobs that end, and retries.
+//! Jobs whose connection is lost: jobs that are sent again, jobs that fail, and retries.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -16,12 +16,12 @@ use bulkhead_tests::{Supervisor, programs, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
-/// Limit that no test reaches.
+/// Duration that exceeds any wait in these tests.
 const LONG: Duration = Duration::from_secs(100);
 
 // A supervisor that is killed.
 
-/// Number of jobs that run at the same time.
+/// Maximum number of jobs that run at the same time.
 const BOUND: usize = 4;
 
 /// A client's record of a job.
@@ -32,13 +32,12 @@ struct Entry {
     result: Result<(), (Executed, String)>,
 }
 
-/// Tasks send jobs while the supervisor is killed and restarted. The records of the workers show which jobs
-/// began.
+/// Tasks send jobs while the supervisor is repeatedly killed and restarted. The workers record which jobs began.
 #[test]
 fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     const TASKS: u64 = 16;
     const KILLS: usize = 4;
-    /// Number of jobs with an outcome before each kill.
+    /// Number of jobs that must have an outcome before the supervisor is killed again.
     const JOBS_PER_ROUND: u64 = 150;
     let notes = tempfile::tempdir().unwrap();
     let keys = format!(
@@ -133,7 +132,7 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     assert!(unknown > 0, "jobs were in progress when the supervisor was killed");
 }
 
-/// Makes the tasks end, even if the test panics.
+/// Ends the tasks when dropped, even if the test panics.
 struct EndsTasks<'a>(&'a AtomicBool);
 
 impl Drop for EndsTasks<'_> {
@@ -144,7 +143,7 @@ impl Drop for EndsTasks<'_> {
 
 // A fake supervisor.
 
-/// Returns the remaining time in the next SUBMIT, and the job's number and payload.
+/// Reads the next SUBMIT. Returns the job's number, remaining time and payload.
 fn next_job(peer: &mut Peer) -> (u64, Duration, Vec<u8>) {
     loop {
         let (header, metadata, payload) = peer.next().expect("the client sends a job");
@@ -309,7 +308,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
-/// The later supervisor knows nothing about the first attempt.
+/// The supervisor that rejects the job knows nothing about the first attempt.
 #[test]
 fn rejection_after_lost_connection_leaves_execution_unknown() {
     let wait = Duration::from_millis(40);
@@ -388,7 +387,7 @@ fn zero_reconnect_timeout_ends_jobs_when_connection_is_lost() {
     );
 }
 
-/// Threads can wait for their jobs in any order, so a job must be sent again even if its handle is not polled.
+/// Applications can wait for their jobs in any order, so a job must be sent again even if its handle is not polled.
 #[test]
 fn job_is_sent_again_before_its_handle_is_polled() {
     let (seen, was_seen) = mpsc::channel::<()>();
@@ -412,7 +411,7 @@ fn job_is_sent_again_before_its_handle_is_polled() {
 
 // Retries.
 
-/// Rejects the first `rejected` jobs and then accepts all. Returns the remaining times of all jobs.
+/// Rejects the first `rejected` jobs and accepts all others. Returns the remaining time of each job.
 fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Duration> {
     let mut peer = fake.welcome();
     let mut times = Vec::new();
@@ -431,7 +430,7 @@ fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Du
     times
 }
 
-/// Runs `work` against a supervisor that rejects jobs. Returns the remaining times of all jobs.
+/// Runs `work` against a supervisor that rejects jobs. Returns the remaining time of each job.
 fn while_rejected(
     rejected: usize,
     retry_after: Option<Duration>,

@@ -1,4 +1,4 @@
-//! Advice on limits, based on jobs that a real supervisor has observed.
+//! Advice on limits, based on jobs that were observed by a real supervisor.
 
 use std::process::Output;
 use std::time::Duration;

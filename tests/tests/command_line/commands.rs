@@ -18,7 +18,7 @@ use super::running::{Ran, Running, blocker, bulkhead, fed, follow, plain, read_a
 
 const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
-/// Checks that an object has all fields of the outcome, each of the right type.
+/// Checks that an object has all fields of its outcome, each with the correct type.
 fn check_shape(object: &Value) {
     let outcome = object["outcome"].as_str().expect("outcome");
     assert!(OUTCOMES.contains(&outcome), "{object}");
@@ -424,7 +424,7 @@ fn submit_preserves_bytes_of_payload_and_result() {
     assert_eq!(told.text(), "op/acme\n");
 }
 
-/// Starts a bulkhead whose n-th job runs the n-th line as a shell command.
+/// Starts a bulkhead whose nth job runs the nth line as a shell command.
 fn scripted(lines: &[&str]) -> Supervisor {
     let branches: String =
         lines.iter().enumerate().map(|(i, line)| format!("{}) {line} ;; ", i + 1)).collect();
@@ -529,7 +529,7 @@ fn closed_output_pipe_is_not_an_error() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
 }
 
-/// Runs a command with standard output closed. `Command` cannot close a stream, so a shell does.
+/// Runs a command with standard output closed. Uses a shell, because `Command` cannot close a stream.
 fn without_stdout(command: &Command) -> Ran {
     let mut shell = Command::new("sh");
     shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());

@@ -27,7 +27,7 @@ fn names(list: &Value) -> Vec<&str> {
 
 // Logs.
 
-/// Makes a worker write a line, and waits until the supervisor has read it from both streams.
+/// Makes a worker write a line to both streams, and waits until the supervisor has read both lines.
 fn say(supervisor: &Supervisor, bulkhead_name: &str, text: &str) {
     fed(supervisor, &["submit", bulkhead_name, "say", "--payload-file", "-"], text.as_bytes()).expect(0);
     wait_for("the output is stored", || {

@@ -1,4 +1,4 @@
-//! Running the `bulkhead` command in tests.
+//! Helpers that run the `bulkhead` command in tests.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -103,7 +103,7 @@ pub(super) fn bulkhead(supervisor: &Supervisor, arguments: &[&str]) -> Ran {
     spawn(supervisor.command().args(arguments)).end()
 }
 
-/// Runs the command against `supervisor` with this standard input.
+/// Runs the command against `supervisor` with the given standard input.
 pub(super) fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> Ran {
     spawn(supervisor.command().args(arguments)).feed(input)
 }
@@ -125,7 +125,7 @@ pub(super) fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
     running
 }
 
-/// A command that follows a stream, and the received lines.
+/// A command that follows a stream, and the lines received so far.
 pub(super) struct Following {
     pub(super) child: Child,
     pub(super) lines: Receiver<String>,

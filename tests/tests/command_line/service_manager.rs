@@ -39,7 +39,7 @@ impl ServiceManager {
         Self { path, received }
     }
 
-    /// Returns the number of notifications that contain a line.
+    /// Returns the number of notifications that contain the given line.
     fn count(&self, line: &str) -> usize {
         let received = self.received.lock().unwrap();
         received.iter().filter(|text| text.lines().any(|found| found == line)).count()
@@ -97,7 +97,7 @@ fn supervisor_without_watchdog_sends_no_pings() {
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
-/// Listening sockets of the stand-in, which outlive each supervisor.
+/// Listening sockets that the stand-in passes to each supervisor and that outlive it.
 struct SocketUnits {
     jobs: UnixListener,
     http: TcpListener,
@@ -109,8 +109,8 @@ impl SocketUnits {
         Self { jobs, http: TcpListener::bind("127.0.0.1:0").unwrap() }
     }
 
-    /// Starts a supervisor with the sockets as the descriptors 3 and 4. The supervisor cannot listen on the
-    /// configured address of `http` itself.
+    /// Starts a supervisor with the sockets as descriptors 3 and 4. The supervisor itself cannot listen on the
+    /// configured `http` address.
     fn start(&self, folder: TempDir, names: &str) -> Supervisor {
         let config = format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nhttp = \"127.0.0.1:1\"\nhttp_token_file = \"token\"\n\
@@ -131,7 +131,7 @@ impl SocketUnits {
         Supervisor { child: command.spawn().unwrap(), folder }
     }
 
-    /// Requests `/healthz` over TCP. Returns true if the response has the status 200.
+    /// Requests `/healthz` over TCP. Returns true if the response has status 200.
     fn is_healthy(&self) -> bool {
         let mut socket = std::net::TcpStream::connect(self.http.local_addr().unwrap()).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();

@@ -1,4 +1,4 @@
-//! Sources of the payload of `bulkhead submit` if no file is named.
+//! Payload sources of `bulkhead submit` if no file is named.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -35,8 +35,8 @@ fn lines(count: u16) -> NonZero<u16> {
 }
 
 impl Terminal {
-    /// Runs a script in a terminal of 24 lines. Returns `None` and prints the reason if there is no `setsid`,
-    /// which gives a session its terminal.
+    /// Runs a script in a terminal with 24 lines. Returns `None` and prints the reason if `setsid`, which gives a
+    /// session its terminal, is not installed.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
             not_run!("setsid, which gives the test a terminal, is not installed");
@@ -98,7 +98,7 @@ impl Terminal {
         self.shows_as(what, |text| text.contains(what))
     }
 
-    /// Waits until one screen shows all parts, because a screen arrives line by line.
+    /// Waits until a single screen shows all parts. A screen arrives line by line.
     #[track_caller]
     fn shows_all(&self, parts: &[&str]) -> String {
         self.shows_as(&parts.join(", "), |text| parts.iter().all(|part| text.contains(part)))
@@ -117,14 +117,14 @@ impl Terminal {
         }
     }
 
-    /// Returns the process id of `bulkhead`.
+    /// Returns the PID of `bulkhead`.
     fn top(&self) -> u32 {
         wait_for("bulkhead runs", || {
             children(self.shell.id()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead"))
         })
     }
 
-    /// Waits for the shell's message after `top` has ended, and checks that the terminal is restored.
+    /// Waits for the shell's message after `top` has exited, and checks that the terminal is restored.
     #[track_caller]
     fn is_restored(&self, said: &str) {
         self.shows(said);
@@ -144,7 +144,7 @@ impl Drop for Terminal {
     }
 }
 
-/// Script that compares the modes of the terminal before and after `top`.
+/// Script that compares the terminal modes before and after `top`.
 const SCRIPT: &str = r#"before=$(stty -g); "$TOP" top --interval 100ms; echo "left with $?"
     [ "$before" = "$(stty -g)" ] && echo "as it was""#;
 
@@ -157,7 +157,7 @@ fn submit(supervisor: &Supervisor, arguments: &[&str]) {
     command.status().expect("the command runs");
 }
 
-/// Returns the words of a bulkhead's row in the table.
+/// Returns the words in a bulkhead's table row.
 fn row(text: &str, name: &str) -> Option<Vec<String>> {
     let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     text.lines().map(words).find(|words| words.first().is_some_and(|first| first == name))

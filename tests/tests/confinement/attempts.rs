@@ -24,14 +24,14 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user id could hide
+/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user ID could hide
 /// the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
 const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
-/// Returns the configuration of one bulkhead per setting and of a target bulkhead. Each attempt runs in a fresh
+/// Returns the configuration of one bulkhead for each setting and of a target bulkhead. Each attempt runs in a fresh
 /// process.
 fn bulkheads(runs: &str, profile: &str) -> String {
     let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };
@@ -124,7 +124,8 @@ fn default_profile_stops_attempts_as_documented() {
     }
 }
 
-/// Runs all attempts under an embedded supervisor. The program `application` judges the results by the same table.
+/// Runs all attempts under an embedded supervisor. The program `application` judges the results according to the same
+/// table.
 fn stops_as_much_in_an_application(profile: &str, word: &str) {
     let ground = Ground::prepare(&bulkheads(WORKER, profile));
     std::fs::write(ground.path().join("targets"), ground.targets.to_string()).unwrap();
@@ -150,7 +151,7 @@ fn strict_profile_stops_attempts_under_embedded_supervisor() {
     }
 }
 
-/// Runs all attempts under a root supervisor whose configuration names no user, so each worker has a separate user id.
+/// Runs all attempts under a root supervisor whose configuration names no user, so each worker has a separate user ID.
 fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let place = start(runs, profile, None);
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
@@ -174,7 +175,7 @@ fn strict_profile_stops_attempts_with_separate_user_id() {
     }
 }
 
-/// Runs all attempts under an unprivileged supervisor whose user has ids in `/etc/subuid`.
+/// Runs all attempts under an unprivileged supervisor whose user has IDs in `/etc/subuid`.
 fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let Some(user) = User::with_ids() else { return };
     let bulkheads = bulkheads(WORKER, profile);
@@ -189,7 +190,7 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
 #[test]
 fn default_profile_stops_more_attempts_with_subuid_ids() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
-        // With ids from `/etc/subuid`, the temporary folder is in memory, as under `strict`.
+        // With IDs from `/etc/subuid`, the temporary folder is in memory, as under `strict`.
         let written = |attempt: &Attempt| match attempt.name {
             "fill-temporary-folder" => attempt.strict,
             _ => attempt.default,
@@ -205,8 +206,8 @@ fn strict_profile_stops_attempts_with_subuid_ids() {
     }
 }
 
-/// Judges an attempt of a program by the table, with the exceptions in `OF_PROGRAMS`. A program has no link to the
-/// supervisor, so attempts that use the link find no target.
+/// Judges an attempt by a program according to the table, with the exceptions in `OF_PROGRAMS`. A program has no link
+/// to the supervisor, so attempts that use the link find no target.
 fn as_written_of_program(
     attempt: &Attempt,
     ended: &Ended,
@@ -259,7 +260,7 @@ fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// Many containers do not allow pid namespaces. Other layers then stop the same attempts, with few exceptions.
+/// Many containers do not allow PID namespaces. Other layers then stop the same attempts, with few exceptions.
 #[test]
 fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {

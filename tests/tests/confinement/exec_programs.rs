@@ -19,8 +19,8 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const GIVEN: &str = ", read = [\"PLACE/read\"], write = [\"PLACE/write\"]";
 
-/// Script of each program. `hold` writes its pid and the path of a temporary file, and then waits for the file `go`.
-/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts of
+/// Script of each program. `hold` writes its PID and the path of a temporary file, and then waits for the file `go`.
+/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts by
 /// the hostile program.
 const SCRIPT: &str = "case $BULKHEAD_OPERATION in \
     hold) umask 0; echo secret > ${TMPDIR:-/tmp}/secret; cd PLACE/write; \
@@ -41,7 +41,7 @@ fn start(profile: &str, more: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start()
 }
 
-/// Runs each attempt of one program against another program that runs at the same time. The job of the other program
+/// Runs each attempt by one program against another program that is running at the same time. The other program's job
 /// must succeed.
 fn attack(
     profile: &str,
@@ -148,7 +148,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
     }
 }
 
-/// If the layer `program_scopes` is missing, concurrent programs need `best_effort`.
+/// If the layer `program_scopes` is missing, programs can run concurrently only with `best_effort`.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {
@@ -201,7 +201,7 @@ fn script_without_shebang_fails() {
 
 const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
 
-/// Starts a bulkhead `x` that runs the operation as a shell command.
+/// Starts a bulkhead `x` that runs each job's operation as a shell command.
 fn start_shell(profile: &str, more: &str) -> Place {
     let given = if profile == NONE { "" } else { GIVEN };
     let bulkheads = format!(
@@ -222,7 +222,7 @@ fn code_of(error: &JobError) -> &str {
     error.outcome().and_then(|outcome| outcome.verdict.reason()).unwrap_or_default()
 }
 
-/// Returns an argument for `sleep` that no other test uses.
+/// Returns a duration for `sleep` that no other test uses.
 fn own_pause() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1000);
     format!("{}{}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id())

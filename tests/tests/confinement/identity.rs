@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
 
-/// User ids of workers if the configuration names none (the range of systemd's dynamic users).
+/// Range of user IDs for workers if the configuration names no user (systemd's range for dynamic users).
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 
 /// Returns the names of the profiles that this machine supports.
@@ -75,7 +75,7 @@ fn launch_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
-/// Creates a home of mode 0700 with a checkout: programs, a library that needs another one, and scripts.
+/// Creates a home folder with mode 0700 and a checkout in it: programs, a library that depends on another, and scripts.
 fn home() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -160,7 +160,7 @@ fn worker_reaches_only_permitted_files_in_closed_home() {
     }
 }
 
-/// Without `cwd`, workers run in the folder of the configuration, which is the closed home here.
+/// Without `cwd`, workers run in the configuration's folder, which here is the closed home.
 #[test]
 fn worker_can_run_in_closed_home() {
     for profile in profiles() {
@@ -195,7 +195,7 @@ fn worker_with_reachable_files_needs_no_mounts() {
     assert!(!mounts("worker").contains(home) && !mounts("reader").contains(home), "{}", mounts("worker"));
 }
 
-/// Runs the configuration of the tour as root in a closed home.
+/// Runs the tour's configuration as root in a closed home.
 #[test]
 fn examples_run_in_closed_home() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -285,8 +285,8 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
-/// Workers of a bulkhead with `write` folders keep their user id across restarts, because files in these folders
-/// remain.
+/// Workers of a bulkhead with `write` folders keep their user ID across restarts, because files in these folders
+/// persist.
 #[test]
 fn worker_with_write_folders_keeps_its_user_id() {
     for profile in profiles() {
@@ -353,7 +353,7 @@ fn texts(output: &Output) -> (String, String) {
     (text(&output.stdout), text(&output.stderr))
 }
 
-/// `--check --start` starts one worker of each bulkhead.
+/// `--check --start` starts one worker for each bulkhead.
 #[test]
 fn check_can_start_workers_while_a_supervisor_is_running() {
     for profile in profiles() {
@@ -421,7 +421,7 @@ fn check_explains_why_a_worker_does_not_start() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// A worker can extend its start only in steps of `start.ready`, as under a supervisor.
+/// A worker can extend its start only by `start.ready` at a time, as under a supervisor.
 #[test]
 fn check_uses_the_same_start_timeout_as_the_supervisor() {
     let home = home();
@@ -442,7 +442,7 @@ fn check_uses_the_same_start_timeout_as_the_supervisor() {
     assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
-/// An ELF program of `exec`, and a library without dependencies in its folder, need no path.
+/// An ELF program run by `exec`, and a library without dependencies in its folder, can be opened without a path.
 #[test]
 fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

@@ -1,4 +1,4 @@
-//! Workers of an unprivileged supervisor with user ids from `/etc/subuid`.
+//! Workers of an unprivileged supervisor that have user IDs from `/etc/subuid`.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -23,7 +23,7 @@ fn set_mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Creates a home of mode 0700 with a checkout, owned by `user`.
+/// Creates a home folder with mode 0700 and a checkout in it, owned by `user`.
 fn home(user: User) -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -277,7 +277,7 @@ fn replacement_keeper_uses_the_subuid_ids() {
     assert_eq!(left(&path), [] as [PathBuf; 0]);
 }
 
-/// If the ids are not available, workers run as the supervisor's user.
+/// If no IDs are available, workers run as the supervisor's user.
 #[test]
 fn workers_without_subuid_ids_share_the_supervisor_user() {
     let Some(user) = User::without_ids() else { return };

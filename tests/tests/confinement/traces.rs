@@ -16,7 +16,7 @@ use serde_json::json;
 /// Number of workers to start and kill.
 const STARTS: usize = 300;
 
-/// Time limit for all of these starts.
+/// Time limit for starting and killing all of these workers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
@@ -30,7 +30,7 @@ fn bulkhead(sandbox: &str, processes: u32) -> String {
     )
 }
 
-/// Counts and lists of everything that a worker could leave behind.
+/// Everything that a worker could leave behind, as counts and lists.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
     descriptors_of_supervisor: usize,
@@ -67,7 +67,7 @@ impl Traces {
     }
 }
 
-/// Returns pid and state of each descendant of a process.
+/// Returns the PID and state of each descendant of a process.
 fn descendants(of: u32) -> Vec<(u32, char)> {
     let stat = |pid: u32| -> Option<(u32, char)> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -206,7 +206,7 @@ fn killed_default_workers_leave_no_traces() {
     }
 }
 
-/// Returns a path that is in the command line of each worker of `place`.
+/// Returns a path that appears in the command line of each worker of `place`.
 fn marker(place: &Place) -> String {
     place.path().join("bin/hostile").to_str().unwrap().to_owned()
 }

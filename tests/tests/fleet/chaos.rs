@@ -1,5 +1,5 @@
 //! A fleet of three servers and two hosts under load, while agents, supervisors and servers are killed, stopped and
-//! frozen. `BULKHEAD_FLEET_CHAOS_SECONDS`, `_SEED` and `_VERSION` change the run.
+//! frozen. The variables `BULKHEAD_FLEET_CHAOS_SECONDS`, `_SEED` and `_VERSION` configure the run.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ pub(super) struct Plan {
     pub(super) outcomes: &'static [&'static str],
 }
 
-/// The end of one job.
+/// How one job ended.
 struct JobEnd {
     number: u64,
     outcome: String,
@@ -77,14 +77,14 @@ impl Files {
         Self { begun: folder.join("begun"), ended: folder.join("ended") }
     }
 
-    /// Counts the lines of each job. The number of a job is its trace id.
+    /// Counts the lines for each job. A job's number is its trace ID.
     fn count(file: &Path) -> BTreeMap<u64, usize> {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         tally(text.lines().filter_map(|line| u64::from_str_radix(line.split('-').nth(1)?, 16).ok()))
     }
 }
 
-/// Submits a job until it is accepted, and waits for its end.
+/// Submits a job, repeatedly until it is accepted, and waits for its outcome.
 async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -> Result<JobEnd, String> {
     let job = fleet
         .job("b", Vec::new())
@@ -101,7 +101,7 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     let submitted = loop {
         match job.clone().submit().await {
             Ok(submitted) => break submitted,
-            // The same id is submitted again.
+            // The same ID is submitted again.
             Err(error) if error.is_retryable() || error.exit_code() == 66 => {
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
@@ -119,7 +119,7 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     Ok(JobEnd { number, outcome })
 }
 
-/// Submits all jobs. Returns early, without a result, if `given_up` is set.
+/// Submits all jobs and waits for their outcomes. Returns `None` if `given_up` is set first.
 async fn submit_all(
     fleet: Fleet,
     plan: &Plan,
@@ -166,7 +166,7 @@ pub(super) fn pause(time: Duration) {
     std::thread::park_timeout(time);
 }
 
-/// Causes one fault and repairs it.
+/// Causes a random fault and repairs it.
 fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
     let host = random.below(2) as usize;
     let short = Duration::from_millis(random.below(3000));

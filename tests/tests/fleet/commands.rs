@@ -1,4 +1,4 @@
-//! The program: exit codes, messages, preparation of streams, and dead letters.
+//! The fleet command: exit codes, messages, preparation of streams, and dead letters.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};

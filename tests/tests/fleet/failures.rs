@@ -1,4 +1,4 @@
-//! Lost, frozen and stopped agents, supervisors and servers.
+//! Failures of agents, supervisors and servers, which are killed, frozen or stopped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,7 +23,8 @@ fn two_hosts() -> Option<TestFleet> {
     Some(fleet)
 }
 
-/// Submits a job that appends a line to `begun`, and then waits for the file `go`. Returns the index of its host.
+/// Submits a job that appends a line to `begun` and then waits for the file `go`. Returns the index of the host that
+/// runs the job.
 async fn begin(fleet: &TestFleet, client: &Fleet, id: &str, is_idempotent: bool) -> usize {
     let folder = fleet.folder.path().display();
     let operation = format!("steps:trace {folder}/begun;trace here;wait {folder}/go;echo");
@@ -263,7 +264,7 @@ fn full_disk_rejects_jobs_but_loses_none() {
     drop(disk);
 }
 
-/// A small file system, which is unmounted when dropped.
+/// A small file system that is unmounted when this value is dropped.
 struct Disk {
     folder: PathBuf,
 }

@@ -11,7 +11,7 @@ use bulkhead_tests::{run, tally, wait_for};
 
 use super::jobs::{BULKHEADS, settings};
 
-/// Submits jobs from 32 tasks without an agent. Returns the ids of accepted jobs, and the reasons of rejections.
+/// Submits jobs from 32 tasks without an agent. Returns the IDs of accepted jobs, and the reasons for rejections.
 async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Vec<RejectReason>) {
     let client = fleet.connect().await;
     let mut tasks = tokio::task::JoinSet::new();
@@ -41,7 +41,8 @@ async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Ve
     (accepted, reasons)
 }
 
-/// Floods a fleet without agents, then starts one. Returns the number of accepted jobs, and the reasons.
+/// Floods a fleet without agents, then starts an agent and waits for all results. Returns the number of accepted jobs,
+/// and the reasons for rejections.
 fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usize, Vec<RejectReason>)> {
     let mut fleet = TestFleet::start(VERSIONS[1], 1, settings)?;
     let (accepted, reasons) = run(flood(&fleet, jobs, bytes));

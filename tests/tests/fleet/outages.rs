@@ -21,14 +21,14 @@ use super::jobs::settings;
 /// Time before the fault and after it, in seconds.
 const MARGIN: u64 = 6;
 
-/// Plans a fault of this length. Every job must end `ok`.
+/// Returns a plan for a fault of the given length. Every job must end as `ok`.
 fn plan(version: &'static str, fault_seconds: u64) -> Plan {
     let seconds = 2 * MARGIN + fault_seconds;
     Plan { version, seconds, seed: 0, rate: 200, run_ms: 20, copied: 5, planted: None, outcomes: &["ok"] }
 }
 
-/// Runs a plan in a fleet of three servers and two hosts, with `fault` after [`MARGIN`]. Returns `None` if the servers
-/// are missing.
+/// Runs a plan in a fleet of three servers and two hosts, and calls `fault` after [`MARGIN`]. Returns `None` if the
+/// servers are missing.
 fn during(plan: &Plan, is_clock_ahead: bool, fault: impl FnOnce(&mut TestFleet)) -> Option<Report> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -56,7 +56,7 @@ fn during_in(
     report.unwrap_or_else(|violation| panic!("{}: {violation}", plan.version))
 }
 
-/// Freezes the leader of a stream for this time.
+/// Freezes the leader of a stream for the given time.
 fn freeze_leader(fleet: &mut TestFleet, stream: &str, time: Duration) {
     let leader = fleet.leader(stream);
     fleet.servers[leader].signal(Signal::SIGSTOP);
@@ -64,7 +64,7 @@ fn freeze_leader(fleet: &mut TestFleet, stream: &str, time: Duration) {
     fleet.servers[leader].signal(Signal::SIGCONT);
 }
 
-/// Kills all servers, and starts them again after this time.
+/// Kills all servers, and restarts them after the given time.
 fn stop_servers(fleet: &mut TestFleet, time: Duration) {
     fleet.servers.iter_mut().for_each(NatsServer::kill);
     pause(time);
@@ -128,7 +128,7 @@ struct Disk {
 }
 
 impl Disk {
-    /// Creates disks. Returns `None`, with a note, if this machine cannot mount file systems.
+    /// Creates disks. Prints a note and returns `None` if this machine cannot mount file systems.
     fn create(count: usize) -> Option<Vec<Self>> {
         if !is_root() || !has_program("/usr/sbin/mkfs.ext4") || !has_program("/dev/loop-control") {
             return None;
@@ -207,7 +207,8 @@ fn start_on(disks: &[Disk], version: &str, settings: &str, server_settings: &str
     Some(TestFleet::prepare(folder, servers, settings, (String::new(), "nats")))
 }
 
-/// Submits 50 jobs to a single server without agents. Returns how many the server has after a power cut.
+/// Submits 50 jobs to a single server without agents. Returns the number of jobs that the server still has after a
+/// power cut.
 fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
     let disks = Disk::create(1)?;
     let mut fleet = start_on(&disks, version, &settings(), server_settings)?;

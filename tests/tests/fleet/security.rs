@@ -35,7 +35,7 @@ fn write_seed(folder: &Path, name: &str, keys: &KeyPair) {
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// Starts three servers with the configuration of the documentation, for the paths, ports and keys of this test.
+/// Starts three servers with the documented configuration, adapted to the paths, ports and keys of this test.
 fn start() -> Option<TestFleet> {
     let program = server_program(VERSIONS[0])?;
     let folder = tempfile::tempdir().unwrap();

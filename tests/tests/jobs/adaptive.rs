@@ -1,4 +1,5 @@
-//! The adaptive limit with real workers: steps in the service time, reports to operators, and configuration changes.
+//! The adaptive limit with real workers: sudden changes in service time, reports to operators, and configuration
+//! changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +20,7 @@ fn bulkhead(keys: &str) -> String {
 const ENFORCE: &str = "adaptive = { min = 1, max = 8, target = \"200ms\" }";
 const MONITOR: &str = "adaptive = { min = 1, max = 8, target = \"200ms\", mode = \"monitor\" }";
 
-/// Load from sixteen clients. Each client sends one job at a time until this value is dropped.
+/// Load from sixteen clients. Each client sends one job at a time, until this value is dropped.
 struct Load {
     service_ms: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
@@ -70,7 +71,7 @@ fn adaptive(supervisor: &Supervisor, field: &str) -> u64 {
     supervisor.snapshot("b")["adaptive"][field].as_u64().unwrap_or_else(|| panic!("{field}"))
 }
 
-/// Waits until the adaptive limit has this value, and returns the snapshot.
+/// Waits until the adaptive limit reaches the given value. Returns the snapshot.
 fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
     wait_for(&format!("a limit of {limit}"), || {
         let snapshot = supervisor.snapshot("b");

@@ -11,12 +11,12 @@ use bulkhead_tests::{
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// Starts a bulkhead `entry` with the fallback `safe`, and the bulkhead `safe`, each with additional keys.
+/// Starts the bulkheads `entry` and `safe`, each with additional keys. `safe` is the fallback of `entry`.
 fn start(entry: &str, safe: &str) -> Supervisor {
     start_more(&format!("fallback = [\"safe\"]\n{entry}"), &format!("[bulkhead.safe]\n{WORKER}\n{safe}\n"))
 }
 
-/// Starts a bulkhead `entry` with these keys, and further bulkheads.
+/// Starts a bulkhead `entry` with the given keys, and further bulkheads.
 fn start_more(entry: &str, more: &str) -> Supervisor {
     Supervisor::start(&format!(
         "{SAME_NUMBERS}[defaults]\ndeadline = \"60s\"\nfallback = []\n[bulkhead.entry]\n{WORKER}\n{entry}\n{more}\n"
@@ -27,7 +27,7 @@ const WORKER: &str = "command = [\"MISBEHAVE\"]";
 
 const FORCED_OPEN: &str = r#"{"breaker": "forced_open"}"#;
 
-/// Returns a job for `entry` with these steps.
+/// Returns a job for `entry` that performs `steps`.
 fn steps(client: &Client, steps: &str) -> Job {
     client.job("entry", "").operation(format!("steps:{steps}"))
 }

@@ -8,10 +8,10 @@ use bulkhead_shared::Executed;
 use bulkhead_tests::{Running, Supervisor, connect, kill_pid, outcome, run, spawn, tally, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of jobs in the tests that send many.
+/// Number of jobs in tests that send many jobs.
 const MANY: usize = 200;
 
-/// A lookahead so long that one worker can prefetch all jobs of a test.
+/// A lookahead long enough for one worker to prefetch all jobs of a test.
 const LONG: &str = "lookahead = \"10s\"";
 
 fn start(keys: &str) -> Supervisor {
@@ -245,8 +245,8 @@ fn worker_that_answers_prefetched_job_early_is_killed() {
     });
 }
 
-/// The worker writes garbage or false results into its journal. The supervisor validates the journal like frames on the
-/// link.
+/// The worker writes garbage or false results to its journal. The supervisor validates the journal as strictly as
+/// frames on the link.
 #[test]
 fn invalid_journal_does_not_affect_other_jobs() {
     let supervisor = start_with("raw\", \"scribbler", LONG);
@@ -276,7 +276,7 @@ enum Blocked {
     Stopped,
     /// A hand-written worker does not read, answer or send heartbeats.
     Ignores,
-    /// Like `Ignores`, and the worker has not even begun the job.
+    /// Like `Ignores`, but the worker has not even begun the job.
     IgnoresAll,
 }
 
@@ -386,7 +386,7 @@ fn stopped_worker_gets_no_jobs_until_it_continues() {
     });
 }
 
-/// Cancels a third of the jobs right after their submission. Each outcome must say correctly whether the job ran.
+/// Cancels a third of the jobs right after submission. Each outcome must correctly state whether the job ran.
 #[test]
 fn cancelled_job_reports_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));

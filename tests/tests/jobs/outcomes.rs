@@ -329,7 +329,7 @@ fn crashing_bulkhead_does_not_affect_other_bulkheads() {
     assert!(supervisor.number("crash", "restarts") >= 200);
 }
 
-/// The worker finishes before the deadline check, because the supervisor is stopped when the deadline passes. The job
+/// The supervisor is stopped when the deadline passes, so the worker finishes before the deadline is checked. The job
 /// counts as done.
 #[test]
 fn result_sent_during_supervisor_pause_is_delivered() {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Long deadlines, and short pauses before restarts.
+/// Default keys with long deadlines and short pauses before restarts.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
 
@@ -75,7 +75,7 @@ async fn answer(client: &Client, bulkhead: &str, operation: &str) -> String {
     text(&reply.into_payload()).trim().to_owned()
 }
 
-/// Waits until all workers of a bulkhead are ready and none is in `before`. Returns the process ids.
+/// Waits until all workers of a bulkhead are ready and none of them is in `before`. Returns their PIDs.
 fn wait_replaced(supervisor: &Supervisor, bulkhead: &str, before: &[u32]) -> Vec<u32> {
     wait_for("all workers are replaced", || {
         let snapshot = supervisor.snapshot(bulkhead);
@@ -183,7 +183,8 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A live value that contradicts the new file is dropped, and the response names the key. Other live values stay.
+/// A live value that conflicts with the new file is dropped, and the response names its key. Other live values stay in
+/// effect.
 #[test]
 fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
@@ -436,7 +437,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
     });
 }
 
-/// Also checks that an invalid file in `conf.d` is an error of `bulkhead reload`, and changes nothing.
+/// Also checks that `bulkhead reload` reports an invalid file in `conf.d` as an error and changes nothing.
 #[test]
 fn files_in_conf_d_are_reloaded() {
     let supervisor = start(B);

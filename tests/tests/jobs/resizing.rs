@@ -1,5 +1,5 @@
-//! Live changes of `max_in_flight` and `processes` while jobs run and wait. No job is interrupted or lost,
-//! and the limit is never exceeded.
+//! Live changes to `max_in_flight` and `processes` while jobs run and wait. No job is interrupted or lost, and the
+//! limit is never exceeded.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
@@ -59,7 +59,7 @@ fn wait_load(supervisor: &Supervisor, in_flight: u64, queued: u64) {
     });
 }
 
-/// Waits until exactly `count` workers exist and all are ready. Returns the process ids.
+/// Waits until exactly `count` workers exist and all of them are ready. Returns their PIDs.
 fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     wait_for(&format!("{count} workers are ready"), || {
         let snapshot = supervisor.snapshot("b");
@@ -117,7 +117,7 @@ fn worker_accepts_limit_far_above_its_initial_limit() {
     assert_eq!(supervisor.worker_pids("b"), workers);
 }
 
-/// Queued jobs wait until fewer jobs run than the new limit allows.
+/// Queued jobs start only when fewer jobs are running than the new limit allows.
 #[test]
 fn lowering_max_in_flight_does_not_interrupt_running_jobs() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
@@ -433,7 +433,7 @@ fn resize_of_drained_bulkhead_applies_after_resume() {
 
 // Under load.
 
-/// Reproducible pseudo-random numbers.
+/// Generator of reproducible pseudo-random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -443,8 +443,8 @@ impl Dice {
     }
 }
 
-/// Resizes the bulkhead repeatedly while jobs made by `job` run. Ends after at least `jobs` jobs and
-/// `resizes` resizes. Returns each outcome with its number of attempts.
+/// Resizes the bulkhead repeatedly while jobs made by `job` run. Stops after at least `jobs` jobs and `resizes`
+/// resizes. Returns the outcome and the number of attempts of each job.
 fn resize_under_load(
     supervisor: &Supervisor,
     jobs: usize,
@@ -588,7 +588,7 @@ fn concurrent_jobs_never_exceed_a_changing_limit() {
 
 // Workers that cannot be resized.
 
-/// The old worker finishes its jobs and gets no new ones.
+/// The old worker finishes its jobs and receives no new ones.
 #[test]
 fn worker_that_cannot_be_resized_is_replaced() {
     let supervisor = start_with(
@@ -953,7 +953,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// The check of the configuration file reports the same error.
+/// Checking the configuration file reports the same error.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";

@@ -63,8 +63,8 @@ fn run_limit_excludes_queue_time() {
     blocker.wait().unwrap();
 }
 
-/// A limit that a client requested ends only the client's job. The limit of the bulkhead kills the worker with all of
-/// its jobs.
+/// When a limit requested by a client expires, only the client's job ends. When the bulkhead's limit expires, the
+/// worker is killed together with all its jobs.
 #[test]
 fn only_the_run_limit_of_the_bulkhead_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

@@ -15,7 +15,7 @@ fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a scenario to the end, and checks for success.
+/// Runs a scenario in the application and checks that it succeeds.
 fn runs(scenario: &str) {
     let folder = tempfile::tempdir().unwrap();
     let ended = application(&folder, &[scenario]).stdin(Stdio::null()).output().unwrap();

@@ -1,5 +1,5 @@
-//! Conditions that a supervisor cannot change: special files, hanging file systems, inherited limits and
-//! signals, removed sockets, and lack of memory.
+//! Conditions outside the supervisor's control: special files, hanging file systems, inherited limits and signals,
+//! removed sockets, and lack of memory.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -44,10 +44,10 @@ fn fifo_as_configuration_is_rejected_without_hanging() {
     assert!(supervisor.wait().success());
 }
 
-/// FUSE file system without a server. Every access hangs.
+/// FUSE file system without a server, on which every access hangs.
 struct Hanging {
     path: std::path::PathBuf,
-    /// Dropped first, because closing this file makes hanging accesses fail.
+    /// Dropped before the other fields, because closing this file makes hanging accesses fail.
     _served: std::fs::File,
     _folder: tempfile::TempDir,
 }
@@ -159,8 +159,8 @@ fn workers_do_not_inherit_blocked_signals() {
     works(&supervisor);
 }
 
-/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if
-/// SIGCHLD was ignored at the start.
+/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if it was started
+/// with SIGCHLD ignored.
 #[test]
 fn ignored_sigchld_does_not_disable_sandbox_layers() {
     let folder = tempfile::tempdir().unwrap();

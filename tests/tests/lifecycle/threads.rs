@@ -1,4 +1,4 @@
-//! Panics of essential threads. The supervisor stops, ends its workers and logs the reason. Only debug builds panic on
+//! Panics of essential threads. The supervisor stops its workers, logs the reason and exits. Only debug builds panic on
 //! request.
 
 use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};

@@ -1,6 +1,5 @@
-//! Upgrades: the supervisor's program is replaced while clients use it. Each test runs real processes under a
-//! stand-in for the service manager. The workers' own record shows how many jobs ran at once, and whether a job began
-//! twice.
+//! Upgrades: the supervisor's program is replaced while clients use it. Each test runs real processes under a stand-in
+//! for the service manager. The workers record how many jobs ran at once, and whether a job began twice.
 
 mod failures;
 mod load;
@@ -38,7 +37,7 @@ fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
     manager.command().arg("--json").arg("upgrade").args(arguments).output().unwrap()
 }
 
-/// Upgrades, and returns the pid of the new program.
+/// Upgrades the supervisor. Returns the PID of the new program.
 fn upgraded(manager: &Manager) -> u32 {
     let before = manager.main();
     let output = upgrade(manager, &[]);
@@ -62,7 +61,7 @@ fn get(manager: &Manager, path: &str) -> Value {
     serde_json::from_slice(&answer.body).unwrap()
 }
 
-/// A client that encodes its frames itself.
+/// A client that encodes frames without the client library.
 struct Raw(UnixStream);
 
 impl Raw {
@@ -122,7 +121,7 @@ impl Raw {
         (header, rest)
     }
 
-    /// Reads the next outcome. Returns the number of its job, and the outcome with its reason.
+    /// Reads the next outcome. Returns the job's number, and the outcome with its reason.
     fn outcome(&mut self) -> (u64, (u8, u8)) {
         loop {
             let (header, rest) = self.frame();
@@ -222,7 +221,7 @@ fn impossible_upgrade_is_rejected_with_a_reason() {
     drop(writer);
 }
 
-/// A running command `bulkhead upgrade`.
+/// A running `bulkhead upgrade` command.
 struct Upgrading {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -237,12 +236,12 @@ impl Upgrading {
         Self { child, lines }
     }
 
-    /// Waits until a step is reached.
+    /// Waits until the command reports a step.
     fn until(&mut self, step: &str) {
         while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
     }
 
-    /// Waits until the new program serves. Returns the pid of the new program.
+    /// Waits until the new program serves. Returns the PID of the new program.
     fn until_switched(&mut self, manager: &Manager, old: u32) -> u32 {
         self.until("switched");
         manager.supervisors().into_iter().find(|&pid| pid != old).expect("two programs run")
@@ -294,8 +293,8 @@ fn operator_requests_are_rejected_during_an_upgrade() {
     assert!(text.contains("a signal has stopped") && !text.contains("continues to serve"), "{text}");
 }
 
-/// Stops the service while both programs have a job. The signal is sent to the main process, or to both programs, as
-/// a terminal does.
+/// Stops the service while both programs have a running job. The signal is sent to the main process, or to both
+/// programs, as a terminal does.
 fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     let manager = start(ONE);
     let gate = manager.folder.path().join("gate");

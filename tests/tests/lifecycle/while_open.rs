@@ -156,7 +156,7 @@ fn mount_in_own_folder_is_not_emptied() {
     assert!(told.contains("failed to remove the supervisor's own directory"), "{told}");
 }
 
-/// The test kills the supervisor at many moments during its start.
+/// Kills the supervisor at many different moments during its start.
 #[test]
 fn supervisor_killed_during_start_leaves_no_processes() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Backtraces in crash reports: from the crash record of a worker, by a symbolizer that trusts no part of it.
+//! Backtraces in crash reports. A symbolizer derives them from a worker's crash record, no part of which it trusts.
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::http::Place;
@@ -189,7 +189,7 @@ fn monitoring_token_does_not_show_registers() {
     }
 }
 
-/// The worker writes its crash record itself, with mappings of other files and random contents.
+/// The worker itself writes a crash record, with mappings of other files and random contents.
 #[test]
 fn forged_record_affects_only_its_report() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

@@ -1,5 +1,5 @@
-//! Consistent names across interfaces: a job's number in outcome, event, log, crash report and worker, and
-//! the fields of the log. Workers that never start share one crash report with a count.
+//! Consistent names across interfaces: a job's number in its outcome, event, log, crash report and worker, and the
+//! fields of the log. Workers that never start share one crash report with a count.
 
 use std::collections::BTreeMap;
 

@@ -15,7 +15,7 @@ fn crashes(supervisor: &Supervisor) -> Vec<Value> {
     supervisor.get("/v1/crashes")["crashes"].as_array().expect("an array").clone()
 }
 
-/// Waits for this number of reports, and returns the full reports.
+/// Waits until there are `count` reports, and returns the full reports.
 fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     let listed = wait_for(&format!("{count} crash reports"), || {
         Some(crashes(supervisor)).filter(|listed| listed.len() >= count)
@@ -24,7 +24,7 @@ fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     listed.iter().map(|crash| supervisor.get(&format!("/v1/crashes/{}", id(crash)))).collect()
 }
 
-/// Waits until each report has a backtrace, or the reason for a missing one. Returns the reports.
+/// Waits until each report contains a backtrace or the reason why there is none. Returns the reports.
 fn complete_reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     wait_for("reports with backtraces", || {
         Some(reports(supervisor, count)).filter(|all| all.iter().all(|one| one.get("native").is_some()))
@@ -73,7 +73,7 @@ fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Returns `[supervisor]` keys that keep reports in a folder.
+/// Returns `[supervisor]` keys that store crash reports in a folder.
 fn kept_in(folder: &Path, keep: usize) -> String {
     format!("crash_dir = {folder:?}\ncrash_keep = {keep}\n")
 }
@@ -101,7 +101,7 @@ fn report_of_signal_death_describes_worker_and_job() {
     assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
 }
 
-/// The data plane assigns the id of the report before the report is stored.
+/// The data plane assigns the ID of the report before the report is stored.
 #[test]
 fn crashed_outcome_names_its_report() {
     let exec =
@@ -197,7 +197,7 @@ fn report_of_killed_program_names_program_as_victim() {
     reports(&supervisor, 1);
 }
 
-/// Failed starts and idle deaths have a crash report, but it contains no job.
+/// Failed starts and deaths of idle workers produce a crash report without a job.
 #[test]
 fn failed_starts_and_idle_deaths_cannot_be_replayed() {
     let never = "restart = { policy = \"never\" }\n";
@@ -549,7 +549,7 @@ fn crash_keep_retains_newest_reports() {
     assert_eq!(files(&folder.path().join("crashes")).len(), 3);
 }
 
-/// Other users must not be able to read the folder, and no other supervisor can use it.
+/// Other users must not be able to read the folder, and no other supervisor must be using it.
 #[test]
 fn supervisor_rejects_readable_or_occupied_crash_folder() {
     let folder = tempfile::tempdir().unwrap();

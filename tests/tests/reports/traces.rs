@@ -1,4 +1,4 @@
-//! Spans of sampled jobs, with a real supervisor, real workers, and a collector that can misbehave.
+//! Spans of sampled jobs, with a real supervisor, real workers, and a collector that can be made to misbehave.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -27,7 +27,7 @@ const TWO: &str = "[defaults]\ndeadline = \"60s\"\nrestart = { backoff = \"1ms\"
 
 // Collector.
 
-/// Collector that answers each message with a given status. The last status applies to all later messages.
+/// Collector that answers messages with the given statuses in order. The last status applies to all later messages.
 /// Status 0 means no answer.
 struct Collector {
     address: SocketAddr,
@@ -87,7 +87,7 @@ fn list(value: &Value) -> Vec<Value> {
     value.as_array().cloned().unwrap_or_default()
 }
 
-/// Returns an attribute of a span, without the type.
+/// Returns the value of a span's attribute, without its type.
 fn attribute(span: &Value, key: &str) -> Value {
     let key = format!("bulkhead.{key}");
     let found = list(&span["attributes"]).into_iter().find(|attribute| attribute["key"] == *key);
@@ -115,7 +115,7 @@ fn sampled(client: &Client, bulkhead: &str, operation: &str) -> Job {
     client.job(bulkhead, "").operation(operation).traceparent(SAMPLED)
 }
 
-/// Returns the span id of a `traceparent` that continues the trace of the test.
+/// Checks that a `traceparent` continues the test's trace, and returns its span ID.
 #[track_caller]
 fn span_of(traceparent: &str) -> String {
     let parts: Vec<&str> = traceparent.trim().split('-').collect();

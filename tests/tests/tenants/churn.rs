@@ -1,5 +1,5 @@
 //! Tenants that come and go during other changes: recycled workers, keeper deaths, shutdown and changed limits. Also
-//! programs, which know nothing about tenants.
+//! covers programs, which know nothing about tenants.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,8 +16,8 @@ async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)
 }
 
-/// Sends jobs of `tenants` tenants from `clients` clients until `end` is set. Returns the outcomes. A client
-/// that loses the supervisor stops.
+/// Sends jobs for `tenants` tenants from `clients` clients until `end` is set. A client that loses its connection
+/// stops. Returns the outcomes.
 async fn crowd(supervisor: &Supervisor, clients: usize, tenants: usize, end: Arc<AtomicBool>) -> Vec<String> {
     let lanes: Vec<_> = (0..clients)
         .map(|lane| {

@@ -1,4 +1,4 @@
-//! More tenants than `max_active`: the order in which tenants give up their workers, and that no job is lost.
+//! More tenants than `max_active`. Checks the order in which tenants give up their workers, and that no job is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,8 +24,8 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Starts a job that hangs, and waits until it has begun. A job that a dying worker has not read would go to another
-/// worker.
+/// Starts a job that hangs, and waits until it has begun. Otherwise, a job that a dying worker has not read would go to
+/// another worker.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
     job.progress().await.expect("the job reports progress when it starts");
@@ -33,8 +33,8 @@ async fn running(client: &Client, tenant: &str) -> JobHandle {
 }
 
 /// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot and to
-/// the processes, and no counter decreases. A tenant whose workers are still exiting when its next job arrives gets
-/// new workers in addition. Returns the number of checks.
+/// the processes, and no counter decreases. A tenant whose workers are still exiting when its next job arrives also
+/// gets new workers. Returns the number of checks.
 fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes: usize) -> usize {
     let keeper = supervisor.keeper();
     let (mut looks, mut submitted, mut ended) = (0, 0, 0);

@@ -1,4 +1,4 @@
-//! Isolated tenants: each has separate workers, permits, queue, rate limit and breaker, and none affects
+//! Isolated tenants. Each tenant has separate workers, permits, queue, rate limit and breaker, and no tenant affects
 //! another.
 
 use std::collections::BTreeMap;

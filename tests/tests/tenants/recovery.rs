@@ -225,7 +225,7 @@ fn with_fallback(entry: &str, safe: &str) -> String {
     )
 }
 
-/// Each job counts once, in the bulkhead that the client named.
+/// Also checks that each job counts once, in the bulkhead that the client named.
 #[test]
 fn fallback_serves_tenant_beyond_max_active() {
     let supervisor = Supervisor::start(&with_fallback("", "max_queue = 20"));
@@ -258,7 +258,7 @@ fn fallback_serves_tenant_beyond_max_active() {
     });
 }
 
-/// The record survives a flood of other tenants.
+/// The tenant's record survives a flood of other tenants.
 #[test]
 fn tenant_with_job_in_fallback_is_remembered() {
     let supervisor = Supervisor::start(&with_fallback("", ""));

@@ -1,4 +1,4 @@
-//! Failures of workers, and the effects on jobs, bulkheads and neighbours.
+//! Worker failures, and their effects on jobs, bulkheads and neighbours.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\
 const SPARED: &str =
     "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\nstart = { spares = 2 }\n";
 
-/// Names and sandboxes of bulkheads with forked workers, one for each profile.
+/// Name and sandbox of a bulkhead with forked workers, for each profile.
 const FORKED: [(&str, &str); 3] = [
     ("forked-none", "profile = \"none\""),
     ("forked-default", "profile = \"default\""),
@@ -137,7 +137,7 @@ fn stopped_worker_counts_as_hung() {
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
 }
 
-/// A worker can write heartbeats into its journal, which does not wake the supervisor. When these heartbeats stop, the
+/// A worker can write heartbeats to its journal, which does not wake the supervisor. If these heartbeats stop, the
 /// worker counts as hung.
 #[test]
 fn worker_without_journal_heartbeats_counts_as_hung() {

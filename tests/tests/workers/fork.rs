@@ -1,4 +1,4 @@
-//! Workers that are forked from a template, which is initialised once (`start.mode = "fork"`).
+//! Workers that are forked from a template that is initialised once (`start.mode = "fork"`).
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ fn bulkhead(keys: &str) -> String {
 
 const FORK: &str = "start = { mode = \"fork\" }";
 
-/// Returns the pid of the process that ran the initialisation, the pid of the worker, and a random number from the
+/// Returns the PID of the process that ran the initialisation, the PID of the worker, and a random number from the
 /// worker.
 fn who(client: &Client) -> [u32; 3] {
     let reply = client.job("b", "").operation("who").idempotent(true).send().unwrap();
@@ -61,7 +61,7 @@ fn template_forks_a_fresh_process_for_each_job() {
     assert_eq!(templates.len(), 1);
 }
 
-/// A template sends the last message just before exiting. The message of each template must arrive.
+/// Each template sends its last message just before exiting, and this message must arrive.
 #[test]
 fn error_names_threads_of_rejected_template() {
     let is_confined = is_root() && has_layers(DEFAULT_LAYERS);
@@ -82,7 +82,7 @@ fn error_names_threads_of_rejected_template() {
     }
 }
 
-/// The next death of a worker starts another template.
+/// When a worker dies next, another template is started.
 #[test]
 fn workers_outlive_their_template() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
@@ -163,8 +163,8 @@ fn hung_template_is_replaced() {
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
 }
 
-/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits a limited
-/// time for the fork.
+/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits only a
+/// limited time for the fork.
 #[test]
 fn leftover_process_is_killed_after_failed_fork() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -200,8 +200,8 @@ fn leftover_process_is_killed_after_failed_fork() {
     wait_for("only the template is left", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each process forks a successor and exits, so a kill always comes too late. Does not run under `none`, because that
-/// profile does not limit the number of processes, and zombies can use up all pids of the machine.
+/// Each process forks a successor and exits, so a signal always comes too late. Does not run under `none`, because that
+/// profile does not limit the number of processes, and zombies can use up all PIDs on the machine.
 #[test]
 fn process_chains_do_not_affect_jobs_of_other_workers() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {

@@ -14,8 +14,7 @@ use bulkhead_tests::{
 };
 use nix::sys::signal::Signal;
 
-/// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job reaches by
-/// accident.
+/// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job misses by accident.
 const COMMON: &str =
     "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"300s\"\ngrace = \"20ms\"\n";
 
@@ -42,8 +41,8 @@ fn text(result: Result<Reply, JobError>) -> String {
     String::from_utf8(result.unwrap().payload().to_vec()).unwrap()
 }
 
-/// Returns a tenant name that is unique on this machine. All descendants of a program have the name in their
-/// environment, even if they leave the session.
+/// Returns a tenant name that is unique on this machine. The name is in the environment of all descendants of a
+/// program, even of those that leave the session.
 fn tenant(what: &str) -> String {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -65,7 +64,7 @@ fn processes_of(tenant: &str) -> Vec<String> {
 
 const NOBODY: [&str; 0] = [];
 
-/// Returns a script that first starts processes which leave the session, ignore signals and keep stdout open,
+/// Returns a script that first starts processes that leave the session, ignore signals and keep standard output open,
 /// and then runs `then`.
 fn tree(then: &str) -> String {
     format!(
@@ -522,7 +521,7 @@ fn zombies_of(parent: u32) -> Vec<u32> {
 
 // `library`.
 
-/// Library for the tests. The operation of a job selects the behaviour.
+/// Library for the tests. A job's operation selects the behaviour.
 const LIBRARY: &str = r#"
 #include <bulkhead.h>
 #include <stdatomic.h>
@@ -772,8 +771,8 @@ fn log_explains_why_library_cannot_be_used() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
-/// A host sends the reason in STATUS before a failed start, so that operators need not search the output of a
-/// dead process.
+/// If a start fails, the host first sends the reason in STATUS, so operators need not search the output of a dead
+/// process.
 #[test]
 fn event_explains_failed_library_start() {
     let (_folder, path) = compile_library(FAILS_AT_INIT, &[]);
@@ -790,8 +789,8 @@ fn event_explains_failed_library_start() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// Library that damages its worker. Forked processes return from library functions, and handlers close or
-/// replace descriptors.
+/// Library that damages its worker: forked processes return from library functions, and handlers close or replace
+/// descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>

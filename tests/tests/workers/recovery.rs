@@ -14,7 +14,7 @@ fn start(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\"]", keys)
 }
 
-/// Starts a supervisor whose first worker is ready at once. Later workers wait for the file `go`.
+/// Starts a supervisor whose first worker becomes ready at once. Later workers wait for the file `go`.
 fn start_slow(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", keys)
 }
@@ -203,7 +203,7 @@ fn retry_preserves_payload_bytes() {
     auditor.finish();
 }
 
-/// The bytes are released when the jobs end.
+/// Also checks that the bytes are released when the jobs end.
 #[test]
 fn payloads_waiting_for_retry_count_towards_max_buffered() {
     let supervisor = Supervisor::start_with(
@@ -712,7 +712,7 @@ fn jobs_killed_by_supervisor_are_not_quarantined() {
     });
 }
 
-/// Each copy is rejected when it would be dispatched.
+/// Each copy is rejected at the moment when it would be dispatched.
 #[test]
 fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");

@@ -1,4 +1,4 @@
-//! Recycling: workers that reach a limit of jobs, age or memory are replaced, and no job fails.
+//! Recycling. Workers that reach their limit on jobs, age or memory are replaced, and no job fails.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 
-/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the pids of the workers
+/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the PIDs of the workers
 /// that served the jobs.
 fn serve_until(
     supervisor: &Supervisor,
@@ -40,7 +40,7 @@ fn serve_until(
     })
 }
 
-/// Returns the number of workers recycled for `reason`, according to the events.
+/// Returns the number of workers that were recycled for `reason`, according to the events.
 fn recycled(supervisor: &Supervisor, reason: &str) -> usize {
     let output = supervisor.command().args(["--json", "events"]).output().unwrap();
     let events = String::from_utf8(output.stdout).unwrap();

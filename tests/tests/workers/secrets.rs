@@ -1,5 +1,5 @@
-//! Secrets from files (`env_files`): every kind of worker gets them, a restart reads them again, an invalid file
-//! fails the start with its cause, and no output contains them.
+//! Secrets from files (`env_files`). Every kind of worker receives its secrets, a restart rereads the files, an invalid
+//! file makes the start fail with a reason, and no output contains a secret.
 
 use std::fs::{self, Permissions};
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -29,7 +29,7 @@ fn write(path: &Path, content: impl AsRef<[u8]>) {
     fs::rename(&next, path).unwrap();
 }
 
-/// Returns a folder with a secret, and the path of the secret.
+/// Returns a folder that contains a secret, and the path of the secret.
 fn folder_with(content: impl AsRef<[u8]>) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("secret");
@@ -157,7 +157,7 @@ fn starting_slowly(name: &str, more: &str) -> String {
     hostile(name, &more).replace(&format!("[{program}]"), &command)
 }
 
-/// A worker, spare or template that is still starting has read the old secret, so that a restart also replaces it.
+/// A worker, spare or template that is still starting has read the old secret, so a restart must replace it too.
 #[test]
 fn restart_replaces_processes_that_are_still_starting() {
     let (folder, path) = folder_with("first");
@@ -188,7 +188,7 @@ fn restart_replaces_processes_that_are_still_starting() {
     }
 }
 
-/// A worker that starts for another reason also gets the new content. Forked workers get the content that their
+/// A worker that starts for another reason also receives the new content. Forked workers receive the content that their
 /// template has read.
 #[test]
 fn replacement_of_dead_worker_reads_current_secret() {
@@ -264,7 +264,7 @@ fn oversized_secrets_fail_the_start_with_a_clear_error() {
 
 // Outputs.
 
-/// A value that occurs nowhere else.
+/// Secret that occurs nowhere else.
 const VALUE: &str = "open-sesame-7d1f0c";
 
 #[track_caller]

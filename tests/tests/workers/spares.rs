@@ -1,4 +1,5 @@
-//! Spares take over the slots of workers that die, are killed or are recycled, and are then replaced.
+//! Spares, which take over the slots of workers that die, are killed or are recycled. The supervisor then starts new
+//! spares.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -111,8 +112,7 @@ fn dead_or_hung_spare_is_replaced() {
     }
 }
 
-/// Workers and spares die with the keeper and are started again. Each job has one outcome, and none begins
-/// twice.
+/// Workers and spares die with the keeper and are started again. Each job has one outcome, and no job begins twice.
 #[test]
 fn spares_are_restarted_after_keeper_death() {
     const KILLS: usize = 5;
@@ -169,7 +169,7 @@ fn spares_are_restarted_after_keeper_death() {
     supervisor.wait_number("b", "available", 2);
 }
 
-/// A new number of spares applies at once, and a new revision replaces spares as well as workers.
+/// A changed number of spares applies at once. A new revision replaces spares as well as workers.
 #[test]
 fn reload_changes_number_of_spares() {
     let supervisor = Supervisor::start(&bulkhead(""));

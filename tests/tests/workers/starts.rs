@@ -1,5 +1,5 @@
-//! Replacements, late starts and failed starts: the limit on running jobs holds, delays of the keeper do not count
-//! against a worker, and failures are reported immediately.
+//! Replacements, late starts and failed starts. The limit on running jobs holds, keeper delays do not count against a
+//! worker, and failures are reported immediately.
 
 use bulkhead_client::Client;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, kill_pid, outcome, run, wait_for};
@@ -43,7 +43,7 @@ fn restart_does_not_exceed_concurrency_limit() {
     });
 }
 
-/// `start.handshake` counts from the start of the process, so a busy keeper does not shorten the time of a worker.
+/// `start.handshake` counts from the start of the process, so a busy keeper does not shorten a worker's time.
 #[test]
 fn slow_keeper_does_not_cause_handshake_timeouts() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");

@@ -108,7 +108,7 @@ fn one_program_serves_if_the_other_dies_at_any_message() {
     println!("{} deaths: {:?}", deaths(), all.lock().unwrap());
 }
 
-/// Upgrades under load while a program dies at a message. Returns the number of jobs by outcome.
+/// Upgrades under load while a program dies at the given message. Returns the number of jobs by outcome.
 fn die_at(death: &str) -> BTreeMap<String, usize> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");
@@ -173,7 +173,7 @@ fn old_program_serves_after_death_of_its_successor() {
     upgraded(&manager);
 }
 
-/// A stopped thread, whose process continues to run its other threads.
+/// A stopped thread. The other threads of its process continue to run.
 struct StoppedThread(Pid);
 
 impl StoppedThread {

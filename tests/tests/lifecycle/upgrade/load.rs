@@ -15,7 +15,7 @@ use nix::sys::wait::WaitStatus;
 
 use super::*;
 
-/// A bulkhead with a queue, one with workers for each tenant, and one for payloads in memory files.
+/// Three bulkheads: one with a queue, one with separate workers for each tenant, and one for payloads in memory files.
 const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
                      [bulkhead.tenants]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      tenants = { isolate = true, max_active = 4 }\n\
@@ -26,10 +26,10 @@ const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
-/// Size of a payload that is sent in a memory file, in bytes.
+/// Size of the payloads that are sent in memory files, in bytes.
 const FILE_BYTES: usize = 128 * 1024;
 
-/// Maximum number of the raw client's jobs whose outcomes are not read yet.
+/// Maximum number of jobs whose outcomes the raw client has not read yet.
 const UNREAD_MAX: u64 = 3;
 
 /// Reads the workers' record. Returns the number of jobs that began, and the maximum number that ran at once.
@@ -57,13 +57,13 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, with the number of submitted jobs.
+    /// The raw client, and the number of jobs that it has submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
 }
 
-/// Returns the operation that records a job of two milliseconds.
+/// Returns an operation that records the job and takes two milliseconds.
 fn recorded(manager: &Manager, record: &str, id: &str) -> String {
     format!("steps:ledger {} 2 {id}", manager.folder.path().join(record).display())
 }
@@ -80,7 +80,7 @@ impl Load {
         }
     }
 
-    /// Adds a client. `run` runs a job with an id, and returns its outcome.
+    /// Adds a client. `run` runs a job with the given ID and returns its outcome.
     fn add(&mut self, mut run: impl FnMut(&str) -> String + Send + 'static) {
         let (is_over, ids) = (self.is_over.clone(), self.ids.clone());
         self.clients.push(std::thread::spawn(move || {
@@ -252,7 +252,7 @@ fn text(ended: Result<bulkhead_client::Reply, bulkhead_client::JobError>) -> Str
     ended.map_or_else(|error| format!("library: {error}"), |_| "ok".into())
 }
 
-/// Submits jobs from two threads until the end of the standard input. Prints the number of jobs by outcome.
+/// Submits jobs from two threads until standard input ends. Prints the number of jobs by outcome.
 const PYTHON: &str = "
 import collections, json, sys, threading
 import bulkhead
