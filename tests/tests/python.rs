@@ -27,7 +27,7 @@ const PROCESSES: &str = "6";
 
 fn run(command: &mut Command) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python");
-    // The processes that tests start need not compile the package again, and the sources stay clean.
+    // Processes started by the tests need not compile the package again, and the source folders stay clean.
     let compiled = tempfile::tempdir().unwrap();
     let ran = command
         .current_dir(&folder)

@@ -355,7 +355,7 @@ fn invalid_requests_return_problem_documents() {
     for path in invalid {
         check_problem(get(&supervisor, path), 400, path);
     }
-    // Input that is not HTTP does not affect other clients.
+    // Input that is not HTTP must not affect other clients.
     for rubbish in [&b"rubbish\r\n\r\n"[..], &[0xff; 4096], b"GET / HTTP/9.9\r\n\r\n", b""] {
         let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -779,7 +779,7 @@ fn sockets_and_created_folders_are_private() {
     assert_eq!(supervisor.stop(), Some(0));
     assert!(!jobs.exists() && !path.join("admin.sock").exists(), "both sockets are removed");
 
-    // By default both sockets are private, and the admin socket is in the folder of the jobs socket.
+    // By default, both sockets are private, and the admin socket is in the same folder as the jobs socket.
     let folder = configured(&format!("[supervisor]\nsocket = \"jobs.sock\"\n{ONE}"));
     let supervisor = Started::start(folder.path(), &[]);
     supervisor.wait_ready();
@@ -841,7 +841,7 @@ fn check_prints_the_effective_configuration() {
     }
     assert_eq!(told.lines().last(), Some("# ok: the configuration is valid"), "{told}");
     assert!(!folder.path().join("jobs.sock").exists(), "nothing is started");
-    // The printed configuration is a valid file, and printing that file gives the same text.
+    // The printed configuration is itself a valid file, and printing that file produces the same text.
     std::fs::write(folder.path().join("workers.toml"), &told).unwrap();
     let again = program(folder.path(), &["--check"]).output().unwrap();
     assert_eq!(String::from_utf8(again.stdout).unwrap(), told);

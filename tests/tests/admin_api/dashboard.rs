@@ -122,7 +122,7 @@ fn check(site: &Site, browser: &Browser) {
             continue;
         }
         let params = &message["message"]["params"];
-        // The browser can still be loading its start pages (chrome:, chrome-untrusted:).
+        // The browser may still be loading its start pages (chrome:, chrome-untrusted:).
         if params["documentURL"].as_str().is_some_and(|document| document.starts_with("chrome")) {
             continue;
         }
@@ -628,7 +628,7 @@ fn updates_documentation_screenshots() {
     browser.press(&["\u{e00c}"]);
     browser.run("document.activeElement.blur()");
 
-    // A storm of crashes, in the dark theme.
+    // Shows a storm of crashes in the dark theme.
     browser.prefer("dark");
     let crashing = Load::begin(&site, "plugin", 4, "abort", "", 30);
     let rarely = Load::begin(&site, "thumbnail", 1, "segv", "", 2500);

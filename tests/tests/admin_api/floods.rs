@@ -108,7 +108,7 @@ fn many_pending_commands_do_not_delay_shutdown() {
     };
     let asked = (0..100).filter_map(|_| ask()).count();
     assert!(asked > 0);
-    // The second signal ends the drain, which would wait for the running job.
+    // The second signal ends the drain. Otherwise, the drain would wait for the running job.
     supervisor.signal(Signal::SIGTERM);
     supervisor.signal(Signal::SIGINT);
     supervisor.signal(Signal::SIGCONT);

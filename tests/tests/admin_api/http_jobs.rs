@@ -176,7 +176,7 @@ fn failed_jobs_get_problem_documents() {
     check(&place.job("protocol", "", &[], b""), 502, "crashed", "protocol", "unknown");
     check(&place.job("hung", "stop", &[], b""), 502, "crashed", "hung", "unknown");
 
-    // A neighbour with a shorter deadline hangs, so that the supervisor kills the shared worker.
+    // A neighbour with a shorter deadline hangs, so the supervisor kills the shared worker.
     let guilty = {
         let place = place.clone();
         std::thread::spawn(move || place.job("shared", "hang", &[], b""))
@@ -304,7 +304,7 @@ fn oversized_payload_is_rejected_before_it_arrives() {
         socket
     };
     for length in [1001, 65_537, 1 << 30, (1 << 30) + 1, usize::MAX >> 8] {
-        // The client sends no byte of the payload.
+        // The client does not send any of the payload.
         let problem =
             check(&Answer::read(begin(&[], Some(length))).unwrap(), 413, "rejected", "too_large", "no");
         let detail = problem["detail"].as_str().unwrap();
@@ -484,7 +484,7 @@ fn slow_clients_are_disconnected_without_delaying_others() {
     let mut changes = place.connect();
     changes.send_head("PATCH", "/v1/bulkheads/b", &["Expect: 100-continue"], Some(10));
 
-    // Other clients are served meanwhile.
+    // In the meantime, other clients are served.
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
     let waiters: Vec<_> = slow.into_iter().map(|socket| std::thread::spawn(move || drain(socket))).collect();
     let changes = std::thread::spawn(move || drain(changes));
@@ -579,7 +579,7 @@ fn chunked_payloads_stay_within_memory_budget() {
     let statuses: Vec<u16> = statuses.collect();
     assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{statuses:?}");
     assert!(statuses.iter().filter(|status| **status == 503).count() >= 64, "{statuses:?}");
-    // All of the memory is free again.
+    // All of the memory budget is free again.
     assert_eq!(place.job("b", "echo", &[], &vec![1; 4 << 20]).status, 200);
     println!(
         "memory grew by at most {grown} MiB, {} served",

@@ -385,7 +385,7 @@ fn invalid_requests_are_answered_and_run_no_job() {
         // The supervisor may respond before the whole request is sent.
         let _ = socket.write_all(request.as_bytes());
         let answer = Answer::read(socket).unwrap_or_else(|| panic!("no answer to {shown:?}"));
-        // A path that exceeds the maximum size of the head can be reported with either status.
+        // A path that exceeds the maximum size of the request head can be rejected with either status.
         let status = if status == 414 { answer.status.clamp(414, 431) } else { status };
         answer.problem(status);
         assert_eq!(answer.header("bulkhead-executed"), "no", "{shown:?}");
@@ -541,7 +541,7 @@ fn jobs_are_accepted_during_the_drain_notice() {
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
     let answer = job(&mut connection, "echo", b"x").expect("an answer");
     if answer.status == 503 {
-        // The machine was busy for the whole notice.
+        // The machine was busy for the whole notice period.
         assert_eq!(answer.header("bulkhead-reason"), "draining");
     } else {
         assert_eq!((answer.status, answer.header("connection")), (200, "close"));

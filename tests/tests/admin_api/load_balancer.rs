@@ -236,7 +236,7 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
             let before = host.runs().lines().count();
             wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
             host.restart("");
-            // A new job shows that the proxy has noticed that the host is back.
+            // A new job on the host shows that the proxy knows that the host is back.
             let before = host.runs().lines().count();
             wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
             stops.fetch_add(1, Ordering::SeqCst);
@@ -245,7 +245,7 @@ fn stopping_hosts_under_load_does_not_reset_connections() {
     });
     let results = results(&seen);
     println!("{} jobs: {results:?}", seen.len());
-    // A backend of the proxy may not have noticed yet that the other host is back.
+    // The proxy may not know yet that the other host is back.
     let is_refusal = |told: &str| told.starts_with("503 ") && told.ends_with(" no");
     assert!(results.keys().all(|told| *told == "200  yes" || is_refusal(told)), "{results:?}");
     assert!(results["200  yes"] > seen.len() / 2, "{results:?}");

@@ -173,7 +173,7 @@ fn routes_except_health_checks_require_the_token() {
 fn requests_from_foreign_web_pages_are_forbidden() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // DNS rebinding: the Host header has a foreign name that resolves to the address of the supervisor.
+    // DNS rebinding: the Host header contains a foreign name that resolves to the supervisor's address.
     for host in [
         "Host: evil.example",
         "Host: evil.example:9464",
@@ -371,7 +371,7 @@ fn malformed_and_stalled_requests_do_not_block_others() {
             held.push(socket);
         }
     }
-    // A payload without a token is rejected long before the last byte.
+    // A payload without a token is rejected long before its last byte.
     let mut socket = place.connect();
     socket.send_head("POST", "/v1/bulkheads/b/jobs", &[], Some(1 << 30));
     let piece = vec![0; 1 << 20];

@@ -117,7 +117,7 @@ fn watch_accepts_128_concurrent_clients() {
         watchers.iter_mut().map(|it| it.next_of("bulkheads").data["at"].to_string()).collect();
     let different = bulkhead_tests::tally(moments).len();
     assert!(different <= 50, "{different} moments for 100 watchers");
-    // At most 128 watchers can connect. A watcher that disconnects makes room for another one.
+    // At most 128 watchers can connect. When a watcher disconnects, another can connect.
     let rest: Vec<_> = (100..128).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
     Place::of(&supervisor).ask("GET", "/v1/watch", &[], b"").problem(503);
     drop((watchers, rest));

@@ -41,7 +41,7 @@ fn prose(page: &str) -> String {
             (Some(open), Some(marker)) if open == marker => fence = None,
             (Some(_), _) => {}
             (None, None) => {
-                // Every second part is a code span. An unclosed span at the end of the line is text.
+                // Every other part is a code span. An unclosed span at the end of the line is text.
                 let parts: Vec<_> = line.split('`').collect();
                 for (at, part) in parts.iter().enumerate() {
                     if at % 2 == 0 || at + 1 == parts.len() {

@@ -41,7 +41,7 @@ fn start(access: &str, bulkheads: &str) -> Supervisor {
 fn open(supervisor: &Supervisor) {
     std::fs::set_permissions(supervisor.folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
     // `cp` makes the copies, because a child that another test starts at the same time could inherit a file that this
-    // process writes. Executing that file would fail with ETXTBSY.
+    // process is writing. Executing that file would fail with ETXTBSY.
     let programs = programs();
     let copied = Command::new("cp")
         .args([programs.join("bulkhead"), programs.join("caller")])
@@ -285,7 +285,7 @@ fn other_user_can_only_use_the_jobs_socket() {
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
     assert_eq!(ran.code, Some(77), "{ran:?}");
-    // With a permissive file mode the user can connect, and the supervisor rejects the request with a reason.
+    // With a permissive file mode, the user can connect, but the supervisor rejects the request with a reason.
     std::fs::set_permissions(&admin, PermissionsExt::from_mode(0o666)).unwrap();
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
@@ -328,7 +328,7 @@ fn rejected_clients_do_not_flood_events_and_log() {
         let ran = child.wait_with_output().unwrap();
         assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each rejected client gets a reason");
     }
-    // Many rejected jobs on one connection.
+    // Sends many jobs, all of them rejected, on one connection.
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);

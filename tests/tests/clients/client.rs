@@ -128,7 +128,7 @@ fn jobs_fail_quickly_after_reconnection_has_failed() {
         for job in 0..100 {
             let error = client.job("b", "x").send().await.unwrap_err();
             assert_eq!(error.executed(), Executed::No, "{error}");
-            // The first job can fail with another error, because the client may not have noticed the loss.
+            // The first job can fail with a different error, because the client may not have noticed the loss yet.
             assert!(job == 0 || error.to_string().contains("jobs.sock is not reachable"), "{error}");
         }
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
@@ -175,7 +175,7 @@ fn dropping_a_handle_cancels_its_job() {
         assert_eq!(supervisor.number("b", "cancelled"), 1);
         assert_eq!(supervisor.number("b", "restarts"), 0);
 
-        // Dropping the handle of a finished job cancels nothing, not even the next job, which reuses the number.
+        // Dropping the handle to a finished job cancels nothing, not even the next job, which reuses the job number.
         let handle = client.job("b", "x").start().await.unwrap();
         supervisor.wait_number("b", "done", 1);
         drop(handle);
@@ -736,7 +736,7 @@ fn lost_connection_distinguishes_sent_and_unsent_jobs() {
             let (executed, text) = lost(sent.await);
             assert_eq!(executed, Executed::Unknown);
             assert!(text.contains("send the job again only if a rerun is safe"), "{text}");
-            // These jobs wait for a reconnection.
+            // These jobs wait until the client has reconnected.
             for handle in others {
                 let (executed, text) = lost(handle.unwrap().await);
                 assert_eq!(executed, Executed::No);
@@ -764,7 +764,7 @@ fn client_backs_off_when_supervisor_closes_after_welcome() {
             drop(fake.welcome());
             count += 1;
         }
-        // Without backoff there would be thousands of connections. With backoff, the eighth attempt starts after more
+        // Without backoff, there would be thousands of connections. With backoff, the eighth attempt starts after more
         // than a second.
         assert!(count <= 8, "{count} connections in half a second");
     });
@@ -844,7 +844,7 @@ fn each_failed_outcome_has_an_error_variant() {
         assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
         let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
         assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
-        // Otherwise the next job could miss its deadline in the queue, without having run.
+        // Otherwise, the next job could miss its deadline while still in the queue.
         wait_for("a worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
         let limit = Duration::from_secs(2);
         let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();

@@ -66,7 +66,7 @@ fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
         ),
         Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),
     }
-    // The supervisor did not receive the socket, so closing it here must not block.
+    // The supervisor did not receive the socket. Closing it here must not block this test.
     if !is_older {
         rustix::net::sockopt::set_socket_linger(&socket, None).unwrap();
     }

@@ -205,7 +205,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
                 look();
             }
         });
-        // Catches a panic of the attack, so that the two threads above are stopped.
+        // Catches a panic in the attack, so that the two threads above are stopped.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attack));
         is_over.store(true, Ordering::Relaxed);
         honest.join().unwrap();
@@ -214,7 +214,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
             std::panic::resume_unwind(panic);
         }
     });
-    // A new client is served too.
+    // A new client must also be served.
     honest_job(&Client::connect(supervisor.socket()).unwrap(), 3);
     assert!(rounds.load(Ordering::Relaxed) > 0);
     Held { bytes: bytes.into_inner(), descriptors: most_descriptors.into_inner() }
@@ -521,7 +521,7 @@ fn invalid_job_does_not_close_the_connection() {
 fn reusing_number_of_a_running_job_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // With unused numbers, each of these jobs would have a different outcome.
+    // If their numbers were unused, these jobs would each have a different outcome.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -784,7 +784,8 @@ fn flooding_clients_do_not_delay_a_job() {
     let flood: Vec<u8> = (0..SUBMITS).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     assert!(flood.len() < 128 << 10, "the flood does not fit into one read: {}", flood.len());
     floods.iter_mut().for_each(|socket| socket.write_all(&flood).unwrap());
-    // The worker stops the supervisor when the job arrives, so the test can count the answers sent before.
+    // The worker stops the supervisor when the job arrives, so the test can count the answers that were sent before
+    // that.
     let freeze = Submit { bulkhead: "honest", operation: "freeze", ..PLAIN };
     push(&honest, &frame(kind::SUBMIT, 1, &freeze, supervisor.pid().to_string().as_bytes()));
     goes_on(&supervisor);
@@ -1236,12 +1237,12 @@ fn oversized_result_keeps_its_permit_until_fully_read() {
     let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\ngrace = \"60s\"\n{PATIENT}");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // The client gets the failure before the rest of the result, which the worker sends after the note "go".
+    // The client gets the failure before the worker sends the rest of the result, which it does after the note "go".
     let large = result(&client, "too-large-slowly", "3000000");
     assert_eq!(ended(&large), "failed/result_too_large");
     let next = std::thread::spawn(move || ended(&result(&client, "echo", "next")));
     supervisor.wait_number("victim", "queued", 1);
-    // The permit stays in use, however much of the result has been read.
+    // The permit stays in use, no matter how much of the result has been read.
     for _ in 0..20 {
         let snapshot = supervisor.snapshot("victim");
         assert_eq!((&snapshot["workers"][0]["in_flight"], &snapshot["queued"]), (&1.into(), &1.into()));
@@ -1322,7 +1323,7 @@ fn cancellations_do_not_kill_a_shared_worker() {
                 answers.read_exact(&mut head).unwrap();
                 let mut rest = vec![0; Header::decode(&head).length as usize];
                 answers.read_exact(&mut rest).unwrap();
-                // Counts only cancelled jobs. Others are rejected because the worker lags behind.
+                // Counts only cancelled jobs. Other jobs are rejected because the worker lags behind.
                 taken += u64::from(rest[0] == bulkhead_shared::client_protocol::outcome_code::CANCELLED);
             }
         }
@@ -1366,8 +1367,8 @@ fn stalled_clients_are_disconnected_but_slow_client_stays() {
                 is_refused(&socket, "not finish sending a frame in time");
             }),
         ];
-        // This client completes each frame quickly, but always has an incomplete frame on the connection. The
-        // client continues for a while after the stalled clients were disconnected.
+        // This client completes each frame quickly, but always has an incomplete frame on the connection. The client
+        // continues for a while after the stalled clients have been disconnected.
         let slow = open(&path);
         let mut bytes = submit(0, "sleep", b"5");
         let half = bytes.len() / 2;

@@ -337,7 +337,7 @@ fn idle_connection_is_closed_to_make_room_for_another_user() {
     open(&supervisor);
     let mut busy = Caller::of(&supervisor);
     busy.occupy(&supervisor, "b");
-    // A single user can open all connections.
+    // A single user can occupy all connections.
     let mut idle: Vec<Caller> = (0..5).map(|_| Caller::of(&supervisor)).collect();
     // Makes `idle[0]` the connection with the shortest idle time.
     idle[0].submit(&PLAIN, b"x", 0);

@@ -49,7 +49,7 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     const PAGE: usize = 4096;
     let mut all = Vec::with_capacity(bytes.next_multiple_of(PAGE));
     for page in 0..bytes.div_ceil(PAGE) {
-        // Few bytes are computed and many are copied, because tests are not optimised.
+        // Computes few bytes and copies many, because tests are compiled without optimisation.
         let part: Vec<u8> = (0..256).map(|at| ((at * 31) ^ (page * 7) ^ seed) as u8).collect();
         all.extend(part.repeat(PAGE / part.len()));
     }
@@ -249,7 +249,7 @@ fn poison_detection_or_zero_max_pooled_disables_files() {
             assert_eq!(file_bytes(supervisor), 0);
         }
     });
-    // Enabling poison detection by a reload ends the use of files.
+    // If a reload enables poison detection, memory files are no longer used.
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -453,7 +453,7 @@ impl Raw {
     fn told(&mut self) -> Told {
         loop {
             let mut poll = [rustix::event::PollFd::new(&self.socket, rustix::event::PollFlags::IN)];
-            // Bytes left from the last read can contain a whole frame.
+            // Bytes left over from the last read can contain a whole frame.
             let soon = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
             let _ = rustix::event::poll(&mut poll, Some(&soon));
             let (socket, files) = (&self.socket, &mut self.files);
@@ -693,7 +693,7 @@ fn result_in_revoked_file_is_an_error() {
         until_in_file(&client, "").await;
         client
     });
-    // Stops the worker, so that the answer arrives while the client's runtime does not run.
+    // Stops the worker, so that the answer arrives while the client's runtime is not running.
     let worker = supervisor.worker_pids("b")[0];
     kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
@@ -767,7 +767,8 @@ fn recycle_rss_limits_memory_files_of_worker() {
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // A lease for 9 MiB has two files of 16 MiB each, and this worker gets files of 16 MiB in total at most.
+        // A lease for 9 MiB consists of two files of 16 MiB each, but this worker gets files with a total size of at
+        // most 16 MiB.
         for round in 0..40 {
             let job = client.job("b", pattern(round, 9 * MIB)).operation("where");
             assert_eq!(job.send().await.unwrap().payload(), b"bytes");

@@ -21,7 +21,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 mod rules;
 
-// Numbers as the page gives them, independent of the workspace's code.
+// Numbers from the page, independent of the workspace's code.
 
 const BULKHEAD: u64 = 0x4441_4548_4b4c_5542;
 const HELLO: u8 = 1;

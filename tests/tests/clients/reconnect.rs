@@ -69,7 +69,7 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
                     number += 1;
                     let mut job = job_of(&client, number);
                     if number.is_multiple_of(50) {
-                        // Only this job uses this part of the number space, so the file is written once.
+                        // No other job uses this job number, so the file is written once.
                         let path = file.path().with_extension(number.to_string());
                         std::fs::write(&path, payload_of(number)).unwrap();
                         job = job.payload_file(std::fs::File::open(&path).unwrap()).unwrap();
@@ -199,7 +199,7 @@ fn idempotent_job_is_sent_again_with_remaining_time() {
             let client = Client::connect(path).await.unwrap();
             let job = client.job("b", "x").idempotent(true).deadline(LONG);
             let mut handle = job.start().await.unwrap();
-            // A job continues after its client was dropped.
+            // A job continues after its client has been dropped.
             drop(client);
             assert_eq!(handle.progress().await.map(|progress| progress.text), Some("half".into()));
             assert_eq!(handle.await.unwrap().payload(), b"done");

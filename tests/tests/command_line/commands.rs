@@ -266,7 +266,7 @@ fn commands_exit_77_for_forbidden_user() {
     std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
     let program = folder.join("bulkhead");
     // `cp` makes the copy, because a child that another test starts at the same time could inherit a file that this
-    // process writes. Executing that file would fail with ETXTBSY.
+    // process is writing. Executing that file would fail with ETXTBSY.
     let copied = Command::new("cp").arg(programs().join("bulkhead")).arg(&program).status().unwrap();
     assert!(copied.success());
     let stranger = |arguments: &[&str]| {
@@ -274,7 +274,7 @@ fn commands_exit_77_for_forbidden_user() {
         command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
         spawn(command.args(arguments).uid(65_534).gid(65_534)).end().expect(77)
     };
-    // The file mode admits every user, but the supervisor rejects this one.
+    // The file mode allows every user to connect, but the supervisor rejects this one.
     let told = stranger(&["submit", "b", "--json"]);
     assert!(told.stderr.contains("65534"), "{}", told.stderr);
     check_end(told, 77, "rejected", "forbidden", "no", false);
@@ -483,7 +483,7 @@ fn submit_runs_jobs_concurrently() {
 #[test]
 fn closed_output_pipe_is_not_an_error() {
     let supervisor = scripted(&["exit 64", "yes | head -c 300000", "yes | head -c 300000"]);
-    // Closes the reading end of the pipe before the command can write.
+    // Closes the read end of the pipe before the command can write.
     let unread = |command: &mut Command| {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -729,7 +729,7 @@ fn logs_command_escapes_control_characters() {
         Supervisor::start(&format!("[bulkhead.x]\nexec = [\"sh\", \"-c\", \"{script}\"]\n{SHELL}"));
     assert!(bulkhead(&supervisor, &["logs", "x"]).expect(0).stdout.is_empty());
     let following = follow(supervisor.command().args(["logs", "x", "--follow"]));
-    // Standard output of the program is the result. Only standard error goes to the logs.
+    // The program's standard output is the result. Only standard error goes to the logs.
     wait_for("the follower has printed a line", || {
         fed(&supervisor, &["submit", "x", "--payload-file", "-"], b"secret").expect(0);
         following.lines.try_recv().ok()

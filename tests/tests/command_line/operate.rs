@@ -79,7 +79,7 @@ fn followed_logs_neither_repeat_nor_lose_lines() {
     let arguments = ["logs", "-f", "-n", "1", "-o", "cat", "--stream", "stderr"];
     let following = follow(supervisor.command().args(arguments));
     assert_eq!(following.lines.recv_timeout(bulkhead_tests::PATIENCE).unwrap(), "last");
-    // The follower may not be connected yet. It must get these lines in any case.
+    // The follower may not be connected yet, but must get these lines in any case.
     for text in ["new a", "newer a"] {
         say(&supervisor, "a", text);
     }
@@ -275,7 +275,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
 
     let told = bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
     assert!(told.stderr.contains("in the bulkhead `b`"), "{}", told.stderr);
-    // The running job keeps the only permit, so that the queued job cannot begin before it is cancelled.
+    // The running job holds the only permit, so the queued job cannot begin before it is cancelled.
     let cancel =
         |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);
     let told = cancel(second).expect(0).object();
@@ -478,7 +478,7 @@ fn commands_reach_a_supervisor_over_tcp() {
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 3);
     let variables = |command: &mut Command| spawn(command.env("BULKHEAD_HOST", &host)).end();
     variables(plain(&["status"]).env("BULKHEAD_TOKEN_FILE", file("token"))).expect(0);
-    // Sockets on the command line take precedence over the variable.
+    // Sockets named on the command line take precedence over the variable.
     variables(&mut plain(&["status", "--admin", &file("admin.sock")])).expect(0);
     variables(&mut plain(&["submit", "b", "-n", "--socket", &file("jobs.sock")])).expect(0);
     variables(plain(&["submit", "b", "-n"]).env("BULKHEAD_SOCKET", file("jobs.sock"))).expect(0);

@@ -72,8 +72,8 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
     }
     ptrace::interrupt(thread).unwrap();
     waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
-    // The control plane waits for the data plane longer than the interval of the watchdog. So after the first
-    // request, no notification can result from an earlier response.
+    // The control plane waits longer for the data plane than the watchdog interval. After the first request, no
+    // notification can therefore result from an earlier response.
     assert_eq!(supervisor.try_get("/healthz").unwrap().0, 503);
     let before = manager.count(PING);
     assert_eq!(supervisor.try_get("/healthz").unwrap().0, 503);

@@ -174,7 +174,7 @@ fn top_shows_crashes_and_escapes_tenant_names() {
     let evil = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}\u{9b}31mevil";
     submit(&supervisor, &["b", "abort", "--tenant", evil]);
     terminal.shows("job_crashed");
-    // The numbers come from a later request than the events.
+    // The numbers come from a later request than the events do.
     terminal.press("c");
     terminal.shows("sort: crashes");
     terminal.press("/");
@@ -252,7 +252,7 @@ fn top_handles_keys_while_supervisor_hangs() {
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     terminal.shows("? help");
     supervisor.signal(Signal::SIGSTOP);
-    // "NO RESPONSE" appears first, but on a busy machine the test can miss it.
+    // "NO RESPONSE" appears first, but the test can miss it on a busy machine.
     let is_told = |text: &str| text.contains("NO RESPONSE for") || text.contains("NOT REACHABLE for");
     terminal.shows_as("the missing response", is_told);
     terminal.press("?");

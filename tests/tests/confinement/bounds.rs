@@ -43,7 +43,7 @@ fn file_size_and_process_limits_apply_to_each_worker() {
     }
     let each = bulkheads("profile = \"default\", user = \"auto\"", "");
     is_bounded(&Setup { supervisor: WORKER_UIDS, bulkheads: &each, ..Setup::default() }.start(), true);
-    // `RLIMIT_NPROC` does not bind root.
+    // `RLIMIT_NPROC` does not apply to root.
     let root = bulkheads("profile = \"default\", user = \"root\"", "");
     is_bounded(&Setup { bulkheads: &root, ..Setup::default() }.start(), false);
     if !has_layers(STRICT_LAYERS) {

@@ -136,7 +136,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
                 assert!(!seen.contains(&PathBuf::from(&told)), "the folder {told} was used twice");
                 let folder = on_disk(&told);
                 if operation == "fill" {
-                    // The host removes a large folder during the next jobs, which cannot access it.
+                    // The host removes a large folder while it runs the next jobs, which cannot access the folder.
                     wait_for("the folder is removed", || (!folder.exists()).then_some(()));
                 } else {
                     assert!(!folder.exists(), "{operation}, {profile}: {} is left", folder.display());

@@ -265,7 +265,7 @@ fn violation_kills_only_one_forked_worker() {
             let ended = place.attempt(&client, "pair", attempt, &json!({}));
             assert!(matches!(&ended, Ended::Violation(text) if text.contains("bpf")), "{profile}: {ended:?}");
         }
-        // A violation in a child process ends only the child.
+        // A violation in a child process kills only the child.
         let workers = pair(&place);
         let ended = place.attempt(&client, "pair", "load-bpf-in-a-child", &json!({}));
         assert!(matches!(&ended, Ended::Refused(how, _) if how == "SIGKILL"), "{profile}: {ended:?}");
@@ -605,7 +605,8 @@ fn many_forks_leak_no_processes_or_descriptors() {
                         let path = format!("/proc/{first}/task/{first}/children");
                         let children = std::fs::read_to_string(path).unwrap_or_default();
                         let now: BTreeSet<String> = children.split_whitespace().map(str::to_owned).collect();
-                        // Counts processes in two consecutive lists, because all of them existed at the same time.
+                        // Counts processes that are in two consecutive lists, because all of these existed at the same
+                        // time.
                         most = most.max(now.intersection(&before).count());
                         before = now;
                     }
@@ -617,7 +618,7 @@ fn many_forks_leak_no_processes_or_descriptors() {
                 served.into_iter().for_each(|served| served.join().unwrap());
                 is_over.store(true, Ordering::Relaxed);
                 let most = watched.join().unwrap();
-                // The template, slots, spares, and workers that have finished their jobs and are exiting.
+                // Counts the template, slots, spares, and workers that have finished their jobs and are exiting.
                 assert!(most <= 1 + SLOTS + SPARES + EXITING_MAX, "{profile}: {most} processes at once");
             });
         };

@@ -423,7 +423,7 @@ fn worker_cannot_send_io_signals_to_another_worker() {
         let targets = place.targets("sibling");
         place.attempt(&place.client(), "x", "kill-sibling-by-input", &targets);
         if sandbox.contains("none") {
-            // Without confinement the attempt succeeds.
+            // Without confinement, the attempt succeeds.
             place.supervisor.wait_number("sibling", "restarts", 1);
             continue;
         }
@@ -649,7 +649,7 @@ fn unprivileged_supervisor_confines_workers() {
     place.ask("program", "");
     for name in ["default", "strict"] {
         let client = place.client();
-        // A bulkhead has at most one report per second, and on a busy machine the threads may not stop in time.
+        // A bulkhead produces at most one report per second, and on a busy machine the threads might not stop in time.
         wait_for("the stacks at the deadline", || {
             let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
             let id = job.send().unwrap_err().outcome()?.report.clone()?;

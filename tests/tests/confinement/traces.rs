@@ -158,8 +158,8 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // A smaller number is correct, because the first count can include a connection of the test, or the folder of
-        // the worker that has crashed.
+        // A smaller number is correct, because the first count can include a connection of the test, or the crashed
+        // worker's folder.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
@@ -322,7 +322,7 @@ fn hostile_temporary_folder_is_removed_safely() {
                 _ => panic!("{sandbox}: {ended:?}"),
             };
             kill_pid(place.worker("x"), Signal::SIGKILL);
-            // The next worker does not wait for the removal of the folder.
+            // The next worker does not wait until the folder is removed.
             wait_for("the next worker serves jobs", || place.client().job("x", "").send().ok());
             let temporary = || walk(place.path().join("tmp"));
             wait_for(&format!("{folder} is removed, {sandbox}"), || (temporary() == before).then_some(()));

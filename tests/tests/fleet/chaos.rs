@@ -384,8 +384,8 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
 fn planted_faults_are_found() {
     let _heavy = heavy();
     for planted in ["acknowledges-before-record", "claims-without-expectation"] {
-        // Long jobs, so that many end while the ledger has no leader. Two agents often have the copies of a job at the
-        // same time. A run can still miss the fault.
+        // Jobs are long, so that many end while the ledger has no leader. Two agents often hold copies of a job at the
+        // same time. Even so, a single run can miss the fault.
         let found = (1..=5).find_map(|seed| {
             let plan = Plan {
                 version: VERSIONS[0],

@@ -35,7 +35,7 @@ fn flooding_tenant_does_not_delay_another_tenant() {
         wait_for("97 jobs of the flood are queued", || {
             (supervisor.number("b", "queued") == 97).then_some(())
         });
-        // No job of the flood ends while this job runs.
+        // None of the flood's jobs ends while this job runs.
         client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
         let tenants = supervisor.snapshot("b")["tenants"].clone();
         assert_eq!(tenants[0]["name"], "a", "{tenants}");
@@ -164,7 +164,7 @@ fn tenant_over_its_rate_does_not_affect_other_tenants() {
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        // On a slow machine, one round of 200 jobs may not exceed the rate.
+        // On a slow machine, it is possible that one round of 200 jobs does not exceed the rate.
         while waits.is_empty() {
             assert!(began.elapsed() < PATIENCE, "{passed} jobs passed, and none was rejected");
             for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {

@@ -78,7 +78,7 @@ fn open_breaker_diverts_jobs_to_fallback() {
         (&"safe".into(), &"circuit_open".into()),
         "{told:?}"
     );
-    // With the breaker closed, jobs run in the entry again.
+    // Once the breaker is closed, jobs run in the entry again.
     supervisor.resize("entry", r#"{"breaker": "auto"}"#);
     run(async {
         let client = connect(&supervisor).await;
@@ -633,7 +633,7 @@ fn deadline_of_the_entry_applies_in_the_fallback() {
         let client = connect(&supervisor).await;
         let reply = steps(&client, "sleep 300").send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
-        // The maximum deadline is that of the entry, even if the job runs in the fallback.
+        // The entry's maximum deadline applies, even if the job runs in the fallback.
         let reply = steps(&client, "echo").deadline(Duration::from_secs(600)).send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
     });

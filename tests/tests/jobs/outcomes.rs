@@ -113,13 +113,13 @@ fn worker_is_killed_if_its_only_job_ignores_cancellation() {
         assert_eq!(supervisor.number("b", "cancelled"), 1);
 
         let other = Client::connect(supervisor.socket()).await.unwrap();
-        // A job that has not begun would be recalled, and its worker kept.
+        // A job that has not begun would be recalled, and its worker would be kept.
         let stubborn = other.job("b", "").operation("steps:count begun;sleep 3600000");
         let task = tokio::spawn(async move { stubborn.send().await });
         wait_for("the second job has begun", || (supervisor.file_bytes("begun") == 2).then_some(()));
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
-        // A job that obeys the cancellation keeps its worker.
+        // If a job obeys the cancellation, its worker is kept.
         let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
         let job = client.job("b", "").operation("yield").send();
         assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());

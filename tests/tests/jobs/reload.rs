@@ -177,7 +177,7 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     // The file changes `max_queue`, which overrides the live value.
     reload(&supervisor, &file.replace("max_queue = 10", "max_queue = 11"));
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 11);
-    // If the live value and the new file contradict each other, the file wins.
+    // If a live value conflicts with the new file, the file takes precedence.
     supervisor.resize("b", r#"{"max_queue": 20}"#);
     reload(&supervisor, &format!("{B}max_queue = 0\nmax_in_flight = 0\n"));
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
@@ -248,7 +248,7 @@ fn running_job_finishes_in_the_old_worker() {
         wait_ran(&supervisor, 2);
         let waiting: Vec<_> = (0..4).map(|_| spawn(steps(&client, "b", "pid"))).collect();
         reload(&supervisor, &format!("{B}processes = 2\nmax_queue = 10\nenv = {{ A = \"b\" }}\n"));
-        // Both workers are replaced, and the jobs that they still run use all permits.
+        // Both workers are replaced. The jobs that they are still running use all permits.
         supervisor.wait_events("worker_recycled", 2);
         let snapshot = supervisor.snapshot("b");
         let numbers = ["limit", "in_flight", "available", "queued"].map(|name| snapshot[name].as_u64());
@@ -403,7 +403,7 @@ fn reload_keeps_fallbacks_by_name() {
             async || client.job("b", "").operation("echo").send().await.unwrap().outcome().bulkhead.clone();
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
         assert_eq!(served_by().await, "x");
-        // Removes the fallback `x`. Another bulkhead gets its index.
+        // Removes the fallback `x`. Another bulkhead gets the index of `x`.
         reload(&supervisor, &with("\"y\"", &(other("y") + &other("z"))));
         assert_eq!(served_by().await, "y");
         reload(&supervisor, &with("\"z\"", &other("z")));
@@ -493,7 +493,7 @@ fn invalid_file_is_rejected_with_line_numbers() {
         assert_eq!(ran.status.code(), Some(2), "{ran:?}");
         assert!(text(&ran.stderr).contains("max_qeue = 4"), "{ran:?}");
     }
-    // A reload by SIGHUP is rejected too, and so are a missing file and a folder.
+    // A reload by SIGHUP is also rejected, as are a missing file and a folder.
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_rejected", 3);
     std::fs::remove_file(supervisor.file("workers.toml")).unwrap();

@@ -177,7 +177,7 @@ fn worker_still_starting_gets_the_raised_limit() {
     run(async {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&steps(&client, "die").send().await), "crashed/signal");
-        // The replacement got `max_in_flight` 1 in its welcome and is not ready yet.
+        // The replacement received `max_in_flight` 1 in its welcome, and is not ready yet.
         wait_for("the next worker is initialising", || {
             (supervisor.snapshot("b")["workers"][0]["state"] == "initializing").then_some(())
         });
@@ -747,7 +747,7 @@ fn higher_tenant_limit_applies_immediately() {
         );
         jobs.extend((0..4).map(|_| holder()));
         wait_load(&supervisor, 3, 5);
-        // The resize does not change another tenant.
+        // The resize does not affect another tenant.
         let other = |_| spawn(steps(&client, "wait end").tenant("other"));
         let others: Vec<_> = (0..2).map(other).collect();
         wait_load(&supervisor, 4, 6);
@@ -789,7 +789,7 @@ fn isolated_tenant_has_separate_limits() {
         resize(&["--tenant", "one", "--max-in-flight", "2", "--processes", "2"]);
         wait("one", 4, 2);
         wait("two", 1, 5);
-        // A change of the bulkhead's limits applies only to tenants without separate limits.
+        // A change to the bulkhead's limits applies only to tenants without separate limits.
         resize(&["--max-in-flight", "3"]);
         wait("two", 3, 3);
         wait("one", 4, 2);

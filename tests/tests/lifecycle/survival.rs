@@ -197,8 +197,8 @@ fn jobs_are_answered_without_a_keeper() {
     let has_keeper = || {
         children(supervisor.pid()).into_iter().any(|pid| name(pid).is_some_and(|it| it == "bulkhead-keeper"))
     };
-    // The pause before the restart grows up to 1.6 s. On a busy machine, one answer can take as long, so the test tries
-    // again.
+    // The pause before the restart grows up to 1.6 s. On a busy machine, a single answer can take that long, so the
+    // test tries again.
     let was_answered = (1..=30).any(|killed| {
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
         supervisor.wait_events("supervisor_trouble", killed);

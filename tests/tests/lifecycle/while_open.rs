@@ -34,7 +34,7 @@ fn supervisor_stops_when_its_while_open_descriptor_closes() {
         assert!(pids.iter().all(|&pid| !is_alive(pid)), "{pids:?}");
         assert_eq!(job.wait().unwrap_err().outcome().and_then(|o| o.verdict.reason()), Some("stopped"));
     };
-    // A pipe that carries some bytes before its end.
+    // A pipe that carries some bytes before it is closed.
     let (read, mut write) = std::io::pipe().unwrap();
     let supervisor = Supervisor::start_as(&["--while-open", &inherited(read.as_fd())], &[], LONG);
     write.write_all(&[7; 10_000]).unwrap();
@@ -142,7 +142,7 @@ fn mount_in_own_folder_is_not_emptied() {
     std::fs::write(data.join("file"), "x").unwrap();
     let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n";
     std::fs::write(folder.join("workers.toml"), config).unwrap();
-    // The mount is in a private mount namespace, which ends with the program.
+    // The mount is in a private mount namespace, which disappears when the program exits.
     let script = "mount --bind \"$1\" \"$2\" && exec \"$3\" --config \"$4/workers.toml\" --while-open 0 --own-folder \"$4\"";
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).args([&data, &place]);

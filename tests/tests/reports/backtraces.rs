@@ -94,7 +94,7 @@ fn crash_in_strict_library_names_function_and_line() {
     assert_eq!(frame_of(&report, "bulkhead_handle")["module"], path.to_str().unwrap());
     let registers = native["threads"][0]["registers"].as_object().unwrap();
     assert!(registers.contains_key(if cfg!(target_arch = "x86_64") { "rip" } else { "pc" }), "{registers:?}");
-    // The host calls the library from a thread of its pool, whose frames have names as well.
+    // The host calls the library from a pool thread, whose frames have names as well.
     assert!(frame_of(&report, "bulkhead_worker::pool")["line"].is_u64());
     let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
     let shown = String::from_utf8(shown.stdout).unwrap();
@@ -124,7 +124,7 @@ fn crash_in_stripped_library_names_module_and_offset() {
     let offset =
         u64::from_str_radix(crashed["offset"].as_str().unwrap().trim_start_matches("0x"), 16).unwrap();
     assert!((0x100..0x10000).contains(&offset), "{crashed}");
-    // The name of an exported function is in the file.
+    // Exported functions keep their names in the file.
     assert_eq!(frames(&report)[1]["function"], "bulkhead_handle");
 }
 
@@ -194,7 +194,7 @@ fn monitoring_token_does_not_show_registers() {
 fn forged_record_affects_only_its_report() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let client = Client::connect(supervisor.socket()).unwrap();
-    // A bulkhead has a burst of ten reports.
+    // A bulkhead can produce a burst of ten reports.
     for _ in 0..9 {
         let report = crash(&supervisor, "forged-record");
         assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));

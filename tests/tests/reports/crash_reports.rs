@@ -234,7 +234,7 @@ fn failures_and_restarts_produce_no_report() {
     assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
     // One worker was killed at the deadline, and one was replaced by the restart.
     supervisor.wait_events("worker_exited", 2);
-    // The only report is about the late job.
+    // The only report is about the overdue job.
     let causes: Vec<Value> = crashes(&supervisor).into_iter().map(|crash| crash["cause"].clone()).collect();
     assert_eq!(causes, ["deadline"]);
     let listed = command(&supervisor, &["crashes"]);
@@ -440,7 +440,7 @@ fn replay_works_in_failed_and_draining_bulkheads() {
         wait_for("both deaths are reported", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
     let report = supervisor.get(&format!("/v1/crashes/{}", id(&all[0])));
     assert_eq!(report["stage"], "working");
-    // The worker of the replay does not start either.
+    // The replay's worker does not start either.
     let told = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(told.status.code(), Some(75), "{told:?}");
     assert!(stdout(&told).contains("not ready within start.ready"), "{}", stdout(&told));

@@ -193,7 +193,7 @@ fn report_contains_only_programs_of_the_late_job() {
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"sleep 100; true\"]\nmax_in_flight = 2\n{STRICT}\n"
     ));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // Ends with the supervisor.
+    // This thread ends when the supervisor exits.
     std::thread::spawn(move || client.job("b", "p").operation("other").send());
     wait_for("the other job", || (supervisor.snapshot("b")["in_flight"] == 1).then_some(()));
     let report = wait_for("a report with stacks", || {

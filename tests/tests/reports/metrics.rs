@@ -328,7 +328,7 @@ fn accept_header_selects_the_format() {
         let (content_type, body) = scrape_as(&admin(&supervisor), Some(accept));
         assert_eq!(content_type, classic, "{accept}");
         assert!(!body.contains("# EOF"), "{body}");
-        // The classic format names a counter like its samples. Nothing else differs.
+        // In the classic format, a counter has the same name as its samples. Nothing else differs.
         let totals =
             |line: &str| line.starts_with("# ") && line.split(' ').nth(2).unwrap().ends_with("_total");
         let strict: String = body
@@ -513,7 +513,7 @@ fn metrics_count_evictions_restarts_and_late_replies() {
     assert_eq!(counted("bulkhead_breaker_transitions_total", &opened), 1);
     assert_eq!(counted("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(counted("bulkhead_breaker_state", &[("state", "closed")]), 1);
-    // Jobs rejected on arrival are in no histogram. The evicted job is, because it waited.
+    // Jobs that are rejected on arrival are not in any histogram. The evicted job is, because it waited.
     let count = |name: &str| counted(&format!("bulkhead_{name}_seconds_count"), &[]);
     assert_eq!((count("queue_wait"), count("execution"), count("job_duration")), (6, 5, 6));
     check_against_snapshot(&supervisor, "b");

@@ -189,7 +189,7 @@ fn each_outcome_produces_exactly_one_span() {
 
     operation("b", "steps:trace given;die-first 1 died").idempotent(true).send().unwrap();
     operation("b", "abort").send().unwrap_err();
-    // The next deadline must pass while the job runs, and not while its worker starts.
+    // The next deadline must pass while the job is running, not while its worker is starting.
     supervisor.wait_number("b", "available", 1);
     operation("b", "hang").deadline(Duration::from_secs(2)).send().unwrap_err();
     operation("b", "fail").send().unwrap_err();

@@ -120,7 +120,7 @@ fn max_active_limit_holds_with_two_hundred_tenants() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
-    // Every run has the same order. The prime step mixes the tenants.
+    // The order is the same in every run. The prime step mixes the tenants.
     let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
     let told = std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(&supervisor, &end, 3, 1));
@@ -213,7 +213,7 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
         kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
         let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/queued");
-        // Another tenant can become active again.
+        // Afterwards, another tenant can become active again.
         wait_for_rest(&supervisor);
         for tenant in ["c", "a", "b"] {
             ok(&client, tenant).await;
@@ -414,7 +414,7 @@ fn rejected_tenants_use_bounded_memory() {
         Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2\ndeadline_max = \"1h\""));
     run(async {
         let client = connect(&supervisor).await;
-        // The job must outlast all others, also on a busy machine.
+        // The job must outlast all others, even on a busy machine.
         let hour = Duration::from_secs(3600);
         let busy = spawn(client.job("b", "").operation("hang").tenant("busy").deadline(hour));
         wait_part(&supervisor, "busy", "in_flight", 1);

@@ -342,7 +342,7 @@ fn drain_applies_to_existing_and_new_tenants() {
         assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 503);
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
-        // No tenant has a job, so all workers exit.
+        // No tenant has any jobs, so all workers exit.
         wait_for_rest(&supervisor);
 
         assert_eq!(supervisor.post("/v1/bulkheads/b/resume").0, 200);

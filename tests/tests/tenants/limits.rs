@@ -267,7 +267,7 @@ fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
         assert_eq!((&acme["in_flight"], &acme["limit"], &acme["queued"]), (&4.into(), &4.into(), &2.into()));
         assert_eq!(acme["queue_capacity"], 1, "acme has no separate max_queue: {acme}");
         assert_eq!(part(&supervisor, "other")["in_flight"], 1);
-        // Lower limits drop no job.
+        // Lower limits do not drop any jobs.
         let fewer = ["b", "--tenant", "acme", "--processes", "1", "--max-in-flight", "1", "--max-queue", "0"];
         assert_eq!(resize(&supervisor, &fewer).status.code(), Some(0));
         let acme = part(&supervisor, "acme");

@@ -199,7 +199,7 @@ fn isolated_fallback_isolates_guest_jobs_by_tenant() {
                 "the job counts in the bulkhead that the client named"
             );
         }
-        // If the fallback is full too, the client gets the reason of the first bulkhead.
+        // If the fallback is full too, the client gets the first bulkhead's reject reason.
         let both = ["x", "y"].map(|tenant| hang(&client, "entry", tenant));
         supervisor.wait_number("b", "in_flight", 2);
         let refused = client.job("entry", "").tenant("z").send().await;

@@ -377,12 +377,12 @@ fn a_thousand_crashes_leak_no_resources() {
     };
     let before = round(100);
     let after = round(900);
-    // The symbolizer keeps the files of crashes that wait for their backtrace.
+    // The symbolizer keeps the files of crashes that are waiting for a backtrace.
     wait_for("the supervisor closes descriptors", || {
         (descriptors(supervisor.pid()) <= before.0 + 4).then_some(())
     });
     assert!(after.1 <= before.1 + 2, "descriptors of the keeper: {before:?} {after:?}");
-    // The supervisor can have one more thread, which checks temporary folders from time to time.
+    // The supervisor may have one more thread, which periodically checks temporary folders.
     assert!(after.2 <= before.2 + 1, "threads: {before:?} {after:?}");
     assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");
 }

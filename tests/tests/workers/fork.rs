@@ -215,7 +215,7 @@ fn process_chains_do_not_affect_jobs_of_other_workers() {
         wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
         let client = Client::connect(supervisor.socket()).unwrap();
         std::thread::scope(|scope| {
-            // Longer than the time after which the keeper gives up on leftover processes.
+            // The jobs take longer than the keeper keeps trying to kill leftover processes.
             let sleep = || client.job("b", "4000").operation("sleep").send();
             let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
             wait_for("three jobs run", || {
@@ -255,7 +255,7 @@ fn later_workers_do_not_inherit_changes_to_the_template() {
             ask("attributes");
             assert_eq!(ask("attributes"), before, "{profile}, round {round}");
         }
-        // A keeper without the privilege to raise a limit again replaces the template.
+        // If the keeper lacks the privilege to raise a limit again, it replaces the template.
         assert!(profile == "none" || who(&client)[0] == template, "{profile}: the template was replaced");
     }
 }

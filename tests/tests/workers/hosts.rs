@@ -292,7 +292,7 @@ fn signal_death_of_program_leaves_worker_running() {
         assert_eq!(*status, Some(number), "{message}");
         assert!(message.contains(&format!("SIG{signal}")) && message.contains("dying"), "{message}");
     }
-    // The number of crashes exceeds `restart.max` (5), the limit for deaths of workers.
+    // The number of crashes exceeds `restart.max` (5), the limit on worker deaths.
     assert_eq!(supervisor.number("x", "crashed"), signals.len() as u64);
     assert_eq!(supervisor.number("x", "restarts"), 0);
     assert_eq!(supervisor.worker_pids("x"), worker);
@@ -426,8 +426,7 @@ fn client_disconnect_kills_its_program() {
     let other = Client::connect(supervisor.socket()).unwrap();
     let job = other.job("x", "").tenant(&ours).start().unwrap();
     wait_standing(&ours);
-    // A killed client only leaves a closed socket. Dropping a client of the library sends nothing else
-    // either.
+    // A killed client leaves only a closed socket. Dropping a client of the library does not send anything else either.
     drop(job);
     drop(other);
     wait_gone(&ours);
@@ -895,7 +894,7 @@ fn worker_exits_when_its_link_is_lost() {
     for (nth, operation) in ["close", "replace"].into_iter().enumerate() {
         let job = client.job("x", "").operation(operation).start().unwrap();
         supervisor.wait_number("x", "restarts", nth as u64 + 1);
-        // The worker ends because its link is lost, long before the job's deadline of one minute.
+        // The worker exits because its link is lost, long before the job's deadline of one minute.
         assert_ne!(outcome(&job.wait()), "deadline_exceeded/running");
         assert_eq!(text(client.job("x", "").operation("init").send()), "exited with 1");
     }
@@ -914,7 +913,7 @@ fn hanging_destructor_does_not_delay_jobs() {
     let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
     let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));
     let mut workers = Vec::new();
-    // A busy machine can take longer to start a worker than to kill a hanging one.
+    // On a busy machine, starting a worker can take longer than killing a hanging one.
     wait_for("a job is served while an earlier worker hangs", || {
         workers.push(client.job("x", "").send().unwrap().outcome().worker_pid.unwrap());
         let two_before = workers.len().checked_sub(3).map(|at| workers[at]);

@@ -299,7 +299,7 @@ fn job_of_disconnected_client_is_not_retried() {
 fn killed_client_cancels_second_attempt() {
     let supervisor = start("retry = { attempts = 9, budget = 1.0 }");
     let auditor = Auditor::of(&supervisor);
-    // A client process that can be killed with all its connections.
+    // Uses a client process, which can be killed together with all its connections.
     let mut client = supervisor.command();
     client.args(["submit", "b", "steps:die-first 1 ran;count again;wait never", "--idempotent"]);
     let mut client = client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -371,7 +371,7 @@ fn shutdown_reports_crash_of_job_waiting_for_retry() {
         let result = job.await.unwrap();
         assert_eq!(end(&result), ended("crashed/signal", 1));
     });
-    // The next worker never becomes ready, and must not delay the stop.
+    // The next worker never becomes ready, and must not delay the shutdown.
     assert!(supervisor.wait().success());
     assert_eq!(supervisor.file_bytes("ran"), 1);
 }
@@ -660,7 +660,7 @@ fn empty_and_large_payloads_can_be_quarantined() {
             assert_eq!(outcome(&job().send().await), "crashed/signal");
             assert_eq!(outcome(&job().send().await), "rejected/quarantined");
         }
-        // A payload that differs in one byte is another payload.
+        // A payload that differs in one byte counts as a different payload.
         assert_eq!(outcome(&client.job("b", large(1)).operation("abort").send().await), "crashed/signal");
         // Operation and payload are separate parts of the digest.
         assert_eq!(outcome(&client.job("b", "abort").operation("").send().await), "ok");
@@ -679,7 +679,7 @@ fn crash_with_two_jobs_in_flight_quarantines_neither() {
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert!(outcome(&neighbour.await.unwrap()).starts_with("crashed/"));
         assert_eq!(supervisor.number("b", "quarantined"), 0);
-        // The death of a worker that runs only this job proves the job guilty.
+        // If a worker dies while it runs only this job, the job must be the culprit.
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert_eq!(supervisor.number("b", "quarantined"), 1);
         assert_eq!(outcome(&dose(&client, "poison").send().await), "rejected/quarantined");

@@ -368,7 +368,7 @@ fn is_in_memory(pid: u32) -> Option<bool> {
 fn supervisor_and_keeper_do_not_keep_the_secret_in_memory() {
     let (folder, _) = folder_with(VALUE);
     let supervisor = Supervisor::launch(folder, "", &hostile("worker", "")).until_ready();
-    // No job returns the secret, because the supervisor would store the result.
+    // The secret must not be in a job's result, because the supervisor would store the result.
     let worker = supervisor.worker_pids("worker")[0];
     if is_in_memory(worker) != Some(true) {
         not_run!("the memory of other processes cannot be read");

@@ -68,7 +68,7 @@ fn slow_keeper_does_not_cause_handshake_timeouts() {
 /// The supervisor reports the failed starts although no other event wakes it.
 #[test]
 fn unsendable_start_order_is_reported_immediately() {
-    // The largest possible environment and long paths together exceed the size of an order to the keeper.
+    // The largest possible environment and long paths together exceed the maximum size of an order to the keeper.
     let folder = tempfile::tempdir().unwrap();
     let mut deep = folder.path().to_owned();
     (0..15).for_each(|_| deep.push("d".repeat(240)));
@@ -83,6 +83,6 @@ fn unsendable_start_order_is_reported_immediately() {
              restart = {{ backoff = \"1ms\", max = 3 }}\nsandbox = {{ read = {paths:?} }}\n"
         ),
     );
-    // Sends no request meanwhile, because a request would wake the supervisor.
+    // Sends no request in the meantime, because a request would wake the supervisor.
     wait_for("the last failure is logged", || supervisor.log().contains("bulkhead_failed").then_some(()));
 }

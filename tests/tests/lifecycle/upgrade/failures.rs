@@ -136,7 +136,7 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
     let text = format!("{death}: {code:?} {message}\n{}", manager.log());
     println!("{death}: {code:?} {message}");
     wait_for(&format!("{death}: the program has died"), || (!file.exists()).then_some(()));
-    // One program serves, and the other one is gone.
+    // One program serves, and the other one has exited.
     wait_for(&format!("{death}: one program is left"), || {
         (manager.supervisors() == [manager.main()]).then_some(())
     });
@@ -192,7 +192,7 @@ impl StoppedThread {
 
 #[test]
 fn hung_new_program_is_killed_and_old_one_serves() {
-    // The whole program, and only its data plane, which runs on the first thread.
+    // Stops first the whole program, and then only its data plane, which runs on the first thread.
     for is_whole in [true, false] {
         let manager = start(ONE);
         let old = manager.main();
@@ -225,8 +225,8 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     let worker = get(&manager, "/v1/bulkheads/b")["workers"][0]["pid"].as_u64().unwrap() as u32;
     let is_keeper = |pid: &u32| name(*pid).is_some_and(|name| name == "bulkhead-keeper");
     let keeper = children(new).into_iter().find(is_keeper).unwrap();
-    // The worker cannot end by itself, and the keeper cannot kill it. The keeper is not stopped by a signal, because
-    // the end of the new program would resume it.
+    // The worker cannot exit on its own, and the keeper cannot kill it. The keeper is not stopped by a signal, because
+    // a stopped process would resume when the new program exits.
     kill_pid(worker, Signal::SIGSTOP);
     let stopped = StoppedThread::new(keeper);
     kill_pid(new, Signal::SIGKILL);

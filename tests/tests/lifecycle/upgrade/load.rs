@@ -101,7 +101,7 @@ impl Load {
             let base = recorded(manager, record, "");
             move |id: &str| format!("{base}{id}")
         };
-        // The library, with one connection for all jobs.
+        // Uses the library, with one connection for all jobs.
         let client = Client::connect(&socket).unwrap();
         for _ in 0..2 {
             let (client, operation) = (client.clone(), operation("record-b"));
@@ -129,7 +129,7 @@ impl Load {
                 }
             });
         }
-        // The library, with a connection for each job.
+        // Uses the library, with a connection for each job.
         let (path, operation_of_each) = (socket.clone(), operation("record-b"));
         load.add(move |id| {
             let client = Client::connect(&path).unwrap();
