@@ -652,7 +652,7 @@ fn job_list_is_bounded_and_sorted_oldest_first() {
     let none = list("bulkhead=other");
     assert_eq!((&none["total"], none["jobs"].as_array().unwrap().len()), (&0.into(), 0));
     handles.iter().for_each(|handle| handle.cancel());
-    wait_for("no job is left", || (list("")["total"] == 0).then_some(()));
+    wait_for("no jobs are left", || (list("")["total"] == 0).then_some(()));
 }
 
 fn number_of(job: &Value) -> u64 {

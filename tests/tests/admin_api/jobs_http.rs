@@ -475,7 +475,7 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
     });
     let other = &mut running[1 - closed];
     other.socket().give_up_after(PATIENCE);
-    assert_eq!(job(other, "echo", b"x").expect("the other is still open").status, 200);
+    assert_eq!(job(other, "echo", b"x").expect("the other connection is still open").status, 200);
 }
 
 #[test]
@@ -561,7 +561,7 @@ fn jobs_are_accepted_during_the_drain_notice() {
     let refused = job(&mut later, "echo", b"x").expect("an answer");
     assert_eq!((refused.status, refused.header("bulkhead-reason")), (503, "draining"));
     supervisor.touch("go");
-    assert_eq!(running.answer().expect("the running job ends").status, 200);
+    assert_eq!(running.answer().expect("the running job has an answer").status, 200);
     assert!(idle.is_closed(), "an idle connection is closed without an error");
     assert_eq!(supervisor.wait().code(), Some(0));
     let error = std::net::TcpStream::connect(match place {

@@ -231,7 +231,7 @@ struct Attack {
 impl Attack {
     /// Keeps a connection open until all other attacks have ended.
     fn hold(&self, socket: UnixStream) {
-        wait_for("the attack is over", || self.is_over.load(Ordering::Relaxed).then_some(()));
+        wait_for("the attack has ended", || self.is_over.load(Ordering::Relaxed).then_some(()));
         drop(socket);
     }
 }
@@ -1195,7 +1195,7 @@ fn flooding_worker_stays_within_limits() {
             }
         };
         assert_eq!(end, b"done");
-        assert!(bytes < 4 << 20, "{bytes} of 16 MiB of progress were kept");
+        assert!(bytes < 4 << 20, "{bytes} bytes of 16 MiB of progress were buffered");
     });
     assert_eq!(supervisor.number("victim", "restarts"), 0);
     let status =

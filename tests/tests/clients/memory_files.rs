@@ -290,7 +290,7 @@ fn total_file_size_stays_below_max_pooled() {
                     assert!(payload == pattern(seed, MIB), "round {round}, job {seed}");
                 }
                 let bytes = file_bytes(&supervisor);
-                assert!(bytes <= 8 << 20, "{bytes} bytes of files");
+                assert!(bytes <= 8 << 20, "the files have a total size of {bytes} bytes");
             }
         }
     });

@@ -94,14 +94,14 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
         let end = EndsTasks(&is_over);
         for _ in 0..KILLS {
             let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
-            wait_for("the clients go on", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
+            wait_for("the clients continue", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
             supervisor.child.kill().unwrap();
             supervisor.wait();
             let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
             supervisor = Supervisor::launch(folder, "", &keys);
         }
         let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
-        wait_for("the clients go on", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
+        wait_for("the clients continue", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
         drop(end);
     });
     let (mut begun, mut ended) = (HashMap::<u64, usize>::new(), HashMap::<u64, usize>::new());

@@ -79,7 +79,8 @@ fn advice_reports_observed_demand_and_concurrency() {
         };
         let mut jobs = vec![hang("", "b"), hang("", "b")];
         supervisor.wait_number("b", "in_flight", 2);
-        let seen = wait_seen(&supervisor, "b", "two jobs in flight", |seen| seen["concurrency"]["p50"] == 2);
+        let seen =
+            wait_seen(&supervisor, "b", "two jobs are in flight", |seen| seen["concurrency"]["p50"] == 2);
         assert_eq!((&seen["concurrency"]["max"], &seen["demand"]["max"]), (&2.into(), &2.into()), "{seen}");
         assert_eq!((&seen["limit"], &seen["time_at_limit"]), (&3.into(), &0.0.into()), "{seen}");
 
@@ -87,7 +88,7 @@ fn advice_reports_observed_demand_and_concurrency() {
         supervisor.wait_number("b", "queued", 2);
         // The medians reach the new values once these values have lasted for more than half of the time. All new jobs
         // are queued until the third worker begins one of them.
-        let seen = wait_seen(&supervisor, "b", "a demand of five", |seen| {
+        let seen = wait_seen(&supervisor, "b", "the demand is five", |seen| {
             (&seen["demand"]["p50"], &seen["concurrency"]["p50"], &seen["queued"]["p50"])
                 == (&5.into(), &3.into(), &2.into())
         });
@@ -97,7 +98,8 @@ fn advice_reports_observed_demand_and_concurrency() {
         // A change to the limits resets statistics that depend on the old limits, but not the observed demand.
         supervisor.resize("b", r#"{"processes": 6}"#);
         supervisor.wait_number("b", "in_flight", 5);
-        let seen = wait_seen(&supervisor, "b", "five jobs in flight", |seen| seen["concurrency"]["p50"] == 5);
+        let seen =
+            wait_seen(&supervisor, "b", "five jobs are in flight", |seen| seen["concurrency"]["p50"] == 5);
         assert_eq!((&seen["limit"], &seen["queued"]["max"]), (&6.into(), &2.into()), "{seen}");
         assert!(
             advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since the limits were changed")
@@ -107,7 +109,7 @@ fn advice_reports_observed_demand_and_concurrency() {
         jobs.extend(["a", "b", "c"].map(|tenant| hang(tenant, "own")));
         supervisor.wait_number("own", "in_flight", 3);
         let seen =
-            wait_seen(&supervisor, "own", "one job per tenant", |seen| seen["concurrency"]["p50"] == 1);
+            wait_seen(&supervisor, "own", "each tenant has one job", |seen| seen["concurrency"]["p50"] == 1);
         assert_eq!((&seen["concurrency"]["max"], &seen["limit"]), (&1.into(), &2.into()), "{seen}");
         jobs.iter().for_each(tokio::task::JoinHandle::abort);
     });

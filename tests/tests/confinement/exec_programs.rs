@@ -139,7 +139,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
                     // The host removes a large folder while it runs the next jobs, which cannot access the folder.
                     wait_for("the folder is removed", || (!folder.exists()).then_some(()));
                 } else {
-                    assert!(!folder.exists(), "{operation}, {profile}: {} is left", folder.display());
+                    assert!(!folder.exists(), "{operation}, {profile}: {} still exists", folder.display());
                 }
                 seen.push(told.into());
             }

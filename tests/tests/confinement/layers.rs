@@ -650,7 +650,7 @@ fn unprivileged_supervisor_confines_workers() {
     for name in ["default", "strict"] {
         let client = place.client();
         // A bulkhead produces at most one report per second, and on a busy machine the threads might not stop in time.
-        wait_for("the stacks at the deadline", || {
+        wait_for("the report has stacks", || {
             let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
             let id = job.send().unwrap_err().outcome()?.report.clone()?;
             let report = wait_for("the backtraces", || {

@@ -73,7 +73,7 @@ fn adaptive(supervisor: &Supervisor, field: &str) -> u64 {
 
 /// Waits until the adaptive limit reaches the given value. Returns the snapshot.
 fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
-    wait_for(&format!("a limit of {limit}"), || {
+    wait_for(&format!("the limit is {limit}"), || {
         let snapshot = supervisor.snapshot("b");
         (snapshot["adaptive"]["limit"] == limit).then_some(snapshot)
     })
@@ -119,7 +119,7 @@ fn limit_falls_for_slow_jobs_and_recovers_for_fast_jobs() {
 fn monitor_mode_reports_but_does_not_limit() {
     let supervisor = Supervisor::start(&bulkhead(MONITOR));
     let _load = Load::of(&supervisor, 400);
-    wait_for("a lower limit", || (adaptive(&supervisor, "limit") < 8).then_some(()));
+    wait_for("the limit falls", || (adaptive(&supervisor, "limit") < 8).then_some(()));
     wait_for("eight jobs are in flight", || (supervisor.number("b", "in_flight") == 8).then_some(()));
     assert_eq!(supervisor.number("b", "limit"), 8);
     let told = supervisor.wait_events("limit_adapted", 1);

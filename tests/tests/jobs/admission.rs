@@ -239,14 +239,14 @@ fn breaker_opens_after_crashes_and_closes_after_probe() {
         assert!(wait <= Duration::from_secs(1), "{wait:?}");
         assert_ne!(supervisor.snapshot("b")["breaker"], "closed");
         // The first probe fails, so the breaker opens again for a longer time.
-        let failed = wait_for("a probe goes through", || {
+        let failed = wait_for("a probe is admitted", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").operation("segv").send())
             });
             (outcome(&result) != "rejected/circuit_open").then_some(result)
         });
         assert_eq!(outcome(&failed), "crashed/signal");
-        let ok = wait_for("a probe goes through", || {
+        let ok = wait_for("a probe is admitted", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").send())
             });

@@ -841,6 +841,6 @@ fn fallback_event_is_not_sent_for_every_job() {
         }
         let told = supervisor.wait_events("fallback_used", 1).len();
         let passed = began.elapsed();
-        assert!(told == 1 || passed > Duration::from_secs(9), "{told} times in {passed:?}");
+        assert!(told == 1 || passed > Duration::from_secs(9), "{told} events in {passed:?}");
     });
 }

@@ -60,10 +60,10 @@ fn worker_death_fails_only_the_running_job() {
                     supervisor.file_bytes(&format!("ended-{n}")),
                 );
                 assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
-                assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
+                assert!(end != "ok" || ended == 1, "job {n} finished {ended} times, but ended as {end}");
                 if max_in_flight == 1 {
                     // The worker runs one job at a time, so only the job that killed the worker fails.
-                    assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
+                    assert_eq!(end != "ok", n % 20 == 10, "job {n} ended as {end}");
                 }
                 ends.push(end);
             }
@@ -98,12 +98,12 @@ fn killed_worker_loses_at_most_one_job() {
             for (n, job) in jobs.into_iter().enumerate() {
                 let end = outcome(&job.await.unwrap());
                 let begun = supervisor.file_bytes(&path(n, "begun"));
-                assert!(begun <= 1, "job {n} of round {round} began {begun} times, and is {end}");
+                assert!(begun <= 1, "job {n} of round {round} began {begun} times, and ended as {end}");
                 lost += usize::from(end != "ok");
             }
             supervisor.wait_number("b", "restarts", before + 1);
         }
-        assert!(lost <= 10, "{lost} jobs were lost by 10 deaths");
+        assert!(lost <= 10, "{lost} jobs were lost in 10 deaths");
     });
 }
 

@@ -16,7 +16,7 @@ fn payloads_of_every_size_come_back_unchanged() {
             let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251) as u8).collect();
             for name in ["echo", "cat"] {
                 let reply = client.job(name, payload.clone()).send().await.unwrap();
-                assert!(reply.payload() == payload, "{size} bytes through {name}");
+                assert!(reply.payload() == payload, "{size} bytes came back changed from {name}");
                 assert_eq!(reply.outcome().bulkhead, name);
                 assert_eq!(reply.outcome().attempts, 1);
                 assert!(reply.outcome().worker_pid.is_some());
@@ -180,11 +180,11 @@ fn deadline_kills_the_whole_process_tree() {
 
         let result = client.job("x", "").send().await;
         assert_eq!(outcome(&result), "deadline_exceeded/running");
-        wait_for("the program's tree is gone", || {
+        wait_for("the program's process tree is gone", || {
             bulkhead_tests::processes_with(&program).is_empty().then_some(())
         });
         supervisor.wait_number("x", "available", 1);
-        assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own tree is killed");
+        assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own process tree is killed");
     });
 }
 

@@ -518,7 +518,7 @@ fn a_hundred_resizes_under_load_lose_no_jobs() {
     let snapshot = supervisor.snapshot("b");
     let shown = ["limit", "available", "in_flight", "queued", "crashed"].map(|field| snapshot[field].clone());
     assert_eq!(shown, [15, 15, 0, 0, 0].map(Value::from), "{snapshot}");
-    assert_eq!(children(supervisor.keeper()).len(), 3, "processes under the keeper");
+    assert_eq!(children(supervisor.keeper()).len(), 3, "number of the keeper's children");
     wait_for(&format!("descriptors are {before:?} again"), || (open(&supervisor) == before).then_some(()));
 }
 

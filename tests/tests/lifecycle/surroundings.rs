@@ -227,7 +227,7 @@ fn killed_supervisor_with_stopped_keeper_leaves_no_processes() {
     kill_pid(keeper, Signal::SIGSTOP);
     wait_for("the keeper is stopped", || (state(keeper) == Some('T')).then_some(()));
     supervisor.signal(Signal::SIGKILL);
-    wait_for("no process is left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
+    wait_for("no processes are left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
 }
 
 // Memory.

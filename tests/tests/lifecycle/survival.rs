@@ -36,8 +36,8 @@ fn killed_supervisor_leaves_no_processes() {
     let mut job = with_tree(&supervisor, &marker);
     let (workers, keeper) = (supervisor.worker_pids("b"), supervisor.keeper());
     supervisor.signal(Signal::SIGKILL);
-    wait_for("no descendant is left", || processes_with(&marker).is_empty().then_some(()));
-    wait_for("no worker is left", || {
+    wait_for("no descendants are left", || processes_with(&marker).is_empty().then_some(()));
+    wait_for("no workers are left", || {
         workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)).then_some(())
     });
     assert_eq!(job.wait().unwrap().code(), Some(69));
@@ -52,8 +52,8 @@ fn workers_die_with_killed_keeper() {
     let mut job = with_tree(&supervisor, &marker);
     let (workers, keeper) = (supervisor.worker_pids("b"), supervisor.keeper());
     kill_pid(keeper, Signal::SIGKILL);
-    wait_for("no descendant is left", || processes_with(&marker).is_empty().then_some(()));
-    wait_for("no worker is left", || workers.iter().all(|&pid| !is_alive(pid)).then_some(()));
+    wait_for("no descendants are left", || processes_with(&marker).is_empty().then_some(()));
+    wait_for("no workers are left", || workers.iter().all(|&pid| !is_alive(pid)).then_some(()));
     assert_eq!(job.wait().unwrap().code(), Some(70));
     assert_ne!(supervisor.keeper(), keeper);
     run(async {
@@ -82,7 +82,7 @@ fn shutdown_finishes_running_jobs_and_rejects_new_ones() {
     });
     assert_eq!(supervisor.wait().code(), Some(0));
     assert!(!is_alive(keeper));
-    assert!(!supervisor.socket().exists(), "the socket is left");
+    assert!(!supervisor.socket().exists(), "the socket still exists");
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn panic_of_essential_thread_stops_the_supervisor() {
             wait_for("the keeper and all workers have exited", || (!is_alive(process)).then_some(()));
         }
         for socket in ["jobs.sock", "admin.sock"] {
-            assert!(!supervisor.file(socket).exists(), "{socket} is left");
+            assert!(!supervisor.file(socket).exists(), "{socket} still exists");
         }
     }
 }

@@ -155,7 +155,7 @@ fn jobs_in_the_old_program_count_towards_the_limit() {
     half.0.write_all(&bytes[..20]).unwrap();
     let output = upgrade(&manager, &[]);
     assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
-    let new = wait_for("another main process", || Some(manager.main()).filter(|&main| main != old));
+    let new = wait_for("the main process changes", || Some(manager.main()).filter(|&main| main != old));
     assert!(is_alive(old), "the old program has a job");
     half.0.write_all(&bytes[20..]).unwrap();
     // On a connection with a running job, a new job waits until that job has ended.
@@ -337,7 +337,7 @@ fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     assert_eq!(of_new.outcome(), (1, (0, 0)));
     let stopped = manager.ended();
     assert!(matches!(stopped, WaitStatus::Exited(_, 0)), "{stopped:?}");
-    assert!(!manager.socket().exists(), "the socket is left");
+    assert!(!manager.socket().exists(), "the socket still exists");
     let (code, text) = upgrading.end();
     assert!(is_new_main == (code == Some(0)) && !text.contains("continues to serve"), "{code:?}: {text}");
 }

@@ -17,7 +17,7 @@ fn crashes(supervisor: &Supervisor) -> Vec<Value> {
 
 /// Waits until there are `count` reports, and returns the full reports.
 fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
-    let listed = wait_for(&format!("{count} crash reports"), || {
+    let listed = wait_for(&format!("there are {count} crash reports"), || {
         Some(crashes(supervisor)).filter(|listed| listed.len() >= count)
     });
     assert_eq!(listed.len(), count, "{listed:?}");
@@ -26,7 +26,7 @@ fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
 
 /// Waits until each report contains a backtrace or the reason why there is none. Returns the reports.
 fn complete_reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
-    wait_for("reports with backtraces", || {
+    wait_for("the reports have backtraces", || {
         Some(reports(supervisor, count)).filter(|all| all.iter().all(|one| one.get("native").is_some()))
     })
 }

@@ -62,7 +62,7 @@ fn report(supervisor: &Supervisor, id: &str) -> Value {
 /// Runs jobs that exceed their deadline until a report contains a frame of the given function. A bulkhead produces at
 /// most one report per second, and on a busy machine a worker's threads might not stop in time.
 fn hang(supervisor: &Supervisor, operation: &str, function: &str) -> Value {
-    wait_for("a report with stacks", || {
+    wait_for("a report has stacks", || {
         let id = exceed_deadline(supervisor, operation, 300)?;
         let report = report(supervisor, &id);
         let jobs = &report["jobs"];
@@ -73,7 +73,7 @@ fn hang(supervisor: &Supervisor, operation: &str, function: &str) -> Value {
 
 /// Returns the first report in the list whose stacks contain a frame of the given function.
 fn reported(supervisor: &Supervisor, cause: &str, function: &str) -> Value {
-    wait_for("a report with stacks", || {
+    wait_for("a report has stacks", || {
         let (_, body) = supervisor.try_get("/v1/crashes")?;
         let crashes: Value = serde_json::from_str(&body).ok()?;
         crashes["crashes"].as_array()?.iter().find_map(|crash| {
@@ -124,10 +124,10 @@ fn report_of_stopped_worker_contains_its_stack() {
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n[bulkhead.b.health]\nheartbeat = \"60s\"\n"
     ));
-    let report = wait_for("a report with stacks", || {
+    let report = wait_for("a report has stacks", || {
         std::thread::scope(|scope| {
             let job = scope.spawn(|| exceed_deadline(&supervisor, "spin", 2000));
-            let worker = wait_for("the job in the worker", || {
+            let worker = wait_for("the job runs", || {
                 let is_running = supervisor.snapshot("b")["in_flight"] == 1;
                 supervisor.worker_pids("b").first().copied().filter(|_| is_running)
             });
@@ -162,7 +162,7 @@ fn report_of_hung_worker_contains_its_stacks() {
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.b.health]\nheartbeat = \"100ms\"\nmissed = 3\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
-    wait_for("a report with stacks", || {
+    wait_for("a report has stacks", || {
         let error = client.job("b", "p").operation("stop").send().unwrap_err();
         let report = report(&supervisor, error.outcome().and_then(|outcome| outcome.report.as_ref())?);
         assert_eq!(report["cause"], "hung");
@@ -195,8 +195,8 @@ fn report_contains_only_programs_of_the_late_job() {
     let client = Client::connect(supervisor.socket()).unwrap();
     // This thread ends when the supervisor exits.
     std::thread::spawn(move || client.job("b", "p").operation("other").send());
-    wait_for("the other job", || (supervisor.snapshot("b")["in_flight"] == 1).then_some(()));
-    let report = wait_for("a report with stacks", || {
+    wait_for("the other job runs", || (supervisor.snapshot("b")["in_flight"] == 1).then_some(()));
+    let report = wait_for("a report has stacks", || {
         let report = report(&supervisor, &exceed_deadline(&supervisor, "late", 300)?);
         let threads = report["native"]["threads"].as_array()?;
         threads.iter().all(|thread| thread["frames"][0].is_object()).then_some(report)

@@ -127,7 +127,7 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     wait_for("metrics and snapshot agree", || {
         let differences = differences(&page(supervisor), &supervisor.snapshot(bulkhead), bulkhead);
         if !differences.is_empty() && differences != told {
-            eprintln!("{bulkhead}, in metrics and in the snapshot: {differences:?}");
+            eprintln!("{bulkhead}: the metrics differ from the snapshot: {differences:?}");
         }
         told = differences;
         told.is_empty().then_some(())
@@ -584,7 +584,7 @@ fn metrics_are_consistent_in_every_scrape() {
         }
         ended
     });
-    wait_for("no job is open", || {
+    wait_for("no jobs are open", || {
         let page = page(&supervisor);
         let open = page.sum("bulkhead_active_calls", &[]) + page.sum("bulkhead_queue_length", &[]);
         (open == 0).then_some(())

@@ -196,7 +196,7 @@ fn rejected_new_tenants_produce_no_events() {
             assert_eq!(told(&client, &format!("tenant {stranger}")).await, "rejected/circuit_open");
         }
         let count = |kind| supervisor.events(kind).len();
-        assert!(count("draining") <= 2, "{} events of one drain", count("draining"));
+        assert!(count("draining") <= 2, "{} events for one drain", count("draining"));
         let opened = supervisor.events("breaker_opened");
         let strangers = opened.iter().filter(|event| {
             let name = event["tenant"].as_str().unwrap_or_default();

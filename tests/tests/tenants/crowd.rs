@@ -71,7 +71,7 @@ fn longest_idle_tenant_yields_its_workers() {
         // Even without a queue, the newcomer's job waits until `b` has yielded.
         let (a, b, c) = (pids(&supervisor, "a"), pids(&supervisor, "b"), pids(&supervisor, "c"));
         ok(&client, "d").await;
-        assert!(!is_alive(b[0]), "b was idle for longest");
+        assert!(!is_alive(b[0]), "b had been idle the longest");
         assert_eq!((pids(&supervisor, "a"), pids(&supervisor, "c")), (a.clone(), c.clone()));
         assert!(pids(&supervisor, "b").is_empty());
         // A tenant with a job does not yield, however old the job is.
@@ -331,7 +331,7 @@ fn shutdown_finishes_running_jobs_and_rejects_waiting_tenants() {
     assert_eq!(supervisor.wait().code(), Some(0));
     assert_eq!(workers.len(), 3);
     let left: Vec<_> = workers.iter().chain([&keeper]).filter(|&&pid| is_alive(pid)).collect();
-    assert!(left.is_empty(), "{left:?} are left");
+    assert!(left.is_empty(), "{left:?} still exist");
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn killed_keeper_is_replaced_for_all_tenants() {
             kill_pid(keeper, Signal::SIGKILL);
             assert_eq!(outcome(&busy.await), "crashed/signal");
             assert_eq!(outcome(&waiting.await.unwrap()), "ok");
-            wait_for("no old worker is left", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
+            wait_for("no old workers are left", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
             for tenant in ["busy", "idle", "leaving", "waiting", "new"] {
                 ok(&client, tenant).await;
             }
@@ -398,10 +398,10 @@ fn two_thousand_tenants_leak_no_resources() {
         turns(200, 2000).await;
         assert!(children(keeper).len() <= 2);
         let after = (resident_bytes(pid), descriptors(pid), threads(pid), descriptors(keeper));
-        assert!(after.1 <= before.1 + 8, "descriptors: {} after {}", after.1, before.1);
-        assert!(after.2 <= before.2, "threads: {} after {}", after.2, before.2);
-        assert!(after.3 <= before.3 + 4, "the keeper's descriptors: {} after {}", after.3, before.3);
-        assert!(after.0 < before.0 + (32 << 20), "memory: {} after {}", after.0, before.0);
+        assert!(after.1 <= before.1 + 8, "descriptors: {}, before: {}", after.1, before.1);
+        assert!(after.2 <= before.2, "threads: {}, before: {}", after.2, before.2);
+        assert!(after.3 <= before.3 + 4, "the keeper's descriptors: {}, before: {}", after.3, before.3);
+        assert!(after.0 < before.0 + (32 << 20), "memory: {}, before: {}", after.0, before.0);
         let all = supervisor.snapshot("b");
         assert_eq!((&all["submitted"], &all["done"]), (&2000.into(), &2000.into()), "{all}");
     });
@@ -431,7 +431,7 @@ fn rejected_tenants_use_bounded_memory() {
         let first = supervisor.snapshot("b");
         flood(5_000, 20_000).await;
         let after = (resident_bytes(pid), descriptors(pid), threads(pid));
-        assert!(after.0 < before.0 + (16 << 20), "memory: {} after {}", after.0, before.0);
+        assert!(after.0 < before.0 + (16 << 20), "memory: {}, before: {}", after.0, before.0);
         assert!(after.1 <= before.1 + 4 && after.2 <= before.2, "{after:?} after {before:?}");
         // A tenant with a job is not forgotten, and no count is lost.
         assert_eq!(outcome(&client.job("b", "").tenant("busy").send().await), "ok");

@@ -148,7 +148,7 @@ fn worker_without_journal_heartbeats_counts_as_hung() {
     supervisor.wait_number("b", "available", 1);
     let pid = supervisor.worker_pids("b")[0];
     // The heartbeats continue for three times the permitted silence.
-    wait_for("150 heartbeats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
+    wait_for("there are 150 heartbeats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
     assert_eq!((supervisor.worker_pids("b")[0], supervisor.number("b", "restarts")), (pid, 0));
     supervisor.touch("still");
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));

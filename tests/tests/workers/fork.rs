@@ -120,7 +120,7 @@ fn reload_stops_template_that_is_no_longer_configured() {
     supervisor.configure("", &bulkhead(FORK));
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_reloaded", 2);
-    let [template, worker, _] = wait_for("a forked worker", || {
+    let [template, worker, _] = wait_for("a forked worker runs", || {
         let reply = client.job("b", "").operation("who").idempotent(true).send().ok()?;
         let text = String::from_utf8(reply.payload().to_vec()).ok()?;
         let numbers: Vec<u32> = text.split(' ').map_while(|number| number.parse().ok()).collect();

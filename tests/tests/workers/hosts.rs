@@ -448,7 +448,7 @@ fn max_in_flight_limits_concurrent_programs() {
     supervisor.wait_number("x", "queued", 21);
     let worker = supervisor.worker_pids("x")[0];
     let programs = children(worker).into_iter().filter(|&pid| name(pid).as_deref() == Some("sh")).count();
-    assert_eq!(programs, 3, "programs of the worker");
+    assert_eq!(programs, 3, "number of programs in the worker");
     std::fs::write(supervisor.folder.path().join("go"), "").unwrap();
     for job in jobs {
         job.wait().unwrap();
@@ -503,7 +503,7 @@ fn many_programs_leave_no_process_or_descriptor() {
     };
     let before = round();
     let after = (0..3).map(|_| round()).next_back().unwrap();
-    assert_eq!(after, before, "descriptors of the worker");
+    assert_eq!(after, before, "number of the worker's descriptors");
     assert!(zombies_of(worker).is_empty());
 }
 

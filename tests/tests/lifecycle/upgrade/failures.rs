@@ -243,7 +243,7 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     }
     stopped.resume();
     wait_for("the next job runs", || next.exists().then_some(()));
-    assert!(!is_alive(worker), "the worker is left");
+    assert!(!is_alive(worker), "the worker is still running");
     assert_eq!(client.join().unwrap(), (1, (0, 0)));
     assert_eq!(upgrading.end().0, Some(1));
 }

@@ -321,7 +321,7 @@ fn upgrades_under_load_never_lose_reject_or_repeat_a_job() {
     assert_eq!(all, submitted);
     assert!(submitted > 1000 && lent > 0, "{submitted} jobs, {lent} in memory files");
     assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
-    assert!(!manager.socket().exists(), "the socket is left");
+    assert!(!manager.socket().exists(), "the socket still exists");
 }
 
 #[test]
