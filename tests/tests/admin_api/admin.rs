@@ -536,7 +536,7 @@ fn events_have_the_fields_defined_for_their_kind() {
     }
     let one = |kind: &str, bulkhead: &str| {
         let is_it = |event: &&Value| event["kind"] == kind && event["bulkhead"] == bulkhead;
-        seen.iter().find(is_it).unwrap_or_else(|| panic!("no {kind} of {bulkhead}: {seen:?}"))
+        seen.iter().find(is_it).unwrap_or_else(|| panic!("no {kind} event for {bulkhead}: {seen:?}"))
     };
     for kind in KINDS.split_ascii_whitespace() {
         assert!(seen.iter().any(|event| event["kind"] == kind), "no {kind}");
@@ -753,7 +753,7 @@ fn logs_keep_at_most_1000_lines() {
     let client = Client::connect(supervisor.socket()).unwrap();
     client.job("b", "20000").operation("flood").send().unwrap();
     let lines = get(&supervisor, "/v1/bulkheads/b/logs").lines();
-    assert!((1..=1000).contains(&lines.len()), "{} lines are kept", lines.len());
+    assert!((1..=1000).contains(&lines.len()), "{} lines were kept", lines.len());
     assert_eq!(get(&supervisor, "/healthz").status, 200);
     client.job("b", "").send().unwrap();
 }

@@ -161,7 +161,7 @@ fn dashboard_shows_every_bulkhead_and_new_crashes() {
     site.crash("thumbnail");
     browser
         .wait("[...document.querySelectorAll('#feed .kind')].some((e) => e.textContent === 'job crashed')");
-    println!("a crash was on the page {:?} after the job was sent", began.elapsed());
+    println!("the page showed the crash {:?} after the job was sent", began.elapsed());
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     browser.wait("document.querySelector('#crashes .cause')?.textContent === 'SIGABRT'");
     browser.click("#crashes summary");

@@ -45,7 +45,7 @@ fn http_job_returns_result_and_outcome_headers() {
         let payload: Vec<u8> = (0..size).map(|i| (i * 7) as u8).collect();
         let answer = place.job("b", "echo", &[&format!("traceparent: {TRACEPARENT}")], &payload);
         assert_eq!(answer.status, 200, "{}", answer.text());
-        assert!(answer.body == payload, "{size} bytes come back");
+        assert!(answer.body == payload, "{size} bytes come back unchanged");
         assert_eq!(answer.header("content-type"), "application/octet-stream");
         assert_eq!(answer.header("content-length"), size.to_string());
         assert_eq!(answer.header("bulkhead-outcome"), "ok");
@@ -73,7 +73,7 @@ fn http_job_returns_result_and_outcome_headers() {
         socket.write_all(b"0\r\n\r\n").unwrap();
         let answer = Answer::read(socket).expect("a response");
         assert_eq!(answer.status, 200, "{}", answer.text());
-        assert!(answer.body == payload, "{size} bytes come back");
+        assert!(answer.body == payload, "{size} bytes come back unchanged");
     }
     assert_eq!(supervisor.number("b", "done"), 2 * sizes.len() as u64);
 }

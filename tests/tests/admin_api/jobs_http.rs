@@ -74,7 +74,7 @@ fn kept_alive_connection_serves_jobs_of_any_size() {
         let payload: Vec<u8> = (0..size).map(|i| (i * 7) as u8).collect();
         let answer = job(&mut connection, "echo", &payload).expect("an answer");
         assert_eq!((answer.status, answer.header("connection")), (200, ""), "{}", answer.text());
-        assert!(answer.body == payload, "{size} bytes come back");
+        assert!(answer.body == payload, "{size} bytes come back unchanged");
         assert_eq!(
             (answer.header("bulkhead-executed"), answer.header("bulkhead-retryable")),
             ("yes", "false")

@@ -269,7 +269,7 @@ fn schemathesis() -> Option<PathBuf> {
 fn generated_requests_match_the_openapi_document() {
     let Some(program) = schemathesis() else {
         not_run!(
-            "schemathesis is not installed: run `pip install schemathesis`, and put the program into PATH or \
+            "schemathesis is not installed: run `pip install schemathesis`, and add the program to PATH or \
              name the program in SCHEMATHESIS"
         );
         return;

@@ -437,7 +437,11 @@ fn data_plane_parts_do_not_refer_to_the_data_plane() {
     for (module, text) in &data_plane().modules {
         let is_wiring = module.first().is_none_or(|first| first == "wiring");
         let mut words = text.split(|char: char| !char.is_alphanumeric() && char != '_');
-        assert!(is_wiring || words.all(|word| word != "DataPlane"), "{} is a part", module.join("::"));
+        assert!(
+            is_wiring || words.all(|word| word != "DataPlane"),
+            "{} refers to DataPlane",
+            module.join("::")
+        );
     }
 }
 

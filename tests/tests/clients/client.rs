@@ -204,7 +204,7 @@ fn cloned_clients_share_one_connection() {
             handles.push(client.job("b", number.to_string()).start().await.unwrap());
         }
         supervisor.wait_number("b", "queued", JOBS);
-        assert!(descriptors(supervisor.pid()) <= before + 1, "clones open no connections");
+        assert!(descriptors(supervisor.pid()) <= before + 1, "clones do not open connections");
         drop(blockers);
         for (number, handle) in handles.into_iter().enumerate().rev() {
             assert_eq!(handle.await.unwrap().payload(), number.to_string().as_bytes());

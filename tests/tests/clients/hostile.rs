@@ -419,13 +419,16 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
             }
         });
     });
-    assert!(most.bytes < before.bytes + 256 * MIB, "before {before:?}, most {most:?}");
-    assert!(most.descriptors < before.descriptors + 1200, "max_clients is 1024: {before:?}, most {most:?}");
+    assert!(most.bytes < before.bytes + 256 * MIB, "before: {before:?}, peak: {most:?}");
+    assert!(
+        most.descriptors < before.descriptors + 1200,
+        "max_clients is 1024; before: {before:?}, peak: {most:?}"
+    );
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
     let after = Held::by(&supervisor);
-    assert!(after.bytes < before.bytes + 96 * MIB, "before {before:?}, after {after:?}");
+    assert!(after.bytes < before.bytes + 96 * MIB, "before: {before:?}, after: {after:?}");
     assert_eq!(supervisor.number("honest", "restarts"), restarts);
     supervisor.wait_number("victim", "in_flight", 0);
     supervisor.wait_number("victim", "queued", 0);
@@ -590,7 +593,7 @@ fn client_beyond_max_clients_is_rejected_as_overloaded() {
         });
     });
     assert!(refused.into_inner() >= 4 * 10 * 49);
-    assert!(most.descriptors < before.descriptors + MOST + 250, "before {before:?}, most {most:?}");
+    assert!(most.descriptors < before.descriptors + MOST + 250, "before: {before:?}, peak: {most:?}");
     drop(places);
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
@@ -623,7 +626,7 @@ fn incomplete_payloads_use_memory_only_for_received_bytes() {
     let most = Held::by(&supervisor);
     assert!(
         most.bytes < before.bytes + 80 * MIB,
-        "200 incomplete payloads of 70 kB: {most:?}, before {before:?}"
+        "200 incomplete payloads of 70 kB; before: {before:?}, peak: {most:?}"
     );
     drop(sockets);
     wait_for("the descriptors are free again", || {
@@ -654,7 +657,7 @@ fn unread_results_stay_within_memory_limit() {
             (ended == 200).then_some(())
         });
     });
-    assert!(most.bytes < before.bytes + 192 * MIB, "before {before:?}, most {most:?}");
+    assert!(most.bytes < before.bytes + 192 * MIB, "before: {before:?}, peak: {most:?}");
 }
 
 #[test]
@@ -1200,18 +1203,18 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
     let status =
         supervisor.snapshot("victim")["workers"][0]["status"].as_str().unwrap_or_default().to_owned();
-    assert!(status.len() <= 256, "{} bytes of status", status.len());
+    assert!(status.len() <= 256, "the status has {} bytes", status.len());
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
         // A record of dropped lines contains their number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
-    assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
+    assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "the logs have {} bytes", logs.len());
     let log = std::fs::read(supervisor.folder.path().join("log")).unwrap();
     let control = log.iter().find(|&&byte| byte < b' ' && byte != b'\n' && byte != b'\t');
     assert_eq!(control, None, "the log contains a control character");
-    assert!(most.bytes < before.bytes + 64 * MIB, "before {before:?}, most {most:?}");
+    assert!(most.bytes < before.bytes + 64 * MIB, "before: {before:?}, peak: {most:?}");
 
     // Many small progress frames take longer, but are allowed.
     assert_eq!(result(&client, "chatter", "3000").unwrap().payload(), b"done");

@@ -100,7 +100,7 @@ impl Caller {
         let mut all = BTreeMap::new();
         while (all.len() as u64) < self.number {
             let (number, outcome) = self.outcome();
-            assert_eq!(all.insert(number, name(&outcome)), None, "two outcomes for {number}");
+            assert_eq!(all.insert(number, name(&outcome)), None, "job {number} has two outcomes");
         }
         all
     }

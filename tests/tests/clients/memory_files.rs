@@ -118,7 +118,7 @@ fn payloads_from_files_and_mapped_results_are_intact() {
         let (mut was_mapped, mut was_not) = (false, false);
         let began = Instant::now();
         while !(was_mapped && was_not) {
-            assert!(began.elapsed() < PATIENCE, "mapped: {was_mapped}, not: {was_not}");
+            assert!(began.elapsed() < PATIENCE, "mapped: {was_mapped}, not mapped: {was_not}");
             let written = payload.clone();
             let jobs: [Job; 2] = [
                 client.job("b", []).payload_file(File::open(&path).unwrap()).unwrap(),

@@ -292,7 +292,7 @@ fn check_names_writable_path_on_read_only_file_system() {
     };
     let ended = check("mount -t tmpfs -o ro none data");
     if !matches!(ended.status.code(), Some(0 | 2)) {
-        not_run!("this machine permits no mount in a user namespace: {ended:?}");
+        not_run!("this machine does not permit mounts in a user namespace: {ended:?}");
         return;
     }
     let said = String::from_utf8_lossy(&ended.stderr);
@@ -519,7 +519,7 @@ fn set_user_id_program_grants_no_privileges() {
     let attempt = |name: &str| place.attempt(&client, name, "run-set-user-id-program", &targets);
     match attempt("none") {
         Ended::Succeeded(_) => {}
-        other => not_run!("set-user-id programs do not work on this machine: {other:?}"),
+        other => not_run!("set-user-ID programs do not work on this machine: {other:?}"),
     }
     for name in ["default", "strict"] {
         let ended = attempt(name);

@@ -233,7 +233,7 @@ fn power_cut_loses_only_unsynchronized_jobs() {
         // Shows that the test cuts the power.
         let lost = jobs_after_a_power_cut(version, "").unwrap();
         assert!(lost < 50, "{lost}");
-        println!("{version}: without synchronization, {lost} of 50 jobs are left");
+        println!("{version}: without synchronization, {lost} of 50 jobs remain");
     }
 }
 

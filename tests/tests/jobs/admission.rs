@@ -166,7 +166,7 @@ fn tenant_over_its_rate_does_not_affect_other_tenants() {
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
         // On a slow machine, it is possible that one round of 200 jobs does not exceed the rate.
         while waits.is_empty() {
-            assert!(began.elapsed() < PATIENCE, "{passed} jobs passed, and none was rejected");
+            assert!(began.elapsed() < PATIENCE, "{passed} jobs were admitted, and none was rejected");
             for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
                 let result = job.await.unwrap();
                 match outcome(&result).as_str() {
@@ -177,8 +177,8 @@ fn tenant_over_its_rate_does_not_affect_other_tenants() {
             }
         }
         let most = 20.0 * began.elapsed().as_secs_f64() + 50.0;
-        assert!(f64::from(passed) <= most + 1.0, "{passed} jobs passed, but the rate allows {most}");
-        assert!(passed >= 50, "only {passed} jobs passed");
+        assert!(f64::from(passed) <= most + 1.0, "{passed} jobs were admitted, but the rate allows {most}");
+        assert!(passed >= 50, "only {passed} jobs were admitted");
         for _ in 0..50 {
             assert_eq!(outcome(&client.job("b", "").tenant("modest").send().await), "ok");
         }
@@ -191,7 +191,7 @@ fn tenant_over_its_rate_does_not_affect_other_tenants() {
         }
         let dear = client.job("b", "").tenant("modest").cost(51).send().await;
         assert_eq!(outcome(&dear), "rejected/rate_limited");
-        assert!(!dear.unwrap_err().is_retryable(), "a cost above the burst can never pass");
+        assert!(!dear.unwrap_err().is_retryable(), "a cost above the burst can never be admitted");
         let told = supervisor.events("tenant_throttled");
         assert_eq!(told.iter().filter(|event| event["tenant"] == "greedy").count(), 1, "{told:?}");
         assert!(told.iter().all(|event| event["limit"] == "rate_limit per tenant"), "{told:?}");

@@ -591,7 +591,7 @@ fn open_breaker_does_not_bypass_rate_limit() {
         for _ in 0..10 {
             ok += u32::from(steps(&client, "echo").send().await.is_ok());
         }
-        assert!(ok <= 3, "{ok} jobs passed a rate limit of 3");
+        assert!(ok <= 3, "{ok} jobs were admitted by a rate limit of 3");
     });
 }
 

@@ -639,7 +639,7 @@ fn reload_can_enable_confinement() {
     assert_eq!(changes["bulkheads"][0]["keys"][0], "sandbox.profile");
     let denied = supervisor.events("worker_not_started");
     if let Some(denied) = denied.first() {
-        not_run!("this machine cannot confine: {denied}");
+        not_run!("this machine cannot confine workers: {denied}");
         return;
     }
     wait_replaced(&supervisor, "b", &before);
@@ -737,7 +737,7 @@ fn a_hundred_reloads_under_load_lose_no_jobs() {
             ends.extend(load.await.unwrap());
         }
         let seen = tally(ends.iter().map(String::as_str));
-        eprintln!("{} jobs through {ROUNDS} reloads: {seen:?}", ends.len());
+        eprintln!("{} jobs during {ROUNDS} reloads: {seen:?}", ends.len());
         assert!(ends.len() >= JOBS_MIN);
         let allowed = ["steady ok", "swapped ok", "comes ok", "comes rejected/not_found"];
         assert!(seen.keys().all(|end| allowed.contains(end)), "{seen:?}");

@@ -268,7 +268,7 @@ fn replacement_keeper_has_same_oom_score() {
 #[test]
 fn supervisor_running_as_pid_1_reaps_orphans() {
     if !is_root() {
-        not_run!("a pid namespace requires root");
+        not_run!("creating a PID namespace requires root");
         return;
     }
     let wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];

@@ -130,7 +130,7 @@ fn own_folder_is_removed_at_exit() {
 #[test]
 fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {
-        not_run!("a mount requires root");
+        not_run!("mounting requires root");
         return;
     }
     let outer = tempfile::tempdir().unwrap();

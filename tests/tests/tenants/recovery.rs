@@ -160,7 +160,7 @@ fn breaker_closes_even_if_worker_start_exceeds_idle_time() {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
             // If `idle` stopped a worker that is still starting, the breaker's probe would never run.
-            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections and no probe");
+            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections, but no probe");
         }
     });
 }

@@ -381,7 +381,7 @@ fn a_thousand_crashes_leak_no_resources() {
     wait_for("the supervisor closes descriptors", || {
         (descriptors(supervisor.pid()) <= before.0 + 4).then_some(())
     });
-    assert!(after.1 <= before.1 + 2, "descriptors of the keeper: {before:?} {after:?}");
+    assert!(after.1 <= before.1 + 2, "the keeper's descriptors: {before:?} {after:?}");
     // The supervisor may have one more thread, which periodically checks temporary folders.
     assert!(after.2 <= before.2 + 1, "threads: {before:?} {after:?}");
     assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");

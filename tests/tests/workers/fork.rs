@@ -206,7 +206,7 @@ fn leftover_process_is_killed_after_failed_fork() {
 fn process_chains_do_not_affect_jobs_of_other_workers() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            not_run!("{profile} requires root and the layers of the profile");
+            not_run!("{profile} requires root and the profile's layers");
             continue;
         }
         let keys = format!("processes = 4\ndeadline = \"60s\"\n{FORK}");
@@ -237,7 +237,7 @@ fn later_workers_do_not_inherit_changes_to_the_template() {
     }
     for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            not_run!("{profile} requires root and the layers of the profile");
+            not_run!("{profile} requires root and the profile's layers");
             continue;
         }
         let keys = bulkhead(&format!("recycle = {{ jobs = 1 }}\n{FORK}"))

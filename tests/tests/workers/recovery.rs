@@ -162,7 +162,7 @@ fn started_job_is_not_retried_after_worker_replacement() {
         let result = job.await.unwrap();
         assert_eq!(end(&result), ended("crashed/signal", 1));
     });
-    assert_eq!(supervisor.file_bytes("ran"), 1, "number of runs of the job");
+    assert_eq!(supervisor.file_bytes("ran"), 1, "number of times the job ran");
 }
 
 #[test]

@@ -180,7 +180,7 @@ fn reload_changes_number_of_spares() {
     };
     reload("start = { spares = 2 }");
     let before = wait_spares(&supervisor, 2);
-    assert_eq!(serving(&supervisor), at_work, "the change replaces no worker");
+    assert_eq!(serving(&supervisor), at_work, "the change does not replace any workers");
     reload("start = { spares = 2 }\nenv = { REVISION = \"2\" }");
     wait_for("all workers have the new revision", || {
         let now = supervisor.worker_pids("b");

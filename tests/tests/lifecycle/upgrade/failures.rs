@@ -238,7 +238,7 @@ fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     });
     // Gives the old program time to start the job too early.
     for _ in 0..30 {
-        assert!(!next.exists(), "a job began while the worker of the killed program had one");
+        assert!(!next.exists(), "a job began while the killed program's worker had one");
         std::thread::sleep(Duration::from_millis(10));
     }
     stopped.resume();

@@ -184,7 +184,7 @@ impl Load {
             .stdout(Stdio::piped())
             .spawn();
         let Ok(child) = spawned else {
-            not_run!("the part with the Python client: there is no program 'python3'");
+            not_run!("the Python client: python3 is not installed");
             return;
         };
         let is_over = self.is_over.clone();
