@@ -217,7 +217,7 @@ impl Drop for Started {
 // Health.
 
 #[test]
-fn readyz_follows_supervisor_from_start_to_stop() {
+fn readyz_reflects_supervisor_state_from_start_to_stop() {
     let folder = tempfile::tempdir().unwrap();
     let mut supervisor = Supervisor::launch(
         folder,

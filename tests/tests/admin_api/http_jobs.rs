@@ -123,7 +123,7 @@ fn request_headers_set_deadline_tenant_and_trace() {
 }
 
 #[test]
-fn failed_jobs_get_problem_documents() {
+fn failed_jobs_return_problem_documents() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\nmax_result = 1000\n\
                  deadline = \"20s\"\nmax_queue = 4\n\
@@ -369,7 +369,7 @@ fn disconnecting_client_cancels_its_job() {
 }
 
 #[test]
-fn http_connection_serves_only_one_job() {
+fn admin_http_connection_serves_only_one_job() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     let mut socket = place.connect();
@@ -508,7 +508,7 @@ fn slow_clients_are_disconnected_without_delaying_others() {
 }
 
 #[test]
-fn http_job_beyond_128_concurrent_jobs_is_rejected() {
+fn http_job_is_rejected_while_128_other_jobs_are_pending() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\ncwd = \".\"\ndeadline = \"60s\"\n",
     );

@@ -82,7 +82,7 @@ fn health_checks_need_no_host_header() {
 }
 
 #[test]
-fn response_has_one_connection_close_header() {
+fn response_has_exactly_one_connection_close_header() {
     let (supervisor, place) = start();
     for place in [place, Place::of(&supervisor)] {
         for path in ["/healthz", "/v1/nothing"] {

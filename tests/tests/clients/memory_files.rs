@@ -233,7 +233,7 @@ fn fallback_receives_payload_over_the_socket() {
 }
 
 #[test]
-fn poison_detection_or_zero_max_pooled_disables_files() {
+fn poison_detection_or_zero_max_pooled_disables_memory_files() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     // Poison detection in the fallback needs payload digests, so jobs of the first bulkhead use the socket, too.
@@ -349,7 +349,7 @@ fn late_handler_cannot_change_results_of_other_jobs() {
 }
 
 #[test]
-fn tenants_do_not_share_files() {
+fn tenants_do_not_share_memory_files() {
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -362,7 +362,7 @@ fn tenants_do_not_share_files() {
 }
 
 #[test]
-fn worker_can_only_write_results_to_files() {
+fn worker_can_write_only_results_to_memory_files() {
     let supervisor = by_hand("");
     run(async {
         let client = connect(&supervisor).await;
@@ -812,7 +812,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
 
 /// Also checks that the crash report does not contain a payload that was sent in a memory file.
 #[test]
-fn file_of_running_job_does_not_count_as_buffered() {
+fn memory_file_of_running_job_does_not_count_as_buffered() {
     let supervisor = one("max_queue = 4");
     let buffered = || {
         let (_, page) = supervisor.try_get("/metrics").unwrap();
@@ -845,7 +845,7 @@ fn file_of_running_job_does_not_count_as_buffered() {
 
 /// The memory file of the killed program is freed, even though the job continues in the fallback.
 #[test]
-fn fallback_after_crash_frees_the_file() {
+fn fallback_after_crash_frees_the_memory_file() {
     let supervisor = start(
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"kill -SEGV $$\"]\nfallback = [\"second\"]\n\
@@ -878,7 +878,7 @@ fn fallback_after_crash_frees_the_file() {
 
 /// A returned lease holds its descriptors until its job has ended.
 #[test]
-fn returned_leases_count_until_their_jobs_end() {
+fn returned_leases_count_towards_limit_until_their_jobs_end() {
     let folder = tempfile::tempdir().unwrap();
     let bulkheads = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n";
     let supervisor =

@@ -47,7 +47,7 @@ fn submit_reads_payload_from_standard_input() {
 }
 
 #[test]
-fn submit_n_does_not_read_standard_input() {
+fn submit_with_n_does_not_read_standard_input() {
     let supervisor = supervisor();
     let script =
         "while read -r line; do echo \"$line\"; \"$BULKHEAD\" submit cat $N 2> /dev/null; done < list";

@@ -209,7 +209,7 @@ fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
 /// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user IDs or PID
 /// namespaces enforce this. If neither is available, no worker starts.
 #[test]
-fn workers_cannot_signal_others_without_landlock_scopes() {
+fn workers_cannot_signal_others_even_without_landlock_scopes() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }

@@ -121,7 +121,7 @@ fn init_adds_bulkheads_and_changes_nothing_else() {
 }
 
 #[test]
-fn dead_letter_is_shown_submitted_again_and_dropped() {
+fn dead_letter_can_be_shown_resubmitted_and_dropped() {
     let Some(fleet) = start() else { return };
     let file = fleet.hosts[0].supervisor.file("ran");
     let operation = format!("steps:trace {};die-first 1 died", file.display());

@@ -67,7 +67,7 @@ fn same_id_runs_once_per_tenant() {
 }
 
 #[test]
-fn unknown_bulkhead_is_rejected_at_once() {
+fn unknown_bulkhead_is_rejected_immediately() {
     let Some(fleet) = start() else { return };
     run(async {
         let client = fleet.connect().await;

@@ -74,7 +74,7 @@ fn full_stream_rejects_jobs_but_loses_none() {
 }
 
 #[test]
-fn large_payload_and_result_are_refused_with_a_reason() {
+fn oversized_payload_and_result_are_refused_with_a_reason() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", BULKHEADS);
     run(async {

@@ -415,7 +415,7 @@ fn resize_to_current_limits_changes_nothing() {
 }
 
 #[test]
-fn resize_of_drained_bulkhead_applies_after_resume() {
+fn resize_of_drained_bulkhead_takes_effect_after_resume() {
     let supervisor = start("");
     assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
     supervisor.resize("b", r#"{"processes": 2, "max_in_flight": 2, "max_queue": 2}"#);

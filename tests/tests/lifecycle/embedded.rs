@@ -102,7 +102,7 @@ fn clients_get_errors_after_shutdown_but_not_after_fork() {
 }
 
 #[test]
-fn two_supervisors_run_in_one_process() {
+fn two_supervisors_can_run_in_one_process() {
     runs("two");
 }
 

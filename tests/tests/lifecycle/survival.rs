@@ -46,7 +46,7 @@ fn killed_supervisor_leaves_no_processes() {
 }
 
 #[test]
-fn workers_die_with_killed_keeper() {
+fn workers_die_when_the_keeper_is_killed() {
     let supervisor = Supervisor::start(TREE);
     let marker = format!("KEEPER-{}", supervisor.pid());
     let mut job = with_tree(&supervisor, &marker);

@@ -343,12 +343,12 @@ fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
 }
 
 #[test]
-fn signal_to_the_old_program_stops_both() {
+fn signal_to_the_old_program_stops_both_programs() {
     stop_during_jobs_of_both(false, false);
 }
 
 #[test]
-fn signal_to_the_new_program_stops_both() {
+fn signal_to_the_new_program_stops_both_programs() {
     stop_during_jobs_of_both(true, false);
 }
 
@@ -358,7 +358,7 @@ fn signal_to_both_programs_counts_once() {
 }
 
 #[test]
-fn stopping_supervisor_hands_over_no_connections() {
+fn stopping_supervisor_does_not_hand_over_connections() {
     let manager = start(ONE);
     let old = manager.main();
     let gates = ["first", "second"].map(|name| manager.folder.path().join(name));

@@ -80,7 +80,7 @@ fn line_of(text: &str) -> u64 {
 }
 
 #[test]
-fn crash_in_strict_library_names_function_and_line() {
+fn report_of_crash_in_strict_library_names_function_and_line() {
     let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
     let report = crash(&supervisor, "walk");
@@ -114,7 +114,7 @@ fn crash_in_strict_library_names_function_and_line() {
 }
 
 #[test]
-fn crash_in_stripped_library_names_module_and_offset() {
+fn report_of_crash_in_stripped_library_names_module_and_offset() {
     let (_folder, path) = compile_library(LIBRARY, &["-s", "-O1", "-Wl,--build-id"]);
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
     let report = crash(&supervisor, "walk");
@@ -164,7 +164,7 @@ fn report_explains_missing_backtrace() {
 
 /// Registers can contain parts of a payload.
 #[test]
-fn monitoring_token_does_not_show_registers() {
+fn registers_are_hidden_from_monitoring_token() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["token", "read"] {
         let path = folder.path().join(name);

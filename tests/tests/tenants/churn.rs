@@ -157,7 +157,7 @@ fn live_limits_can_disable_and_enable_all_tenants() {
 }
 
 #[test]
-fn programs_of_different_tenants_have_different_hosts() {
+fn programs_of_different_tenants_run_in_different_hosts() {
     let supervisor = Supervisor::start(&format!(
         "{SAME_NUMBERS}[bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_TENANT $PPID\"]\n\
          max_queue = 10\ntenants = {{ isolate = true, max_active = 2, idle = \"100ms\" }}\n"

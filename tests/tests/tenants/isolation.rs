@@ -24,7 +24,7 @@ fn hang(client: &Client, tenant: &str) -> Running {
 }
 
 #[test]
-fn no_worker_runs_before_the_first_job() {
+fn no_worker_is_started_before_the_first_job() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "processes = 2"));
     for path in ["/readyz", "/readyz?bulkhead=b"] {
         assert_eq!(supervisor.try_get(path).unwrap().0, 200, "{path}");

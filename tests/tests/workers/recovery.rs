@@ -112,7 +112,7 @@ fn no_job_is_retried_without_retry_table() {
 }
 
 #[test]
-fn retry_attempts_limits_number_of_runs() {
+fn retry_attempts_key_limits_the_number_of_runs() {
     let supervisor = start("retry = { attempts = 3 }");
     run(async {
         let client = connect(&supervisor).await;

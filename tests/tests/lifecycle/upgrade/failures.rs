@@ -191,7 +191,7 @@ impl StoppedThread {
 }
 
 #[test]
-fn hung_new_program_is_killed_and_old_one_serves() {
+fn hung_new_program_is_killed_and_old_program_serves() {
     // Stops first the whole program, and then only its data plane, which runs on the first thread.
     for is_whole in [true, false] {
         let manager = start(ONE);
