@@ -767,8 +767,8 @@ fn recycle_rss_limits_memory_files_of_worker() {
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // A lease for 9 MiB consists of two files of 16 MiB each, but this worker gets files with a total size of at
-        // most 16 MiB.
+        // A lease for 9 MiB consists of two files of 16 MiB each. This worker gets files with a total size of at most
+        // 16 MiB.
         for round in 0..40 {
             let job = client.job("b", pattern(round, 9 * MIB)).operation("where");
             assert_eq!(job.send().await.unwrap().payload(), b"bytes");

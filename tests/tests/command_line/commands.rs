@@ -805,7 +805,7 @@ fn bench_prints_throughput_and_latency() {
     assert!(object["latency_ms"]["p99"].as_f64() >= object["latency_ms"]["p50"].as_f64(), "{object}");
     assert!(supervisor.number("b", "done") > jobs);
     bulkhead(&supervisor, &["bench", "nobody", "--duration", "10s"]).expect(66);
-    // On a busy machine, it is possible that no job has ended after this time.
+    // On a busy machine, it can happen that no job has ended by then.
     wait_for("a job fails while the bench runs", || {
         let ran = bulkhead(&supervisor, &["bench", "b", "fail", "--duration", "100ms"]);
         (ran.code == Some(1)).then_some(())

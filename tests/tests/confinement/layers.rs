@@ -410,7 +410,7 @@ fn missing_landlock_leaves_other_layers_in_force() {
     }
 }
 
-/// With `F_SETOWN`, a process can make the kernel send SIGIO to another process when input arrives on a descriptor.
+/// A process can use `F_SETOWN` to make the kernel send SIGIO to another process when input arrives on a descriptor.
 #[test]
 fn worker_cannot_send_io_signals_to_another_worker() {
     let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];

@@ -41,7 +41,7 @@ pub(super) struct Plan {
     pub(super) outcomes: &'static [&'static str],
 }
 
-/// How one job ended.
+/// Number and outcome of a finished job.
 struct JobEnd {
     number: u64,
     outcome: String,

@@ -164,7 +164,7 @@ fn tenant_over_its_rate_does_not_affect_other_tenants() {
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        // On a slow machine, it is possible that one round of 200 jobs does not exceed the rate.
+        // On a slow machine, a single round of 200 jobs might not exceed the rate.
         while waits.is_empty() {
             assert!(began.elapsed() < PATIENCE, "{passed} jobs were admitted, and none was rejected");
             for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {

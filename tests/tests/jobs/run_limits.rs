@@ -63,8 +63,8 @@ fn run_limit_excludes_queue_time() {
     blocker.wait().unwrap();
 }
 
-/// When a limit requested by a client expires, only the client's job ends. When the bulkhead's limit expires, the
-/// worker is killed together with all its jobs.
+/// A run limit requested by a client ends only the client's job. The bulkhead's run limit kills the worker, including
+/// all of its jobs.
 #[test]
 fn only_the_run_limit_of_the_bulkhead_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

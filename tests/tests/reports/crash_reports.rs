@@ -24,7 +24,7 @@ fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     listed.iter().map(|crash| supervisor.get(&format!("/v1/crashes/{}", id(crash)))).collect()
 }
 
-/// Waits until each report contains a backtrace or the reason why there is none. Returns the reports.
+/// Waits until each report contains a backtrace, or the reason for a missing backtrace. Returns the reports.
 fn complete_reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     wait_for("the reports have backtraces", || {
         Some(reports(supervisor, count)).filter(|all| all.iter().all(|one| one.get("native").is_some()))

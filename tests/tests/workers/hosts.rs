@@ -42,7 +42,7 @@ fn text(result: Result<Reply, JobError>) -> String {
 }
 
 /// Returns a tenant name that is unique on this machine. The name is in the environment of all descendants of a
-/// program, even of those that leave the session.
+/// program, even of processes that leave the session.
 fn tenant(what: &str) -> String {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);

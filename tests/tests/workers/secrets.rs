@@ -1,5 +1,5 @@
-//! Secrets from files (`env_files`). Every kind of worker receives its secrets, a restart rereads the files, an invalid
-//! file makes the start fail with a reason, and no output contains a secret.
+//! Secrets from files (`env_files`). Every kind of worker receives its secrets, and a restart rereads the files. An
+//! invalid file makes the start fail with a reason. No output contains a secret.
 
 use std::fs::{self, Permissions};
 use std::io::{Read as _, Seek as _, SeekFrom};

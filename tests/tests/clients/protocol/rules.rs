@@ -7,8 +7,8 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload that is small enough for the supervisor to keep a copy for another worker, but too large to be accidentally
-/// read together with the header.
+/// Payload small enough for the supervisor to keep a copy for another worker. Too large to be read together with the
+/// header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability of a worker whose heartbeats do not depend on its handlers.
@@ -194,7 +194,7 @@ fn unread_job_goes_to_next_worker() {
     assert_eq!((supervisor.file_bytes("came"), supervisor.file_bytes("begun")), (2, 1));
 }
 
-/// A worker dies after it has begun one job and before it has read another.
+/// The worker dies after beginning the first job, and before reading the second job.
 #[test]
 fn worker_death_requeues_only_unread_jobs() {
     let supervisor = start("reads-one-of-two", "max_in_flight = 2");

@@ -15,7 +15,7 @@ use nix::sys::wait::WaitStatus;
 
 use super::*;
 
-/// Three bulkheads: one with a queue, one with separate workers for each tenant, and one for payloads in memory files.
+/// Three bulkheads: with a queue, with separate workers for each tenant, and for payloads in memory files.
 const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
                      [bulkhead.tenants]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      tenants = { isolate = true, max_active = 4 }\n\
@@ -57,7 +57,7 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, and the number of jobs that it has submitted.
+    /// The raw client, and its number of submitted jobs.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
