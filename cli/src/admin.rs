@@ -1,4 +1,4 @@
-//! Bulkheads: status, resize, and the formatting that other commands share.
+//! Bulkheads: `status`, `resize`, and the formatting that other commands share.
 
 use std::cmp::Reverse;
 use std::fmt::Display;
@@ -90,7 +90,7 @@ pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Describes the adaptive limit in one line.
+/// Describes the adaptive limit on one line.
 pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     let Adaptive { min, max, limit, limits, target_ms, raised, lowered, .. } = adaptive;
     let each = if *limits > 1 { format!(" for each of {limits} tenants") } else { String::new() };
@@ -145,7 +145,7 @@ pub(crate) fn short_duration(ms: u64) -> String {
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
-/// Formats the number of rejections per reason in one line. Returns `None` if there were none.
+/// Formats the number of rejections per reason on one line. Returns `None` if there were none.
 pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     let by: Vec<_> =
         one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();
@@ -170,20 +170,20 @@ fn facts(one: &Snapshot) -> Vec<String> {
     facts
 }
 
-/// Returns the width of the terminal on standard output, if there is one.
+/// Returns the width of the terminal that standard output is connected to, if any.
 fn terminal_columns() -> Option<usize> {
     let size = io::stdout().is_terminal().then(ratatui::crossterm::terminal::size)?;
     size.ok().map(|(columns, _)| usize::from(columns)).filter(|columns| *columns > 0)
 }
 
-/// Returns the state of a bulkhead's circuit breaker, or a dash if the bulkhead has none.
+/// Returns the state of a bulkhead's circuit breaker, or a dash if there is no breaker.
 pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
     let is_absent = !bulkhead.has_breaker && bulkhead.breaker == BreakerState::Closed;
     if is_absent { "-".to_owned() } else { shown(&bulkhead.breaker) }
 }
 
-/// Formats the bulkheads as a table. If the table is wider than the terminal, omits columns that contain only
-/// zeros, from the right, until the table fits.
+/// Formats the bulkheads as a table. If the table is wider than the terminal, omits columns that contain only zeros,
+/// from right to left, until it fits.
 fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
     let mut table = table(&[
         "NAME",
@@ -251,7 +251,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the supervisor's user id if confined workers run as this user too.
+/// Returns the supervisor's user ID if confined workers also run as this user.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid
@@ -273,7 +273,7 @@ fn worker_table(workers: &[Worker]) -> String {
 
 // events
 
-/// Prints an event in one line.
+/// Prints an event on one line.
 pub(crate) fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     if args.json {
         return output::json(line);
@@ -282,7 +282,7 @@ pub(crate) fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     output::line(&format!("{} {}", shown(&event.at), event_words(&event)))
 }
 
-/// Formats an event in one line, without the time.
+/// Formats an event on one line, without the time.
 pub(crate) fn event_words(event: &Event) -> String {
     let severity = format!("{:8}", shown(&event.severity));
     let mut words = vec![severity, shown(&event.kind), known(&event.bulkhead)];

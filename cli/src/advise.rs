@@ -1,4 +1,4 @@
-//! `advise`: recommended limits as a table, with reasons, the command to run, and the lines for the
+//! `advise`: shows the recommended limits as a table, with reasons, the command to run, and the lines for the
 //! configuration file.
 
 use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
@@ -17,8 +17,7 @@ const LIVE_KEYS: [(&str, &str); 3] =
 
 pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
     if args.json {
-        // If a bulkhead is requested by name, its advice is printed without a surrounding list, as in
-        // `status`.
+        // If a bulkhead is requested by name, its advice is printed on its own rather than in a list, as in `status`.
         let shown_text: Value = match name {
             Some(name) => fetch_one(args, name).await?,
             None => serde_json::json!({ "bulkheads": fetch_all::<Value>(args).await? }),
@@ -45,7 +44,7 @@ async fn fetch_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> 
     for Snapshot { name, .. } in &bulkheads {
         match fetch_one(args, name).await {
             Ok(advice) => all.push(advice),
-            // The bulkhead was removed in the meantime.
+            // The bulkhead has been removed in the meantime.
             Err(failure) if failure.code() == exit::NOT_FOUND => {}
             Err(failure) => return Err(failure),
         }
@@ -135,7 +134,7 @@ fn instructions(advice: &Advice, items: &[Proposal]) -> Vec<String> {
         })
         .collect();
     let command = (!options.is_empty()).then(|| format!("bulkhead resize {name}{options}"));
-    // In TOML, a name with a dot must be quoted.
+    // TOML requires quotes around a name that contains a dot.
     let table =
         if name.contains('.') { format!("[bulkhead.{name:?}]") } else { format!("[bulkhead.{name}]") };
     let file = (!lines.is_empty()).then(|| format!("{table}\n{}", lines.join("\n")));
@@ -167,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_advice_says_why() {
+    fn empty_advice_gives_reason() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
         let describe = |advice: &Value| describe(&serde_json::from_value(advice.clone()).unwrap());

@@ -14,7 +14,8 @@ use crate::output::{Failure, exit};
 use crate::target::{Host, Target};
 use crate::times;
 
-/// Heading of the options that all subcommands have. Without a heading, the help mixes them with a subcommand's own.
+/// Heading of the options that all subcommands share. Without a heading, the help would mix them with the subcommand's
+/// own options.
 const GLOBAL: &str = "Options of all commands";
 
 /// Submit jobs to a bulkhead-supervisor, and operate the supervisor
@@ -39,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long, global = true, env = "BULKHEAD_TOKEN_FILE", value_name = "FILE", help_heading = GLOBAL)]
     pub(crate) token_file: Option<PathBuf>,
 
-    /// Options that the user has set on the command line or by environment variables.
+    /// Options that the user has set on the command line or through environment variables.
     #[arg(skip)]
     given: Given,
 
@@ -70,7 +71,7 @@ pub(crate) enum Command {
     ///
     /// A job is listed until its client has the outcome.
     Jobs(ListJobs),
-    /// Cancel a running or waiting job; its client gets the outcome `cancelled`
+    /// Cancel a running or waiting job; its client receives the outcome `cancelled`
     Cancel(Cancel),
     /// Check whether the supervisor, or a bulkhead, is ready for jobs
     ///
@@ -115,23 +116,22 @@ pub(crate) enum Command {
     /// it has accepted. If a step fails, the old program continues to serve. Both sets of workers run at the same time,
     /// so the machine needs memory for both. The command waits until the new program has served for ten seconds. The
     /// exit status is then 0. It is 1 if the old program continues to serve, 2 if the supervisor cannot be upgraded,
-    /// and 75 if an upgrade is under way.
+    /// and 75 if an upgrade is already in progress.
     Upgrade(Upgrade),
     /// List crash reports, or show one
     Crashes(Crashes),
-    /// Run the payload of a crash report again in a dedicated worker, and report whether the job crashes the
-    /// same way
+    /// Run the payload of a crash report again in a dedicated worker, and report whether it crashes the same way
     ///
-    /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one after
-    /// the other, until one crashes the same way. The exit status is 0 if a job ran, whatever the result.
+    /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one at a time, until
+    /// one crashes the same way. The exit status is 0 if a job ran, whatever the result.
     Replay {
-        /// Id of the crash report, the beginning of the id, or `last`
+        /// ID of the crash report, the beginning of the ID, or `last`
         id: String,
         /// Run only the job with this index in the report, counted from 0
         #[arg(long, value_name = "N")]
         job: Option<u32>,
     },
-    /// Put load on a bulkhead, and print throughput and latency
+    /// Put load on a bulkhead and print throughput and latency
     ///
     /// The exit status is 0 if any job was `ok`, 69 if the supervisor was not reachable for a job, and otherwise that of
     /// the last job.
@@ -165,7 +165,7 @@ pub(crate) struct Status {
     #[arg(long, requires = "name")]
     pub(crate) tenant: Option<String>,
 
-    /// Show only bulkheads that lack workers, or whose jobs fail
+    /// Show only bulkheads that lack workers or whose jobs fail
     #[arg(long, conflicts_with = "name")]
     pub(crate) failed: bool,
 
@@ -204,7 +204,7 @@ pub(crate) struct Events {
     #[arg(long, value_name = "TIME", value_parser = times::since, allow_hyphen_values = true)]
     pub(crate) since: Option<SystemTime>,
 
-    /// Show at most N stored events, the newest
+    /// Show only the newest N stored events
     #[arg(short = 'n', long, value_name = "N")]
     pub(crate) lines: Option<usize>,
 
@@ -219,7 +219,7 @@ pub(crate) struct Logs {
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
 
-    /// Show at most N stored lines, the newest
+    /// Show only the newest N stored lines
     #[arg(short = 'n', long, value_name = "N")]
     pub(crate) lines: Option<usize>,
 
@@ -269,7 +269,7 @@ impl OutputStream {
 /// Format of lines of output.
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
 pub(crate) enum LogFormat {
-    /// Time, bulkhead, process id, stream and text
+    /// Time, bulkhead, process ID, stream and text
     Short,
     /// Text alone
     Cat,
@@ -284,7 +284,7 @@ pub(crate) struct ListJobs {
     #[arg(long, value_name = "STATE", value_parser = word::<JobProgress>)]
     pub(crate) state: Option<JobProgress>,
 
-    /// Show at most N jobs, the oldest
+    /// Show only the oldest N jobs
     #[arg(short = 'n', long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) lines: u32,
 }
@@ -303,7 +303,7 @@ pub(crate) struct IsReady {
     /// Name of the bulkhead [default: the supervisor as a whole]
     pub(crate) name: Option<String>,
 
-    /// Wait up to TIME until it is ready, also for the start of the supervisor
+    /// Wait up to TIME until it is ready, including for the supervisor to start
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) wait: Option<Duration>,
 }
@@ -313,7 +313,7 @@ pub(crate) struct Restart {
     /// Name of the bulkhead
     pub(crate) name: String,
 
-    /// Wait until all workers have been replaced, at most TIME; after that, the exit status is 124
+    /// Wait up to TIME until all workers have been replaced; after that, the exit status is 124
     #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, value_parser = duration)]
     pub(crate) wait: Option<Option<Duration>>,
 }
@@ -328,7 +328,7 @@ pub(crate) struct Drain {
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Wait until no job is left, at most TIME; after that, the exit status is 124
+    /// Wait up to TIME until no jobs are left; after that, the exit status is 124
     #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, value_parser = duration)]
     pub(crate) wait: Option<Option<Duration>>,
 }
@@ -354,7 +354,7 @@ pub(crate) struct Upgrade {
     #[arg(long)]
     pub(crate) force: bool,
 
-    /// Confirm that no program watches the process id of the supervisor. Required without a service manager that
+    /// Confirm that no program watches the process ID of the supervisor. Required without a service manager that
     /// follows the main process (NOTIFY_SOCKET)
     #[arg(long)]
     pub(crate) unmanaged: bool,
@@ -362,7 +362,7 @@ pub(crate) struct Upgrade {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Crashes {
-    /// Id of the crash report to show in full, the beginning of the id, or `last`
+    /// ID of the crash report to show in full, the beginning of the ID, or `last`
     pub(crate) id: Option<String>,
 
     /// Show only reports of this bulkhead
@@ -377,7 +377,7 @@ pub(crate) struct Crashes {
     #[arg(long, value_name = "CAUSE", value_parser = cause, conflicts_with = "id")]
     pub(crate) cause: Option<String>,
 
-    /// Show at most N reports, the newest
+    /// Show only the newest N reports
     #[arg(long, value_name = "N", conflicts_with = "id")]
     pub(crate) limit: Option<usize>,
 
@@ -508,7 +508,7 @@ pub(crate) struct Bench {
     pub(crate) payload_bytes: usize,
 }
 
-/// Parses a word of a vocabulary.
+/// Parses a word from a vocabulary.
 fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
     V::from_word(text).ok_or_else(|| format!("valid values: {}", V::WORDS.join(", ")))
 }
@@ -520,7 +520,7 @@ fn event_kind(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks the cause of a crash: a kind, or a short form as in the list of crashes.
+/// Checks the cause of a crash: a kind, or a short form as shown in the list of crashes.
 fn cause(text: &str) -> Result<String, String> {
     let of_process = text.strip_prefix("program:").unwrap_or(text);
     let (kind, detail) = of_process.split_once(':').unwrap_or((of_process, ""));
@@ -547,8 +547,8 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Allowed sampling intervals of `top`. Shorter intervals would put too much load on the supervisor, and with
-/// longer intervals the display would not be live.
+/// Allowed sampling intervals for `top`. Shorter intervals would put too much load on the supervisor; with longer
+/// intervals the display would not be live.
 const INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(60);
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -556,12 +556,13 @@ fn interval(text: &str) -> Result<Duration, String> {
     if INTERVALS.contains(&interval) { Ok(interval) } else { Err("must be from 100ms to 60s".into()) }
 }
 
-/// Options that decide which supervisor a command uses.
+/// Options that determine which supervisor a command uses.
 #[derive(Debug, Default)]
 struct Given {
-    /// True if the user has named a socket on the command line.
+    /// True if the user has specified a socket on the command line.
     socket_flag: bool,
-    /// True if the user has named a socket on the command line, or the jobs socket by its variable.
+    /// True if the user has specified a socket on the command line, or the jobs socket through its environment
+    /// variable.
     jobs_socket: bool,
 }
 
@@ -574,7 +575,7 @@ impl Args {
         let has_flag = |option: &str| source(option) == Some(ValueSource::CommandLine);
         let socket_flag = has_flag("socket") || has_flag("admin");
         if socket_flag && has_flag("host") {
-            let message = "--host excludes --socket and --admin: name a single supervisor";
+            let message = "--host cannot be combined with --socket or --admin: name a single supervisor";
             return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
         }
         args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };
@@ -583,7 +584,7 @@ impl Args {
         Ok(args)
     }
 
-    /// Returns the address of the supervisor's admin API. A socket on the command line takes precedence over
+    /// Returns the address of the supervisor's admin API. A socket given on the command line takes precedence over
     /// `BULKHEAD_HOST`.
     pub(crate) fn target(&self) -> Result<Target, Failure> {
         match self.host.as_ref().filter(|_| !self.given.socket_flag) {
@@ -598,12 +599,12 @@ impl Args {
         }
     }
 
-    /// Returns the path of the jobs socket from the command line, or the default path for a supervisor that
-    /// this user runs.
+    /// Returns the path of the jobs socket from the command line, or the default path for a supervisor run by this
+    /// user.
     ///
     /// # Errors
     ///
-    /// Fails if the user has named a supervisor by `--host` alone.
+    /// Fails if the user has specified a supervisor only with `--host`.
     pub(crate) fn jobs_socket(&self) -> Result<PathBuf, Failure> {
         if self.host.is_some() && !self.given.jobs_socket {
             let message = "this command sends jobs over the jobs socket, and cannot use --host or BULKHEAD_HOST: \

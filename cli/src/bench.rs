@@ -51,7 +51,7 @@ struct BenchState {
     stats: JobStats,
     /// Exit code of the last job that was not `ok`.
     last_failure: Option<u8>,
-    /// True if a job could not reach the supervisor.
+    /// True if any job could not reach the supervisor.
     is_unreachable: bool,
 }
 
@@ -63,7 +63,7 @@ async fn submit_loop(template: Job, deadline: Instant, state: Arc<Mutex<BenchSta
         if let Err(error) = result {
             state.last_failure = Some(error.exit_code());
             state.is_unreachable |= error.outcome().is_none();
-            // A permanent rejection, for example because of an unknown bulkhead name, applies to all further jobs as
+            // A permanent rejection, for example because the bulkhead name is unknown, applies to all further jobs as
             // well.
             if matches!(error, JobError::Rejected(_))
                 && !error.is_retryable()

@@ -1,5 +1,5 @@
-//! Crash reports: list, details and replay. The reports contain data from the crashed process, so all texts
-//! are escaped before the output reaches a terminal.
+//! Crash reports: list, details and replay. The reports contain data from the crashed process, so all text is escaped
+//! before it reaches a terminal.
 
 use std::path::Path;
 
@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Returns the id of the selected report. `selector` is an id, the beginning of an id, or `last`.
+/// Returns the ID of the selected report. `selector` is an ID, the beginning of an ID, or `last`.
 async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
     if selector.parse::<CrashId>().is_ok() {
         return Ok(selector.to_owned());
@@ -138,7 +138,7 @@ fn describe(report: &CrashReport) -> String {
     add("id", report.id.to_string());
     add("time", humantime::format_rfc3339_millis(report.at).to_string());
     if let count @ 2.. = report.count {
-        add("count", format!("{count} crashes of this kind; the last is shown"));
+        add("count", format!("{count} crashes of this kind; only the last is shown"));
     }
     add("bulkhead", shown(&report.bulkhead));
     if let Some(tenant) = &report.tenant {
@@ -163,7 +163,7 @@ fn describe(report: &CrashReport) -> String {
         add("confinement", shown(confinement));
     }
     if let Some(stack) = &report.runtime_stack {
-        lines.push_str("\nstacks as the worker wrote them\n");
+        lines.push_str("\nstacks written by the worker\n");
         lines.push_str(&indented(&escape(stack)));
     }
     lines.push_str(&report.native.as_ref().map(native).unwrap_or_default());
@@ -271,12 +271,12 @@ fn describe_job(job: &CrashJob) -> String {
     lines
 }
 
-/// Formats the beginning of a payload, as text if it is printable UTF-8 and otherwise in hexadecimal.
+/// Formats the beginning of a payload, as text if it is printable UTF-8, otherwise in hexadecimal.
 fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
-        // The preview ends in the middle of a character, which is dropped.
+        // The preview ends in the middle of a character, so that character is dropped.
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };
@@ -382,7 +382,7 @@ fn describe_result(replay: &ReplayedJob) -> String {
         (_, Some(cause)) => shown(&cause.message),
         (None, None) => return known(&replay.message),
         (Some("ok"), _) => "ended ok".to_owned(),
-        (Some("deadline_exceeded"), _) => "did not end before the bulkhead's deadline".to_owned(),
+        (Some("deadline_exceeded"), _) => "did not finish before the bulkhead's deadline".to_owned(),
         (Some(outcome), _) => {
             let reason = replay.reason.clone().flatten();
             format!("{} ({}): {}", escape(outcome), known(&reason), known(&replay.message))

@@ -28,7 +28,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
     if !events.follow {
         return Ok(exit::OK);
     }
-    // A single response contains the stored events after the last one, and then the new events, so that none is lost.
+    // A single response contains both the stored events after the last one and the new events, so that none are lost.
     let path = format!("/v1/events?follow=true&since={last}{of}");
     let response = request(args, Method::GET, &path).await?;
     follow(vec![response], |line| {
@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, events: &Events) -> Result<u8, Failure> {
                 Ok(event) if is_wanted(events, &event) => print_event(args, data),
                 _ => Ok(()),
             },
-            // Comments report missed events. All other lines are ids and keep-alives.
+            // Comments report missed events. All other lines are IDs and keep-alives.
             None => {
                 if let Some(comment) = line.strip_prefix(": ") {
                     output::to_stderr(&escape(comment));
@@ -54,7 +54,7 @@ fn is_wanted(events: &Events, event: &Event) -> bool {
     let is_since = |since: SystemTime| humantime::parse_rfc3339(&event.at).is_ok_and(|at| at >= since);
     let is_severe = |least: Severity| match &event.severity {
         Word::Known(severity) => *severity >= least,
-        // An unknown severity is shown, because the event could be important.
+        // An event of unknown severity is shown, because it could be important.
         Word::Other(_) => true,
     };
     (events.kind.is_empty() || events.kind.iter().any(|kind| *kind == event.kind))

@@ -1,4 +1,4 @@
-//! `bulkhead fleet`: replaces this process by `bulkhead-fleet`.
+//! `bulkhead fleet`: replaces this process with `bulkhead-fleet`.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -25,8 +25,8 @@ pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     Failure::new(exit::FAILED, message)
 }
 
-/// Returns the path of the program next to this executable. If it does not exist there, returns the bare name, to be
-/// searched in PATH.
+/// Returns the path of the program next to this executable. If there is no such file, returns the bare name, to be
+/// looked up in PATH.
 fn program() -> PathBuf {
     let own = std::env::current_exe().ok();
     own.map(|own| own.with_file_name(PROGRAM)).filter(|path| path.exists()).unwrap_or_else(|| PROGRAM.into())

@@ -48,15 +48,14 @@ impl JobStats {
         self.outcomes.values().sum()
     }
 
-    /// Returns a quantile of the latency in milliseconds. Returns `None` if no job was `ok`.
+    /// Returns a quantile of the latency in milliseconds, or `None` if no job was `ok`.
     pub(crate) fn quantile_ms(&self, share: f64) -> Option<f64> {
         let quantile = Duration::from_nanos(self.latencies.quantile(share));
         (self.latencies.total() > 0).then_some(quantile.as_secs_f64() * 1e3)
     }
 }
 
-/// Returns the name of the outcome and, if there is one, of the reason, such as `ok` or
-/// `rejected/queue_full`.
+/// Returns the name of the outcome, followed by the reason if there is one, such as `ok` or `rejected/queue_full`.
 pub(crate) fn name(result: &Result<Reply, JobError>) -> String {
     match result.as_ref().map_err(JobError::outcome) {
         Ok(_) => "ok".to_owned(),
@@ -68,7 +67,7 @@ pub(crate) fn name(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Sends a job and measures the time until its outcome.
+/// Sends a job and measures the time until its outcome arrives.
 pub(crate) async fn timed(job: Job) -> (Result<Reply, JobError>, Duration) {
     let start = Instant::now();
     let result = job.send().await;

@@ -1,4 +1,4 @@
-//! `bulkhead logs`: the output of workers of one or more bulkheads, ordered by time.
+//! `bulkhead logs`: shows the output of the workers of one or more bulkheads, ordered by time.
 
 use std::time::SystemTime;
 
@@ -10,7 +10,7 @@ use crate::args::{Args, LogFormat, Logs};
 use crate::output::{self, Failure, exit};
 use crate::requests::{follow, get, get_lines, percent_encoded, request};
 
-/// A stored line, as text and parsed.
+/// A stored line, both as text and parsed.
 type StoredLine = (String, LogLine);
 
 pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
@@ -28,7 +28,7 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
         let path = format!("/v1/bulkheads/{}/logs", percent_encoded(&name));
         let stored = match stored_lines(args, &path, logs).await {
             Ok(stored) => stored,
-            // The bulkhead was removed in the meantime.
+            // The bulkhead has been removed in the meantime.
             Err(failure) if logs.names.is_empty() && failure.code() == exit::NOT_FOUND => continue,
             Err(failure) => return Err(failure),
         };

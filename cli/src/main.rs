@@ -1,5 +1,5 @@
-//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over the admin
-//! socket. Each kind of failure has a specific exit code. Only results and tables go to standard output.
+//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over the admin socket. Each
+//! kind of failure has its own exit code. Only results and tables are written to standard output.
 
 mod admin;
 mod advise;
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints the error or help text that clap has returned.
+/// Prints the error or help text returned by clap.
 fn print_clap_message(error: &clap::Error) -> ExitCode {
     if error.use_stderr() {
         error.exit();

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// Error message. `None` if the reader of standard output has closed the pipe, which is no error.
+    /// Error message. `None` if the reader of standard output has closed the pipe, which is not an error.
     message: Option<String>,
     /// Reason for the rejection, if the supervisor rejected the job.
     reason: Option<RejectReason>,
@@ -83,8 +83,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The status
-    /// then depends on the results so far, not on the lost output.
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The status then
+    /// reflects the results so far, not the lost output.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -134,7 +134,7 @@ pub(crate) fn json(json: impl Display) -> Result<(), Failure> {
     line(&text::escape_json(&json.to_string()))
 }
 
-/// Escapes line breaks and control characters, so that a worker cannot imitate output of this command.
+/// Escapes line breaks and control characters, so that a worker cannot imitate this command's output.
 fn one_line(text: &str) -> String {
     escape(text).replace('\n', "\\n")
 }
@@ -144,7 +144,7 @@ pub(crate) fn has_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
-/// Describes the outcome of a job in one line.
+/// Describes the outcome of a job on one line.
 pub(crate) fn describe(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(reply) => format!("ok: {}", timing(reply.outcome())),
@@ -162,7 +162,7 @@ fn timing(outcome: &Outcome) -> String {
         millis(outcome.queued),
         millis(outcome.ran)
     );
-    // An exit status of 0 is not shown, because it is the usual case.
+    // An exit status of 0 is not shown, because it is the normal case.
     if let Some(status) = outcome.status.filter(|status| *status != 0) {
         text.push_str(&format!(", exit status {status}"));
     }
@@ -214,8 +214,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     json!(document)
 }
 
-/// Returns the name of the signal in the crash message. If the message contains no name, returns the number
-/// of the signal.
+/// Returns the name of the signal in the crash message, or the signal number if the message contains no name.
 fn signal(verdict: &Verdict) -> Option<String> {
     match verdict {
         Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
@@ -227,7 +226,7 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Formats the outcome of a job that this command has cancelled and for which the supervisor reported no outcome.
+/// Formats the outcome of a job that this command cancelled and for which the supervisor reported no outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

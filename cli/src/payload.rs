@@ -11,7 +11,7 @@ use bulkhead_client::{PAYLOAD_BYTES_CEILING, RejectReason};
 use crate::args::Submit;
 use crate::output::{self, Failure, exit};
 
-/// Time after which a notice says that the command is still waiting for its payload.
+/// Time after which a notice says that the command is still waiting for the payload.
 const NOTICE_DELAY: Duration = Duration::from_secs(2);
 
 /// Returns the payload for `submit`: the contents of a file or of standard input. If standard input is a
@@ -46,13 +46,13 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     Ok(bytes)
 }
 
-/// Calls `read`, and prints a notice if that takes longer than [`NOTICE_DELAY`]. Without the notice, a pipe that is
-/// never closed would look like a supervisor that does not respond.
+/// Calls `read`, and prints a notice if it takes longer than [`NOTICE_DELAY`]. Without the notice, a pipe that is never
+/// closed would look like a supervisor that does not respond.
 fn read_with_notice<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };
     let notice = format!("bulkhead: reading the payload from {name} until end of input{hint}");
-    // Without the thread, only the notice is missing.
+    // If the thread cannot be started, only the notice is missing.
     let _ = std::thread::Builder::new().spawn(move || {
         if waiting.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {
             output::to_stderr(&notice);

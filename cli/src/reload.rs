@@ -1,4 +1,4 @@
-//! `bulkhead reload`: makes the supervisor reload the configuration, and prints the changes.
+//! `bulkhead reload`: makes the supervisor reload its configuration and prints the changes.
 
 use bulkhead_api::{BulkheadChange, ChangeKind, Changes, Word};
 use hyper::Method;
@@ -70,7 +70,7 @@ fn changed(change: &BulkheadChange) -> String {
             format!("{name}: replaced by a new bulkhead ({keys}); accepted jobs still finish")
         }
         Word::Known(ChangeKind::Changed) | Word::Other(_) if change.replaces_workers => {
-            format!("{name}: {keys}; workers are replaced one after the other")
+            format!("{name}: {keys}; workers are replaced one at a time")
         }
         Word::Known(ChangeKind::Changed) | Word::Other(_) => format!("{name}: {keys}"),
     }

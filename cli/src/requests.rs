@@ -1,4 +1,4 @@
-//! Requests to the admin API of a supervisor, over the admin socket or over TCP.
+//! Requests to a supervisor's admin API, over the admin socket or over TCP.
 
 use std::fmt;
 use std::path::Path;
@@ -22,16 +22,16 @@ use crate::args::Args;
 use crate::output::{Failure, escape, exit};
 use crate::target::Target;
 
-/// Maximum length of a line in a stream, in bytes. A supervisor sends no longer lines.
+/// Maximum length of a line in a stream, in bytes. Supervisors never send longer lines.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
 /// Maximum time for the supervisor to begin its response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum size of a response that is read completely, in bytes. A supervisor sends no larger responses.
+/// Maximum size of a response that is read in full, in bytes. Supervisors never send larger responses.
 const RESPONSE_BYTES_MAX: usize = 256 << 20;
 
-/// Number of buffered lines while several streams are followed.
+/// Number of lines to buffer while several streams are followed.
 const LINES_WAITING_MAX: usize = 64;
 
 /// Sends a request and returns the response. The body is not read yet.
@@ -159,7 +159,7 @@ async fn connect(target: &Target, socket: &Path) -> Result<Stream, Failure> {
         std::io::ErrorKind::PermissionDenied => Failure::new(
             exit::FORBIDDEN,
             format!(
-                "this user has no permission to use the admin socket {}: run the command as the supervisor's \
+                "this user does not have permission to use the admin socket {}: run the command as the supervisor's \
                  user or as root",
                 socket.display()
             ),
@@ -224,7 +224,7 @@ pub(crate) fn percent_encoded(name: &str) -> String {
 
 // Endless responses.
 
-/// Passes each line of the responses to `handle` as it arrives. Returns when all responses have ended or the user
+/// Passes each line of the responses to `handle` as it arrives. Returns when all responses have ended or when the user
 /// presses ^C.
 pub(crate) async fn follow(
     responses: Vec<Response<Incoming>>,
@@ -235,7 +235,7 @@ pub(crate) async fn follow(
         tokio::spawn(send_lines(response, sender.clone()));
     }
     drop(sender);
-    // A single future for all iterations, because a signal between two futures would be missed.
+    // A single future for all iterations, because a signal that arrives between two futures would be missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let line = tokio::select! {

@@ -1,9 +1,9 @@
-//! Sorts bulkheads by severity, which depends on the state of the workers and the quality of service.
+//! Sorts bulkheads by severity, which depends on the state of the workers and on the service level.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Returns the severity of a bulkhead, higher is worse. The first number is the worse of the state and the service
-/// level, the second number is their sum. Unknown states count as healthy.
+/// Returns the severity of a bulkhead; higher is worse. The first number is the worse of the state and the service
+/// level, the second is their sum. Unknown states count as healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,
@@ -19,7 +19,7 @@ pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     (state.max(service), state + service)
 }
 
-/// Returns true if an operator should investigate the bulkhead, because workers are missing or jobs fail.
+/// Returns true if an operator should investigate the bulkhead because workers are missing or jobs fail.
 pub(crate) fn is_failed(bulkhead: &Snapshot) -> bool {
     rank(bulkhead) >= (2, 0)
 }
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bulkheads_sort_from_worst_to_best() {
+    fn bulkheads_are_sorted_from_worst_to_best() {
         let snapshots = [
             ("idle", "ready", "ok"),
             ("new", "starting", "ok"),

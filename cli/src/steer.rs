@@ -1,4 +1,4 @@
-//! Actions on bulkheads, and waiting for their effect: restart, drain, resume, reset and is-ready.
+//! Actions on bulkheads, with waiting for their effect: restart, drain, resume, reset and is-ready.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum timeout of a poll, even if the wait ends earlier.
+/// Minimum timeout of a poll, even if the wait is over earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
-/// Time at which a wait ends, or `None` if it has no limit.
+/// Time at which a wait is over, or `None` if the wait is unlimited.
 #[derive(Clone, Copy)]
 struct WaitLimit(Option<Instant>);
 
@@ -30,7 +30,7 @@ impl WaitLimit {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 
-    /// Waits for the response to a poll, with a timeout so that a supervisor that hangs does not extend the wait.
+    /// Waits for the response to a poll, with a timeout so that a hung supervisor does not extend the wait.
     async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);
@@ -40,7 +40,7 @@ impl WaitLimit {
         })
     }
 
-    /// Sleeps until the next poll, but at most until the wait ends.
+    /// Sleeps until the next poll, but no longer than until the wait is over.
     async fn pause(self) {
         let next = Instant::now() + POLL_INTERVAL;
         tokio::time::sleep_until(self.0.map_or(next, |at| at.min(next))).await;
@@ -94,7 +94,7 @@ pub(crate) async fn drain(args: &Args, drain: &Drain) -> Result<u8, Failure> {
         let text = match limit {
             Some(limit) => {
                 wait_until_drained(args, name, limit).await?;
-                "drained: no job is left, and new jobs are rejected"
+                "drained: no jobs are left, and new jobs are rejected"
             }
             None => "new and queued jobs are rejected; running jobs can finish",
         };
@@ -110,7 +110,7 @@ async fn wait_until_drained(args: &Args, name: &str, limit: WaitLimit) -> Result
             let message = format!("{}: the bulkhead was resumed before it was drained", escape(name));
             return Err(Failure::new(exit::FAILED, message));
         }
-        // Workers can still run jobs whose clients already have the outcome.
+        // Workers may still be running jobs whose clients already have the outcome.
         let in_workers: u64 = bulkhead.workers.iter().map(|worker| worker.in_flight).sum();
         let left = bulkhead.in_flight.max(in_workers) + bulkhead.queued;
         if left == 0 {
@@ -135,7 +135,7 @@ pub(crate) async fn restart(args: &Args, restart: &Restart) -> Result<u8, Failur
             wait_until_replaced(args, name, limit).await?;
             "all workers have been replaced"
         }
-        None => "workers are being replaced one after the other",
+        None => "workers are being replaced one at a time",
     };
     print(args, name, &json, text)?;
     Ok(exit::OK)
@@ -149,7 +149,7 @@ async fn wait_until_replaced(args: &Args, name: &str, limit: WaitLimit) -> Resul
             bulkhead.workers.iter().all(|worker| worker.state == "ready" || worker.state == "busy");
         match &bulkhead.state {
             Word::Known(BulkheadState::Ready) if left == 0 => return Ok(()),
-            // A draining bulkhead never leaves this state by itself.
+            // A draining bulkhead never leaves this state on its own.
             Word::Known(BulkheadState::Draining) if left == 0 && has_ready_workers => return Ok(()),
             Word::Known(BulkheadState::Failed) => {
                 let cause = bulkhead.detail.as_ref().map(shown).unwrap_or_default();
@@ -198,7 +198,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
     Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
 }
 
-/// Returns true if the supervisor or bulkhead is ready, together with the response body.
+/// Returns true if the supervisor or bulkhead is ready, along with the response body.
 async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
     let (status, body) = get_any(args, path).await?;
     if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {

@@ -16,10 +16,10 @@ use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// Maximum time to wait for the outcomes of jobs that ^C has cancelled.
+/// Maximum time to wait for the outcomes of jobs that were cancelled by ^C.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Runs the command. Returns the exit code of the first job that was not `ok`, otherwise 0.
+/// Runs the command. Returns the exit code of the first job that was not `ok`, or 0 if all were.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let (payload, client) = match prepare(args, submit).await {
         Ok(prepared) => prepared,
@@ -98,7 +98,7 @@ impl<'a> SubmitRun<'a> {
         join_all((0..loops).map(|_| self.submit_loop(client, payload))).await
     }
 
-    /// Submits jobs one after the other until none is left.
+    /// Submits jobs one after another until none are left.
     async fn submit_loop(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
         while self.next.get() < self.count && !*self.interrupted.borrow() {
             let index = self.next.replace(self.next.get() + 1);
@@ -161,7 +161,7 @@ impl<'a> SubmitRun<'a> {
     }
 }
 
-/// Checks that the result can be written to `path`, before any job runs. Does not create the file.
+/// Checks that the result can be written to `path` before any job runs. Does not create the file.
 fn check_output(path: &Path) -> Result<(), Failure> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let checked = match std::fs::metadata(path) {

@@ -10,7 +10,7 @@ use hyper::header::HeaderValue;
 
 use crate::output::{Failure, exit};
 
-/// Maximum size of a token file in bytes, as in the supervisor.
+/// Maximum size of a token in bytes, as in the supervisor.
 const TOKEN_BYTES_MAX: usize = 4096;
 
 /// Maximum number of bytes to read from a token file, including whitespace around the token.
@@ -45,7 +45,7 @@ impl fmt::Display for Target {
 }
 
 impl Host {
-    /// Parses a URL such as `http://127.0.0.1:9464`. Returns an error message if the URL cannot be used.
+    /// Parses a URL such as `http://127.0.0.1:9464`. Returns an error message if the URL is not usable.
     pub(crate) fn parse(url: &str, token_file: Option<PathBuf>) -> Result<Self, String> {
         let example = "use a URL such as http://127.0.0.1:9464";
         let uri: Uri = url.parse().map_err(|error| format!("{error}; {example}"))?;
@@ -59,13 +59,13 @@ impl Host {
             _ => return Err(format!("http:// is missing; {example}")),
         }
         let authority = uri.authority().filter(|authority| !authority.as_str().contains('@'));
-        let authority = authority.ok_or("a user name is not supported; use --token-file")?;
+        let authority = authority.ok_or("user names are not supported; use --token-file")?;
         if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-            return Err(format!("there is something after the port; {example}"));
+            return Err(format!("there is extra text after the port; {example}"));
         }
         let port = uri.port_u16().ok_or_else(|| format!("the port is missing; {example}"))?;
         if port == 0 {
-            return Err("port 0 is not the port of a server; the supervisor's log shows the port".into());
+            return Err("port 0 is not a usable port; the supervisor's log shows the port".into());
         }
         let name = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         Ok(Self { name, port, authority: authority.as_str().to_owned(), token_file })

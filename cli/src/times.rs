@@ -17,8 +17,8 @@ pub(crate) fn until(text: &str) -> Result<SystemTime, String> {
     parse(text, SystemTime::now())
 }
 
-/// Parses a duration before `now`, a time in RFC 3339, or a time of day in UTC, which stands for its latest occurrence
-/// before `now`.
+/// Parses a duration before `now`, an RFC 3339 time, or a time of day in UTC, which stands for its most recent
+/// occurrence before `now`.
 fn parse(text: &str, now: SystemTime) -> Result<SystemTime, String> {
     if let Ok(ago) = humantime::parse_duration(text.strip_prefix('-').unwrap_or(text)) {
         let time = now.checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH);
@@ -41,7 +41,7 @@ fn time_of_day(text: &str, now: SystemTime) -> Option<SystemTime> {
     if time > now { time.checked_sub(DAY) } else { Some(time) }
 }
 
-/// Parses a time in RFC 3339, with an offset from UTC or `Z`.
+/// Parses an RFC 3339 time with a UTC offset or `Z`.
 fn rfc3339(text: &str) -> Option<SystemTime> {
     let offset = text.len().checked_sub(6).and_then(|at| text.split_at_checked(at));
     let Some((time, offset)) = offset.filter(|(_, offset)| offset.starts_with(['+', '-'])) else {

@@ -1,5 +1,5 @@
-//! `bulkhead top`: a live, full-screen `status`. One task owns the screen and handles keys, samples and
-//! signals sequentially. Sampling runs concurrently, so that keys do not wait for a slow supervisor.
+//! `bulkhead top`: a live, full-screen `status`. One task owns the screen and handles keys, samples and signals
+//! sequentially. Sampling runs concurrently, so that key presses do not have to wait for a slow supervisor.
 
 mod app;
 mod columns;
@@ -25,10 +25,10 @@ use app::{App, Step};
 use sample::{Sample, Sampler};
 use terminal::{Screen, SignalAction, Signals};
 
-/// Maximum time for taking a sample.
+/// Maximum time to take a sample.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Interval at which the screen is redrawn without a new sample, to update the time since the last response.
+/// Interval at which the screen is redrawn even without a new sample, to update the time since the last response.
 const TICK: Duration = Duration::from_secs(1);
 
 type SampleResult = Result<Sample, Failure>;
@@ -84,7 +84,7 @@ async fn run_live(sampler: Sampler<'_>, mut app: App, interval: Duration) -> Res
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
-    // With a capacity of 1, sampling pauses while the screen is not drawn.
+    // With a capacity of 1, sampling pauses while the screen is not being drawn.
     let (sender, mut samples) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
     let mut sampling = pin!(sample_periodically(sampler, interval, sender, is_paused));

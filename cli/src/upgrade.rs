@@ -1,4 +1,4 @@
-//! `bulkhead upgrade`: replaces the supervisor's program, and prints each step.
+//! `bulkhead upgrade`: replaces the supervisor's program and prints each step.
 
 use bulkhead_api::UpgradeStep;
 use hyper::Method;
@@ -51,7 +51,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         step => {
             let message = format!(
                 "the supervisor stopped responding after the step \"{step}\"; `bulkhead status` and the log show which \
-                 program serves"
+                 program is serving"
             );
             Err(Failure::new(exit::FAILED, message))
         }
@@ -64,10 +64,10 @@ fn sentence(step: &UpgradeStep) -> String {
         "started" => format!("started: the new program runs as process {pid} and starts its workers"),
         "ready" => "ready: every bulkhead has started in the new program".to_owned(),
         "switched" => {
-            format!("switched: process {pid}, version {version}, serves; waiting 10 s for a failure")
+            format!("switched: process {pid}, version {version}, is serving; watching for failures for 10 s")
         }
         "finished" => {
-            format!("finished: process {pid} is the supervisor; the old one ends after its last job")
+            format!("finished: process {pid} is the supervisor; the old one exits after its last job")
         }
         other => shown(&other),
     }

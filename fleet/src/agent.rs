@@ -1,4 +1,4 @@
-//! The agent of one host. Pulls jobs for the bulkheads of the local supervisor, and records their outcomes. All
+//! The agent of one host. It pulls jobs for the bulkheads of the local supervisor and records their outcomes. All
 //! decisions about jobs are made in [`decide`](crate::decide).
 
 mod clock;
@@ -47,10 +47,10 @@ struct Served {
     gate: Gate,
 }
 
-/// State that all tasks of an agent share.
+/// State shared by all tasks of an agent.
 struct Shared {
     host: String,
-    /// Identifies this process, as distinct from earlier and later agents of the same host.
+    /// Identifies this process, as distinct from earlier and later agents on the same host.
     instance: String,
     client: async_nats::Client,
     supervisor: Supervisor,
@@ -78,8 +78,8 @@ pub enum AgentError {
     TaskEnded(String),
 }
 
-/// Runs an agent until `stop` completes. Then stops pulling jobs, and waits at most `drain_timeout` for jobs in
-/// progress. Only tests set `faults`.
+/// Runs an agent until `stop` completes. Then stops pulling jobs and waits up to `drain_timeout` for jobs in progress.
+/// Only tests set `faults`.
 pub async fn run(
     settings: Settings,
     faults: Faults,

@@ -1,8 +1,8 @@
-//! The decisions of an agent about one message, without I/O, clock or randomness.
+//! An agent's decisions about one message, without I/O, a clock or randomness.
 //!
 //! [`delivery`] and [`outcome`] contain the two decision tables. [`Handling`] applies them to one message. The agent
-//! passes each event with the current time, and performs the returned step. The simulator in the tests runs the same
-//! code.
+//! passes in each event with the current time, and performs the step that is returned. The simulator in the tests runs
+//! the same code.
 
 pub mod delivery;
 mod handling;
@@ -28,7 +28,7 @@ pub struct Message {
     pub published: Timestamp,
 }
 
-/// Options of a job that influence decisions.
+/// Job options that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms {
     /// Name of the bulkhead.
@@ -39,7 +39,7 @@ pub struct Terms {
     pub is_idempotent: bool,
 }
 
-/// Settings of a fleet that influence decisions.
+/// Fleet settings that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     /// Time without an acknowledgement after which the server redelivers a message.
@@ -55,7 +55,7 @@ pub struct Rules {
     pub faults: Faults,
 }
 
-/// Faults injected by tests, to show that the simulation finds such bugs. Cannot be configured.
+/// Faults injected by tests to show that the simulation finds such bugs. They cannot be configured.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
@@ -65,7 +65,7 @@ pub struct Faults {
     pub claims_without_expectation: bool,
     /// Takes over another agent's claim at the first redelivery.
     pub takes_over_at_first_redelivery: bool,
-    /// Treats a pending write as a write that another agent has won.
+    /// Treats a pending write as one that another agent has won.
     pub mistakes_pending_write_for_refusal: bool,
 }
 

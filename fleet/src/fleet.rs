@@ -1,4 +1,4 @@
-//! The client library: submits jobs to a fleet, and waits for their outcomes.
+//! The client library: submits jobs to a fleet and waits for their outcomes.
 
 use std::fmt;
 use std::time::Duration;
@@ -21,12 +21,12 @@ use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
-/// Maximum time for which a submission without an acknowledgement is retried. Leader elections take up to ten seconds.
+/// Maximum time to keep retrying an unacknowledged submission. Leader elections take up to ten seconds.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum delay between reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Delays between ledger reads after the notice, in milliseconds. The replica that serves the read may not have the
-/// record yet.
+/// Delays between reads of the ledger after the notice, in milliseconds. The replica that serves the read may not have
+/// the record yet.
 const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
 
 /// A connection to a fleet. Clones share the connection.
@@ -38,22 +38,22 @@ pub struct Fleet {
     host_lost_after: Duration,
 }
 
-/// Error of a job without a result.
+/// Error for a job without a result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FleetError {
     /// The job's outcome is not `ok`, or the fleet rejected the submission.
     Job(JobError),
-    /// No outcome was recorded in time. The job can still run; its outcome can be queried later by the same id.
+    /// No outcome was recorded in time. The job may still run; its outcome can be queried later with the same ID.
     Overdue {
-        /// Id of the job.
+        /// ID of the job.
         id: String,
         /// Time spent waiting.
         waited: Duration,
     },
     /// The servers did not respond or did not acknowledge the submission. The job may run. Submitting it again with the
-    /// same id is safe.
+    /// same ID is safe.
     Unreachable {
-        /// Id of the job.
+        /// ID of the job.
         id: String,
         /// Human-readable description.
         message: String,
@@ -69,7 +69,7 @@ impl FleetError {
         }
     }
 
-    /// Returns true if the same job can succeed when submitted again.
+    /// Returns true if the same job can succeed when it is submitted again.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::Job(error) if error.is_retryable()) || matches!(self, Self::Unreachable { .. })
     }
@@ -118,14 +118,14 @@ impl Fleet {
         Self::connect_with(&Nats::new(servers), &Streams::default()).await
     }
 
-    /// Connects with the settings of the tables `[nats]` and `[streams]` of a configuration.
+    /// Connects with the settings in the tables `[nats]` and `[streams]` of a configuration.
     pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
         let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
         let tenant = nats.tenant.clone().unwrap_or_default();
         Ok(Self { client, refusals, tenant, host_lost_after: streams.host_lost_after })
     }
 
-    /// Creates a job for `bulkhead`, with a random id.
+    /// Creates a job for `bulkhead`, with a random ID.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> FleetJob {
         let id = format!("{:016x}{:016x}", crate::random::number(), crate::random::number());
         let mut options = JobOptions::new(bulkhead.into(), id);
@@ -154,8 +154,8 @@ impl Fleet {
     }
 }
 
-/// Builder for a job of a fleet. Nothing is sent before [`FleetJob::submit`].
-#[must_use = "a job does nothing until the job is submitted"]
+/// Builder for a fleet job. Nothing is sent before [`FleetJob::submit`].
+#[must_use = "a job does nothing until it is submitted"]
 #[derive(Clone, Debug)]
 pub struct FleetJob {
     fleet: Fleet,
@@ -164,8 +164,8 @@ pub struct FleetJob {
 }
 
 impl FleetJob {
-    /// Sets the id, which has 1 to 128 bytes. Only one of a tenant's jobs with the same id runs, and all of them get
-    /// its outcome.
+    /// Sets the ID, which has 1 to 128 bytes. If several jobs of a tenant have the same ID, only one of them runs, and
+    /// all of them get its outcome.
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.options.id = id.into();
         self
@@ -183,8 +183,8 @@ impl FleetJob {
         self
     }
 
-    /// Sets the time limit from the submission to the outcome, including waiting and all attempts. The
-    /// default is one hour, and the maximum is the fleet's `deadline_max`.
+    /// Sets the time limit from submission to outcome, including waiting time and all attempts. The default is one
+    /// hour, and the maximum is the fleet's `deadline_max`.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.options.deadline = Some(limit);
         self
@@ -225,7 +225,7 @@ impl FleetJob {
         &self.options
     }
 
-    /// Submits the job. Once this returns, the job is stored, and survives the loss of any host.
+    /// Submits the job. When this returns, the job has been stored and survives the loss of any host.
     ///
     /// Retries an unacknowledged submission for up to 15 s. The ledger prevents duplicates from running.
     ///
@@ -300,8 +300,8 @@ impl FleetJob {
     }
 
     /// Returns true if the bulkhead does not exist, so that no stream accepts the subject. In a cluster, a stream can
-    /// also lack a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. Reads the ledger to
-    /// check that JetStream works, because tenants have no permission to query the stream.
+    /// also be without a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. Reads the ledger
+    /// to check that JetStream works, because tenants do not have permission to query the stream.
     async fn is_missing(&self, has_time: bool) -> bool {
         let client = &self.fleet.client;
         if has_time && client.server_info().cluster.is_some() {
@@ -324,7 +324,7 @@ impl FleetJob {
     }
 }
 
-/// Handle for a submitted job. Dropping the handle does not cancel the job.
+/// Handle to a submitted job. Dropping the handle does not cancel the job.
 #[derive(Debug)]
 pub struct Submitted {
     fleet: Fleet,
@@ -336,12 +336,12 @@ pub struct Submitted {
 }
 
 impl Submitted {
-    /// Returns the id of the job.
+    /// Returns the ID of the job.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// Waits for the outcome, at most until `host_lost_after` after the deadline.
+    /// Waits for the outcome, but no longer than `host_lost_after` past the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

@@ -1,4 +1,4 @@
-//! The format of ledger records: the fields are headers, and the result is the body.
+//! Format of ledger records: the fields are headers, and the result is the body.
 
 use async_nats::HeaderMap;
 use bulkhead_api::JobOutcome;
@@ -42,7 +42,7 @@ pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
     (headers, body)
 }
 
-/// Decodes a record. Returns an error message if this is not a valid record.
+/// Decodes a record. Returns an error message if the record is not valid.
 pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String> {
     let text = |name: &str| headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("no {name}"));
     let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is not a number"));

@@ -7,13 +7,13 @@ use async_nats::HeaderMap;
 use bulkhead_client::Priority;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 
-/// Maximum length of a job id, in bytes.
+/// Maximum length of a job ID, in bytes.
 pub const ID_BYTES_MAX: usize = 128;
 
 /// Default deadline of a job.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
-/// Part of the maximum message size that is reserved for headers, in bytes. The payload or result can use the rest.
+/// Number of bytes of the maximum message size that are reserved for headers. The payload or result can use the rest.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
 const ID: &str = "Bulkhead-Id";
@@ -28,7 +28,7 @@ const TRACEPARENT: &str = "traceparent";
 /// Options of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobOptions {
-    /// Id of the job, unique within its tenant. Of several jobs with the same id, only one runs.
+    /// ID of the job, unique within its tenant. If several jobs have the same ID, only one of them runs.
     pub id: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
@@ -114,8 +114,8 @@ impl JobOptions {
         headers
     }
 
-    /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid id
-    /// gets a new id, so that every message can have a record.
+    /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid ID
+    /// is given a new one, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,
@@ -126,7 +126,7 @@ impl JobOptions {
         let read = headers.map_or(Ok(()), |headers| options.read(headers));
         let error = read.and_then(|()| options.check()).err();
         if error.is_some() {
-            // Keeps only the names. The job ends as invalid, and no other option must have an effect.
+            // Keeps only the names. The job ends as invalid, so no other option may have any effect.
             let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
             let has_id = valid.check().is_ok();
             let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };
@@ -143,7 +143,7 @@ impl JobOptions {
         self.is_idempotent = match text(IDEMPOTENT).as_deref() {
             None | Some("false" | "0") => false,
             Some("true" | "1") => true,
-            Some(_) => return Err(format!("{IDEMPOTENT} is neither true nor false")),
+            Some(_) => return Err(format!("{IDEMPOTENT} must be true or false")),
         };
         let number = |name: &str| -> Result<Option<u64>, String> {
             let parse = |value: String| value.parse().map_err(|_| format!("{name} is not a whole number"));
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn message_without_id_gets_one() {
+    fn message_without_id_is_given_one() {
         for headers in [&[][..], &[("Bulkhead-Id", "")], &[("Bulkhead-Id", "a\u{1}b")]] {
             let (options, error) = parsed(headers);
             assert_eq!(options.id, "message-7");

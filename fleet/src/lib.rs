@@ -1,9 +1,9 @@
 //! Durable jobs on several hosts, over NATS JetStream.
 //!
-//! A submitter publishes a job to a stream of the servers. On each host an [`agent`] takes jobs for the
-//! bulkheads of its supervisor, and records each outcome in a ledger. The ledger is authoritative;
-//! acknowledgements only remove messages from the stream. Each write specifies the record that it replaces,
-//! so that only one writer succeeds. A job that is not idempotent never begins twice.
+//! A submitter publishes a job to one of the servers' streams. On each host, an [`agent`] takes jobs for the bulkheads
+//! of its supervisor and records each outcome in a ledger. The ledger is authoritative; acknowledgements only remove
+//! messages from the stream. Each write specifies the record that it replaces, so only one writer succeeds. A job that
+//! is not idempotent never begins twice.
 
 pub mod agent;
 pub mod decide;

@@ -1,4 +1,4 @@
-//! The `bulkhead-fleet` program: the agent of a host, and commands for submitters and operators of a fleet.
+//! The `bulkhead-fleet` program: the agent for a host, and commands for submitters and operators of a fleet.
 
 mod program;
 

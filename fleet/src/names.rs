@@ -1,5 +1,4 @@
-//! Names of subjects, streams and consumers, with the escaping of names and the assignment of tenants to
-//! lanes.
+//! Names of subjects, streams and consumers, including how names are escaped and how tenants are assigned to lanes.
 
 use sha2::{Digest, Sha256};
 
@@ -68,7 +67,7 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
-/// Returns the subject filters of one of a bulkhead's consumers, which are `lanes` in number.
+/// Returns the subject filters of one of a bulkhead's `lanes` consumers.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];
@@ -78,12 +77,12 @@ pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     lanes.map(|lane| format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))).collect()
 }
 
-/// Returns the name of one of the consumers of a bulkhead.
+/// Returns the name of one of a bulkhead's consumers.
 pub fn consumer(bulkhead: &str, index: u8) -> String {
     format!("{}_{CLASS}_{index}", escape(bulkhead))
 }
 
-/// Returns the bulkhead and tenant from the subject of a job.
+/// Extracts the bulkhead and tenant from the subject of a job.
 pub fn parse_job_subject(subject: &str) -> Option<(String, String)> {
     let tokens: Vec<_> = subject.split('.').collect();
     match tokens[..] {
@@ -107,7 +106,7 @@ pub fn dead_subject(bulkhead: &str, tenant: &str, id: &str) -> String {
     format!("bh.dead.{}.{}.{}", escape(bulkhead), escape(tenant), escape(id))
 }
 
-/// Returns the bulkhead, tenant and id from the subject of a dead letter.
+/// Extracts the bulkhead, tenant and ID from the subject of a dead letter.
 pub fn parse_dead_subject(subject: &str) -> Option<(String, String, String)> {
     let tokens: Vec<_> = subject.split('.').collect();
     match tokens[..] {
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn subjects_name_bulkhead_and_tenant() {
+    fn subjects_contain_bulkhead_and_tenant() {
         let subject = job_subject("a.b", "");
         assert_eq!(parse_job_subject(&subject), Some(("a.b".into(), String::new())));
         assert_eq!(parse_job_subject("bh.job.a.n.1"), None);

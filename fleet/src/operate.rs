@@ -29,7 +29,7 @@ pub struct Operator {
     settings: Settings,
 }
 
-/// A failed request of an operator.
+/// A failed operator request.
 #[derive(Debug)]
 pub struct OperateError(String);
 
@@ -48,27 +48,27 @@ impl OperateError {
     }
 }
 
-/// State of a fleet.
+/// State of the whole fleet.
 #[derive(Clone, Debug, Serialize)]
 pub struct Status {
     /// Agents that reported their presence in the last 15 s.
     pub agents: Vec<Value>,
-    /// Bulkheads of the fleet.
+    /// The fleet's bulkheads.
     pub bulkheads: Vec<BulkheadStatus>,
-    /// Streams of the fleet.
+    /// The fleet's streams.
     pub streams: Vec<StreamStatus>,
 }
 
-/// State of a bulkhead of a fleet.
+/// State of a bulkhead in a fleet.
 #[derive(Clone, Debug, Serialize)]
 pub struct BulkheadStatus {
     /// Name of the bulkhead.
     pub name: String,
     /// Number of jobs without an outcome.
     pub pending: u64,
-    /// Number of tenants with such jobs.
+    /// Number of tenants with jobs that have no outcome.
     pub tenants: usize,
-    /// Number of agents that pull jobs of the bulkhead.
+    /// Number of agents that pull jobs for the bulkhead.
     pub agents: usize,
 }
 
@@ -79,11 +79,11 @@ pub struct StreamStatus {
     pub name: String,
     /// Number of messages.
     pub messages: u64,
-    /// Size of all messages, in bytes.
+    /// Total size of all messages, in bytes.
     pub bytes: u64,
     /// Maximum size, in bytes.
     pub max_bytes: u64,
-    /// Number of replicas that are up to date.
+    /// Number of up-to-date replicas.
     pub replicas: usize,
     /// Name of the server that leads the stream. `None` if there is no cluster, or during an election.
     pub leader: Option<String>,
@@ -110,7 +110,7 @@ pub struct DeadFilter {
     pub bulkhead: Option<String>,
     /// Name of the tenant.
     pub tenant: Option<String>,
-    /// Id of the job.
+    /// ID of the job.
     pub id: Option<String>,
 }
 
@@ -121,8 +121,8 @@ impl Operator {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// Creates missing streams and consumers. Reports existing objects that differ from the configuration,
-    /// but does not change them.
+    /// Creates missing streams and consumers. Existing objects that differ from the configuration are reported but not
+    /// changed.
     pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
         streams::prepare(&self.client, &self.settings).await
     }
@@ -212,8 +212,8 @@ impl Operator {
         Ok(letters)
     }
 
-    /// Submits the job of a dead letter again, and removes the letter. Returns the new id, which is derived from the
-    /// letter so that repeating the request does not run the job twice.
+    /// Resubmits the job of a dead letter and removes the letter. Returns the new ID. The ID is derived from the letter
+    /// so that repeating the request does not run the job twice.
     pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
         let mut options = letter.options.clone();
         options.id = requeued_id(&options.id, letter.sequence);

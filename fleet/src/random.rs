@@ -3,7 +3,7 @@
 /// Returns a random number.
 pub(crate) fn number() -> u64 {
     let mut bytes = [0; 8];
-    // Cannot fail, because the kernel has enough entropy before services start.
+    // Cannot fail, because the kernel gathers enough entropy before services start.
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     u64::from_le_bytes(bytes)
 }

@@ -1,4 +1,4 @@
-//! The record of a job in the ledger, independent of its encoding. A `decided` record contains the final outcome.
+//! A job's record in the ledger, independent of its encoding. A `decided` record contains the final outcome.
 
 use bulkhead_shared::Outcome;
 use bytes::Bytes;
@@ -6,7 +6,7 @@ use bytes::Bytes;
 /// State of a job in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// Unique value of each write, by which a writer recognises its own record.
+    /// Value that is unique to each write, by which a writer recognises its own record.
     pub nonce: String,
     /// Name of the agent that wrote the record.
     pub agent: String,
@@ -28,16 +28,16 @@ pub enum Phase {
         /// Outcome of the previous attempt, if there was one.
         previous: Option<Outcome>,
     },
-    /// The job waits for another attempt.
+    /// The job is waiting for another attempt.
     Returned {
         /// Outcome of the previous attempt.
         previous: Outcome,
     },
-    /// The job has ended. This phase is final.
+    /// The job has a final outcome. This phase never changes.
     Decided(Ending),
 }
 
-/// Final outcome of a job, with the payload.
+/// Final outcome of a job, with its payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ending {
     /// Outcome of the job.
@@ -46,7 +46,7 @@ pub struct Ending {
     pub payload: Bytes,
 }
 
-/// A record with its position in the ledger.
+/// A record and its position in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
     /// Stream sequence number of the record.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::names::LANES;
 
-/// Maximum value of a time in the configuration.
+/// Maximum duration in the configuration.
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// Contents of `fleet.toml`.
@@ -18,7 +18,7 @@ const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 pub struct Settings {
     /// The connection to the servers.
     pub nats: Nats,
-    /// The agent of this host.
+    /// The agent on this host.
     #[serde(default)]
     pub agent: Agent,
     /// The streams of the fleet. Must be the same on all hosts.
@@ -41,18 +41,18 @@ pub struct Nats {
     pub nkey: Option<PathBuf>,
     /// PEM file with CA certificates. Default: the system's certificates.
     pub ca: Option<PathBuf>,
-    /// The tenant of this user. Sets the inbox prefix that the tenant's permissions require.
+    /// The user's tenant. Sets the inbox prefix that the tenant's permissions require.
     pub tenant: Option<String>,
     /// Interval between pings. The connection is closed after two unanswered pings.
     #[serde(default = "ping", deserialize_with = "duration")]
     pub ping: Duration,
 }
 
-/// The agent of one host.
+/// The agent on one host.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Agent {
-    /// Name of the host, unique in the fleet. Default: the name of the machine.
+    /// Name of the host, unique within the fleet. Default: the machine's name.
     pub name: Option<String>,
     /// Jobs socket of the supervisor.
     pub socket: Option<PathBuf>,
@@ -71,39 +71,39 @@ pub struct Agent {
 pub struct Streams {
     /// Number of replicas: 1, 3 or 5.
     pub replicas: u32,
-    /// Maximum size of all waiting jobs, in bytes.
+    /// Maximum total size of all waiting jobs, in bytes.
     #[serde(deserialize_with = "size")]
     pub max_bytes: u64,
-    /// Maximum size of all records, in bytes.
+    /// Maximum total size of all records, in bytes.
     #[serde(deserialize_with = "size")]
     pub ledger_max_bytes: u64,
-    /// Maximum size of all dead letters, in bytes. When full, the oldest are deleted.
+    /// Maximum total size of all dead letters, in bytes. When it is reached, the oldest are deleted.
     #[serde(deserialize_with = "size")]
     pub dead_max_bytes: u64,
-    /// Time without a sign of life after which a host is considered lost.
+    /// Time without a heartbeat after which a host is considered lost.
     #[serde(deserialize_with = "duration")]
     pub host_lost_after: Duration,
-    /// Time for which records are kept.
+    /// How long records are kept.
     #[serde(deserialize_with = "duration")]
     pub ledger_keep: Duration,
-    /// Time for which dead letters are kept.
+    /// How long dead letters are kept.
     #[serde(deserialize_with = "duration")]
     pub dead_keep: Duration,
-    /// Maximum number of waiting jobs of one tenant in one bulkhead.
+    /// Maximum number of one tenant's waiting jobs in one bulkhead.
     pub tenant_backlog: u32,
 }
 
-/// A bulkhead of the fleet.
+/// A bulkhead in the fleet.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Bulkhead {
-    /// Share of the supervisor's permits that jobs of the fleet may use, above 0 and at most 1.
+    /// Fraction of the supervisor's permits that the fleet's jobs may use, above 0 and at most 1.
     pub share: f64,
     /// Number of consumers, which take turns: 1, 2, 4, 8 or 16.
     pub lanes: u8,
     /// Maximum number of attempts of an idempotent job.
     pub attempts: u32,
-    /// Maximum deadline of a job, and the default deadline.
+    /// Maximum deadline of a job, which is also the default deadline.
     #[serde(deserialize_with = "duration")]
     pub deadline_max: Duration,
 }
@@ -136,7 +136,7 @@ impl Default for Bulkhead {
     }
 }
 
-/// Errors of a configuration file.
+/// Errors in a configuration file.
 #[derive(Debug)]
 pub struct SettingsError(Vec<String>);
 
@@ -149,8 +149,7 @@ impl fmt::Display for SettingsError {
 impl std::error::Error for SettingsError {}
 
 impl Settings {
-    /// Reads a configuration file. Relative paths are relative to the file's folder. Reports all errors at
-    /// once.
+    /// Reads a configuration file. Relative paths are resolved against the file's folder. Reports all errors at once.
     pub fn read(file: &Path) -> Result<Self, SettingsError> {
         let text = std::fs::read_to_string(file)
             .map_err(|error| SettingsError(vec![format!("failed to read {}: {error}", file.display())]))?;
@@ -326,7 +325,7 @@ impl Bulkhead {
     }
 }
 
-/// Appends a line for a key, if the key has a value.
+/// Appends a line for a key if the key has a value.
 fn push(text: &mut String, key: &str, value: Option<String>) {
     if let Some(value) = value {
         text.push_str(&format!("{key} = {value}\n"));
@@ -441,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_errors_name_the_line() {
+    fn parse_errors_give_the_line() {
         for (line, part) in [
             ("[agent]\ndrain_timeout = \"soon\"", "use a time such as"),
             ("[streams]\nmax_bytes = \"10GB\"", "use a size such as"),

@@ -1,9 +1,9 @@
 //! Simulates random histories of a fleet with a virtual clock. Agents run the real decision code against a model of the
-//! server, which delays, reorders, repeats and loses messages as a real server does.
+//! server, which delays, reorders, repeats and loses messages like a real server.
 //!
 //! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_HISTORIES` sets the number of histories.
 
-#![expect(clippy::expect_used, clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::expect_used, clippy::panic, reason = "tests report failures by panicking")]
 
 mod support;
 
@@ -17,7 +17,7 @@ const HISTORIES: u64 = 400;
 const FAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
-fn random_histories_violate_no_invariant() {
+fn random_histories_do_not_violate_invariants() {
     let mut coverage = Coverage::default();
     if let Some(seed) = variable("BULKHEAD_SIM_SEED") {
         let result = World::new(seed, Faults::default()).run(&mut coverage);
@@ -35,7 +35,7 @@ fn random_histories_violate_no_invariant() {
     }
 }
 
-/// Searches for a history in which the injected fault violates an invariant. Returns the violation.
+/// Searches for a history in which the injected fault violates an invariant, and returns the violation.
 fn find(faults: Faults) -> String {
     let began = Instant::now();
     let mut seed = 0;
@@ -50,24 +50,24 @@ fn find(faults: Faults) -> String {
 }
 
 #[test]
-fn finds_acknowledgement_before_the_record() {
+fn simulation_finds_acknowledgement_before_record() {
     let violation = find(Faults { acknowledges_before_record: true, ..Faults::default() });
     assert!(violation.contains("lost"), "{violation}");
 }
 
 #[test]
-fn finds_claim_without_expected_sequence() {
+fn simulation_finds_claim_without_expected_sequence() {
     find(Faults { claims_without_expectation: true, ..Faults::default() });
 }
 
 #[test]
-fn finds_takeover_at_first_redelivery() {
+fn simulation_finds_takeover_at_first_redelivery() {
     let violation = find(Faults { takes_over_at_first_redelivery: true, ..Faults::default() });
     assert!(violation.contains("living"), "{violation}");
 }
 
 #[test]
-fn finds_pending_write_mistaken_for_refusal() {
+fn simulation_finds_pending_write_mistaken_for_refusal() {
     find(Faults { mistakes_pending_write_for_refusal: true, ..Faults::default() });
 }
 

@@ -77,7 +77,7 @@ CASES: dict[str, Callable[..., None]] = {
     "segfaults": segfaults,
     "calls os._exit(0)": exits,
     "hangs": hangs,
-    "raises what cannot be unpickled": raises_what_cannot_be_unpickled,
+    "raises an exception that cannot be unpickled": raises_what_cannot_be_unpickled,
     "hangs with a grandchild": hangs_with_a_grandchild,
 }
 

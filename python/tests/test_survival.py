@@ -40,7 +40,7 @@ def test_documented_survival_table_is_correct() -> None:
         "segfaults": "its error",
         "calls os._exit(0)": "its error",
         "hangs": "timeout",
-        "raises what cannot be unpickled": "its error",
+        "raises an exception that cannot be unpickled": "its error",
         "hangs with a grandchild": "killed",
     }
 

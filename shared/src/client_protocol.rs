@@ -1,5 +1,5 @@
-//! Messages between a client and the supervisor, protocol version 1. Each kind of frame has a structure that
-//! never changes. Additions are made as extensions (see [`crate::codec`]).
+//! Messages between a client and the supervisor, protocol version 1. The structure of each kind of frame is frozen;
+//! additions are made as extensions (see [`crate::codec`]).
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, Reje
 /// Version of the client protocol and the worker protocol that this crate implements.
 pub const PROTOCOL_VERSION: u16 = 1;
 
-/// Roles of the sender of a hello.
+/// Values of [`Hello::role`].
 pub mod role {
     /// A client, which submits jobs.
     pub const CLIENT: u8 = 1;
@@ -20,22 +20,22 @@ pub mod role {
     pub const WORKER: u8 = 2;
 }
 
-/// Optional features of a supervisor. [`ClientWelcome::capabilities`] contains the sum of the supported ones.
+/// Optional features of a supervisor, as bits of [`ClientWelcome::capabilities`].
 pub mod capability {
-    /// Accepts the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) in a submit.
+    /// Accepts the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) in SUBMIT frames.
     pub const RUN_LIMIT: u64 = 1;
 
     /// Grants [leases](crate::memory_files) to clients on request.
     pub const MEMORY_FILES: u64 = 2;
 
-    /// Accepts the extension [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) in a cancellation.
+    /// Accepts the extension [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) in CANCEL frames.
     pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
-/// Optional features of a client. [`Hello::capabilities`] contains the sum of the supported ones.
+/// Optional features of a client, as bits of [`Hello::capabilities`].
 pub mod client_capability {
-    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY). The client sends all jobs that the supervisor has not taken
-    /// over another connection, and closes this one after the last outcome.
+    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY). The client then resubmits every job that the supervisor has
+    /// not processed, using a new connection, and closes the old connection after its last outcome.
     pub const GOAWAY: u64 = 1;
 }
 
@@ -60,8 +60,8 @@ pub fn encode_run_limit(limit: Duration) -> [u8; 8] {
     micros(limit).max(1).to_le_bytes()
 }
 
-/// [`HELLO`](crate::frame::kind::HELLO): the first frame that a client or worker sends. The number of the
-/// frame is [`MAGIC`](crate::frame::MAGIC).
+/// [`HELLO`](crate::frame::kind::HELLO): the first frame that a client or worker sends. Its frame number is
+/// [`MAGIC`](crate::frame::MAGIC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Hello<'a> {
     /// Oldest protocol version that the sender supports.
@@ -70,10 +70,10 @@ pub struct Hello<'a> {
     pub version_max: u16,
     /// Role of the sender, from [`role`].
     pub role: u8,
-    /// Maximum size of a frame that the sender accepts, in bytes, not counting the header.
+    /// Maximum size of a frame that the sender accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
-    /// Sum of the sender's capabilities. [`client_capability`] lists those of clients, and
-    /// [`crate::worker_protocol::capability`] those of workers.
+    /// Bit mask of the sender's capabilities: [`client_capability`] for a client,
+    /// [`crate::worker_protocol::capability`] for a worker.
     pub capabilities: u64,
     /// Name of the client or worker library.
     pub name: &'a str,
@@ -87,9 +87,9 @@ pub struct Hello<'a> {
 pub struct ClientWelcome<'a> {
     /// Protocol version that both sides will use.
     pub version: u16,
-    /// Maximum size of a frame that the supervisor accepts, in bytes, not counting the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
-    /// Sum of the supported [`capability`] values.
+    /// Bit mask of the supervisor's [`capability`] values.
     pub capabilities: u64,
     /// Version of the supervisor.
     pub server_version: &'a str,
@@ -104,8 +104,8 @@ pub struct Refused<'a> {
     pub message: &'a str,
 }
 
-/// [`SUBMIT`](crate::frame::kind::SUBMIT): submits a job. The client chooses the number of the frame, and the
-/// outcome has the same number. The payload follows the metadata.
+/// [`SUBMIT`](crate::frame::kind::SUBMIT): submits a job. The client chooses the frame number, and the outcome has the
+/// same number. The payload follows the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Submit<'a> {
     /// Name of the bulkhead.
@@ -125,7 +125,7 @@ pub struct Submit<'a> {
 }
 
 impl<'a> Submit<'a> {
-    /// Creates the message from the options of a job. Ignores the run limit, which is sent as the extension
+    /// Creates the message from a job's options. Ignores the run limit, which is sent as the extension
     /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT).
     pub fn new<T: AsRef<str>>(bulkhead: &'a str, options: &'a JobOptions<T>) -> Self {
         Self {
@@ -151,8 +151,8 @@ pub struct Progress<'a> {
     pub text: &'a str,
 }
 
-/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of a job. The frame has the number of the submit.
-/// The payload is the result of an `ok` job, or the error payload of a `failed` job.
+/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of a job. The frame number is that of the SUBMIT frame. The
+/// payload is the result of an `ok` job, or the error payload of a `failed` job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// Kind of the outcome, from [`outcome_code`].
@@ -160,21 +160,21 @@ pub struct OutcomeMessage<'a> {
     /// Code of a [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1 if the job was queued and 2
     /// if it was running.
     pub reason: u8,
-    /// 0 if the handler did not begin the job, 1 if it did, 2 if this is unknown.
+    /// 0 if the handler did not start the job, 1 if it did, 2 if this is unknown.
     pub executed: u8,
-    /// 1 if sending the job again is safe and can succeed, otherwise 0.
+    /// 1 if sending the job again is safe and may succeed, otherwise 0.
     pub retryable: u8,
     /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is at fault. Otherwise 0.
     pub fault: u8,
-    /// Number of times that the job was dispatched to a worker.
+    /// Number of times the job was dispatched to a worker.
     pub attempts: u32,
-    /// Time that the job waited for a permit, in microseconds.
+    /// Time the job spent waiting for a permit, in microseconds.
     pub queued_us: u64,
-    /// Total time that the job spent in workers, in microseconds.
+    /// Total time the job spent in workers, in microseconds.
     pub ran_us: u64,
     /// Time limit that applied to the job, in microseconds.
     pub deadline_us: u64,
-    /// Process id of the last worker that the job was dispatched to; 0 if there was none.
+    /// PID of the last worker to which the job was dispatched; 0 if there was none.
     pub worker_pid: u32,
     /// 1 if `retry_after_us` is valid.
     pub has_retry_after: u8,
@@ -240,7 +240,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Creates the message for a job that ended with `verdict`. Sets no times and no worker.
+    /// Creates the message for a job that ended with `verdict`. Does not set the times or the worker.
     pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),
@@ -269,7 +269,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Sets queue time, run time, time limit and retry delay.
+    /// Sets the queue time, run time, time limit and retry delay.
     #[must_use]
     pub fn with_times(
         self,
@@ -288,14 +288,14 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Converts the message to an outcome. Leaves out the values that are sent as extensions: job id, run
-    /// limit and crash report. Returns `None` if the message contains a code that this version does not know.
+    /// Converts the message to an outcome. Omits the values that are sent as extensions: job ID, run limit and crash
+    /// report. Returns `None` if the message contains a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         self.to_outcome_with_bulkhead(self.bulkhead.to_owned())
     }
 
-    /// Converts the message to an outcome like [`OutcomeMessage::to_outcome`], with `bulkhead` as the name of the
-    /// bulkhead. Saves an allocation if the caller already has the name as a `String`.
+    /// Converts the message to an outcome, using `bulkhead` as the name of the bulkhead. Compared with
+    /// [`OutcomeMessage::to_outcome`], saves an allocation if the caller already has the name as a `String`.
     pub fn to_outcome_with_bulkhead(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();

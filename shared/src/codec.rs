@@ -1,10 +1,10 @@
 //! Encodes and decodes the metadata of frames. No other module calls the serializer.
 //!
-//! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures
-//! use bincode's little-endian format with fixed-size integers; a text is a 64-bit length followed by the
-//! bytes. The list begins with the 64-bit number of extensions. Each extension is a 16-bit tag, a 64-bit
-//! length and the value. A receiver skips extensions with an unknown tag, unless the highest bit of the tag
-//! is set. This keeps old and new peers compatible.
+//! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures use
+//! bincode's little-endian format with fixed-size integers; a text is a 64-bit length followed by the bytes. The list
+//! begins with the number of extensions (64 bits). Each extension consists of a 16-bit tag, a 64-bit length and the
+//! value. A receiver skips extensions with an unknown tag, unless the highest bit of the tag is set. This keeps old
+//! and new peers compatible.
 //!
 //! Decoding enforces a byte limit, rejects trailing bytes, and allocates memory only in proportion to the
 //! received bytes. Texts are borrowed from the frame.
@@ -22,10 +22,10 @@ const CONFIG: Config = bincode::config::standard()
     .with_fixed_int_encoding()
     .with_limit::<METADATA_BYTES_MAX>();
 
-/// Maximum size of a message that is encoded through a fixed-size buffer, in bytes.
+/// Maximum size, in bytes, of a message that is first encoded into a fixed-size buffer.
 const SMALL_BYTES: usize = 192;
 
-/// Size of the tag and the length of an extension, in bytes.
+/// Combined size of the tag and length fields of an extension, in bytes.
 const EXTENSION_BYTES: usize = 2 + 8;
 
 /// Bit of a tag that marks a critical extension. A receiver that does not know the tag must reject the
@@ -34,19 +34,18 @@ pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Tags of the extensions.
 pub mod tag {
-    /// W3C `traceparent` as text. Sent with a submit, with a job, and with the outcome of a traced job.
+    /// W3C `traceparent` as text. Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
     pub const TRACEPARENT: u16 = 1;
-    /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY.
-    /// Sent with the welcome of a worker.
+    /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. Sent with
+    /// WORKER_WELCOME.
     pub const SEAL: u16 = 2;
-    /// Process id of the program that crashed, in the worker's pid namespace; 4 bytes. Sent with
-    /// PROGRAM_CRASHED.
+    /// PID of the program that crashed, in the worker's PID namespace; 4 bytes. Sent with PROGRAM_CRASHED.
     pub const PROCESS: u16 = 3;
-    /// Id of a job, as a [`JobId`](crate::JobId); 8 bytes. Sent with the outcome of an accepted job.
+    /// Job ID, as a [`JobId`](crate::JobId); 8 bytes. Sent with the outcome of an accepted job.
     pub const JOB: u16 = 4;
-    /// Maximum run time of each attempt, measured from dispatch, in microseconds; 8 bytes, not 0. A submit
-    /// contains the requested limit. An outcome contains the limit that applied: the lower of the requested
-    /// limit and the bulkhead's limit.
+    /// Maximum run time of each attempt, measured from dispatch, in microseconds; 8 bytes, not 0. SUBMIT contains the
+    /// requested limit. OUTCOME contains the limit that applied: the lower of the requested limit and the bulkhead's
+    /// limit.
     pub const RUN_LIMIT: u16 = 5;
     /// Arrival number of a job: the position of the job among all jobs sent to the worker, counted from 1; 8
     /// bytes. Sent with RETURNED.
@@ -54,15 +53,15 @@ pub mod tag {
     /// Lease whose memory file contains the payload or result, and the size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Cancels the job only if it has not begun; no value. Sent with a cancellation.
+    /// Cancels the job only if it has not started; no value. Sent with CANCEL.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
     /// Exit status of the program that ran a job, as an `i32`; 4 bytes. Sent with a result or a failure.
     pub const STATUS: u16 = 9;
-    /// Id of the report about the crash that ended the job, as text. Sent with the outcome of a crashed job.
+    /// ID of the report on the crash that ended the job, as text. Sent with the outcome of a crashed job.
     pub const CRASH_REPORT: u16 = 8;
 }
 
-/// Error of encoding or decoding metadata.
+/// Error that occurred while encoding or decoding metadata.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// The bytes do not match the structure of the frame's kind.
@@ -79,7 +78,7 @@ pub enum CodecError {
     TooLong,
 }
 
-/// A message that can be the metadata of a frame.
+/// A message that can serve as the metadata of a frame.
 ///
 /// Implemented for the structures of [`crate::client_protocol`] and [`crate::worker_protocol`].
 pub trait Message<'a>: Encode + BorrowDecode<'a, ()> {}
@@ -109,7 +108,7 @@ impl<'a> Extensions<'a> {
     }
 }
 
-/// Appends `message` and its extensions to `out`. On an error, `out` is unchanged.
+/// Appends `message` and its extensions to `out`. On error, `out` is unchanged.
 ///
 /// ```
 /// use bulkhead_shared::{client_protocol::Progress, codec};
@@ -229,7 +228,7 @@ mod tests {
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
 
-        // A message that consists of a reason and a text of one byte, which is not valid UTF-8.
+        // A message that consists of a reason and a one-byte text that is not valid UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
         assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");

@@ -1,9 +1,9 @@
 //! Sends and receives frames over a non-blocking stream socket. Clients, the supervisor and workers use this
 //! module.
 //!
-//! [`Inbox`] stores the received part of an incomplete frame, and [`Outbox`] stores bytes that the socket has
-//! not accepted yet. An idle inbox holds no memory, and an idle outbox at most a small buffer. One read can
-//! receive many frames, and one write can send many.
+//! [`Inbox`] stores the received part of an incomplete frame, and [`Outbox`] stores bytes that the socket has not
+//! accepted yet. An idle inbox holds no memory, and an idle outbox holds at most a small buffer. One read can receive
+//! many frames, and one write can send many.
 //!
 //! Small payloads are stored inline in shared buffers. A large payload is announced first, so that the
 //! receiver can reject the payload before storing any of it.

@@ -9,8 +9,8 @@
 //!
 //! The header is written last, so that a record with a header is complete.
 //!
-//! The keeper takes the same records of a process that runs for too long: see [`Records`]. A reader must not trust
-//! any part of a record.
+//! The keeper writes records in the same format for a process that has run for too long: see [`Records`]. A reader
+//! must not trust any part of a record.
 
 use crate::journal::JOURNAL_BYTES;
 
@@ -20,7 +20,7 @@ pub const RECORD_BYTES: usize = 256 * 1024;
 /// Offset of the crash record in the memory file.
 pub const RECORD_OFFSET: usize = JOURNAL_BYTES;
 
-/// Size in bytes of a memory file that has a journal and a crash record.
+/// Size, in bytes, of a memory file that contains a journal and a crash record.
 pub const FILE_BYTES: usize = RECORD_OFFSET + RECORD_BYTES;
 
 /// Size of an encoded [`Header`] in bytes.
@@ -41,7 +41,7 @@ pub const STACK_BYTES_MAX: usize = RECORD_BYTES - STACK_OFFSET;
 /// Maximum number of registers.
 pub const REGISTERS_MAX: usize = 33;
 
-/// Signals for which a worker writes a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as numbered
+/// Signals on which a worker writes a crash record: SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE and SIGSEGV, as numbered
 /// on x86-64 and 64-bit ARM.
 pub const RECORDED_SIGNALS: [i32; 6] = [4, 5, 6, 7, 8, 11];
 
@@ -64,7 +64,7 @@ pub struct Header {
     pub signal: i32,
     /// Cause of the signal (`si_code`).
     pub code: i32,
-    /// Thread id in the worker's pid namespace.
+    /// Thread ID in the worker's PID namespace.
     pub thread: u32,
     /// Faulting address or other signal-specific address (`si_addr`).
     pub address: u64,
@@ -77,13 +77,13 @@ pub struct Header {
     /// Registers in the order of the architecture: for x86-64, `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`,
     /// `rax`, `rcx`, `rsp`, `rip`; for 64-bit ARM, `x0` to `x30`, `sp`, `pc`.
     pub registers: [u64; REGISTERS_MAX],
-    /// Process id as seen by the keeper, for a process that is still running. Otherwise 0.
+    /// PID as seen by the keeper, if the process is still running; otherwise 0.
     pub process: u32,
-    /// State of a running thread, as in `/proc/PID/stat`. Otherwise 0.
+    /// State of the thread, as in `/proc/PID/stat`, if it is still running; otherwise 0.
     pub state: u8,
-    /// Name of a running thread, padded with NULs.
+    /// Name of the thread, if it is still running, padded with NULs.
     pub thread_name: [u8; NAME_BYTES_MAX],
-    /// Name of a running process, padded with NULs.
+    /// Name of the process, if it is still running, padded with NULs.
     pub process_name: [u8; NAME_BYTES_MAX],
     /// Kernel function in which the thread sleeps, as in `/proc/PID/wchan`.
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
@@ -189,7 +189,7 @@ const _: () = assert!(WAIT_CHANNEL_AT + WAIT_CHANNEL_BYTES_MAX <= HEADER_BYTES);
 pub const RECORDS_BYTES_MAX: usize = 4 << 20;
 
 /// Consecutive records of several threads. Each consists of a header, the memory mappings and the stack. The mappings
-/// are empty if the thread belongs to the same process as the one before.
+/// are empty if the thread belongs to the same process as that of the previous record.
 #[derive(Debug)]
 pub struct Records<'r> {
     rest: &'r [u8],
@@ -207,7 +207,7 @@ pub struct Record<'r> {
 }
 
 impl<'r> Records<'r> {
-    /// Returns an iterator over the records, which ends at the first invalid one.
+    /// Returns an iterator over the records. The iterator stops before the first invalid record.
     pub fn new(bytes: &'r [u8]) -> Self {
         Self { rest: bytes }
     }

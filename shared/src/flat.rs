@@ -93,7 +93,7 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// Copies of the structures that use `flat`, here with bincode's derived traits.
+    /// Copies of the structures that use `flat`, but with bincode's derived traits.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 

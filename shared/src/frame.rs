@@ -42,8 +42,8 @@ pub mod kind {
     pub const LEASED: u8 = 34;
     pub const LEASE_ENDED: u8 = 35;
     pub const LEASE_REFUSED: u8 = 36;
-    /// The supervisor takes no more requests on this connection. The frame's number is the number of SUBMIT frames that
-    /// it has taken.
+    /// The supervisor accepts no further requests on this connection. The frame number is the number of SUBMIT frames
+    /// that the supervisor has processed.
     pub const GOAWAY: u8 = 37;
 
     // Supervisor to worker.
@@ -76,7 +76,7 @@ pub struct Header {
     pub length: u32,
     /// Kind of the frame, from [`kind`] or from a later version of the protocol.
     pub kind: u8,
-    /// Sum of flags, such as [`FLAG_CRITICAL`].
+    /// Bit mask of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
     /// Size of the metadata in bytes. [`Header::length`] includes it.
     pub metadata_length: u16,
@@ -84,7 +84,7 @@ pub struct Header {
     pub number: u64,
 }
 
-/// Error in the framing. The connection cannot continue, because the start of the next frame is unknown.
+/// Framing error. The connection cannot continue, because the start of the next frame is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The metadata would be longer than the frame.

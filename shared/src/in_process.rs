@@ -71,7 +71,7 @@ impl Pipe {
 
 impl Side {
     /// Registers a waker and returns the previous one. The caller must drop the previous waker after releasing the
-    /// lock, because it can own the last reference to a task that owns other endpoints.
+    /// lock, because it may own the last reference to a task that owns other endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -168,7 +168,7 @@ impl Endpoint {
     }
 
     /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little room, or if
-    /// the reader has too many unread writes with files. In this case, the endpoint is not woken when there is room
+    /// the reader has too many unread writes with files. In that case, the endpoint is not woken when there is room
     /// again.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
@@ -382,7 +382,7 @@ mod tests {
         here.write_with_files(b"one ", vec![open(), open()]).unwrap();
         here.write_with_files(b"two", vec![open()]).unwrap();
         assert_eq!(read(&there, 3), Ok((b"bef".to_vec(), 0)));
-        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "files of a single write at a time");
+        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "a read returns the files of one write");
         assert_eq!(there.incoming().files.len(), 1);
         there.close();
         assert_eq!(there.incoming().files.len(), 0);

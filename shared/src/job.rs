@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::Vocabulary as _;
 use crate::vocabulary::codes;
 
-/// Id of a job, unique within one bulkhead of one supervisor. Outcomes, events, logs, crash reports and the worker's
-/// link use this id. The text form is that of [`Display`](fmt::Display).
+/// Job ID, unique within one bulkhead of one supervisor. Used in outcomes, events, logs and crash reports, and on the
+/// worker's link. [`Display`](fmt::Display) defines the text form.
 ///
 /// The low 24 bits are an index into the job table that the supervisor keeps for the bulkhead. The other bits
 /// are a sequence number, so that a late reply never matches another job.
@@ -16,12 +16,12 @@ use crate::vocabulary::codes;
 pub struct JobId(pub u64);
 
 impl JobId {
-    /// Encodes the id as [`tag::JOB`](crate::codec::tag::JOB).
+    /// Encodes the ID as [`tag::JOB`](crate::codec::tag::JOB).
     pub const fn to_bytes(self) -> [u8; 8] {
         self.0.to_le_bytes()
     }
 
-    /// Decodes the id from [`tag::JOB`](crate::codec::tag::JOB).
+    /// Decodes the ID from [`tag::JOB`](crate::codec::tag::JOB).
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         Some(Self(u64::from_le_bytes(bytes.try_into().ok()?)))
     }
@@ -33,20 +33,20 @@ impl fmt::Debug for JobId {
     }
 }
 
-/// Formats the id in hexadecimal. All output for people and programs uses this format.
+/// Formats the ID in hexadecimal. All output for people and programs uses this format.
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
     }
 }
 
-/// Error for a text that is not the id of a job.
+/// Error for text that is not a valid job ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidJobId;
 
 impl fmt::Display for InvalidJobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("this is not the number of a job; such a number has up to 16 hexadecimal digits")
+        f.write_str("this is not a job ID; a job ID consists of up to 16 hexadecimal digits")
     }
 }
 
@@ -70,7 +70,7 @@ codes! {
     Priority {
         /// Jobs of this priority are shed first.
         BestEffort = 0 "best-effort",
-        /// Priority of jobs for which the client sets none.
+        /// Default, used if the client does not set a priority.
         #[default]
         Normal = 1 "normal",
         /// Jobs of this priority are shed last.

@@ -1,6 +1,6 @@
 //! The journal of a worker: a small memory file, created by the supervisor, in which the worker stores replies that it
 //! has not sent yet. The supervisor reads these replies only after the worker has exited. A worker can therefore send
-//! replies in batches without losing results when it dies.
+//! replies in batches, and no results are lost if it dies.
 //!
 //! The journal also contains the arrival number of the last job that the worker has begun. The supervisor can
 //! recall jobs that arrived later and send them to another worker, even while the first worker is running.
@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! offset  0                       8                 16                 24                  64
-//!         bytes of frames, u64    jobs begun, u64   last beat, u64     taken back, u64     frames, as they are sent
+//!         bytes of frames, u64    last begun, u64   last beat, u64     last recalled, u64  frames, as they are sent
 //! ```
 //!
 //! All numbers are little-endian. `last beat` is the `CLOCK_MONOTONIC` time of the last heartbeat in

@@ -27,8 +27,8 @@ pub const INLINE_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes per read from a socket. Determines the size of the shared read buffer.
 pub const READ_BYTES_MAX: usize = 128 * 1024;
 
-/// Upper limit for `max_payload` and `max_result`, in bytes. The length of a frame has 32 bits, and larger
-/// data should be passed in files.
+/// Upper limit for `max_payload` and `max_result`, in bytes. The length field of a frame has 32 bits, and larger data
+/// should be passed in files.
 pub const PAYLOAD_BYTES_CEILING: u64 = 1024 * 1024 * 1024;
 
 /// Maximum number of concurrent jobs in one worker. Each job needs a thread.

@@ -20,8 +20,8 @@ pub const FILES_PER_LEASE: usize = 2;
 /// Size of an encoded [`LeaseRef`] in bytes.
 pub const LEASE_REF_BYTES: usize = 16;
 
-/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the number of the
-/// frame, and the reply has the same number.
+/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame number, and the
+/// reply has the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRequest<'a> {
     /// Name of the bulkhead.
@@ -32,8 +32,8 @@ pub struct LeaseRequest<'a> {
     pub bytes: u64,
 }
 
-/// A lease and a size. When the supervisor grants the lease, the size is that of each file. With a job or a
-/// result, the size is that of the payload or result at the beginning of a file.
+/// A lease and a size. In a grant, the size is that of each file. In a job or a result, the size is that of the
+/// payload or result at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRef {
     /// Number of the lease, chosen by the supervisor.
@@ -43,7 +43,7 @@ pub struct LeaseRef {
 }
 
 impl LeaseRef {
-    /// Encodes this as the value of the extension [`LEASE`](crate::codec::tag::LEASE).
+    /// Encodes the reference as the value of the extension [`LEASE`](crate::codec::tag::LEASE).
     pub fn to_bytes(self) -> [u8; LEASE_REF_BYTES] {
         let mut bytes = [0; LEASE_REF_BYTES];
         bytes[..8].copy_from_slice(&self.lease.to_le_bytes());
@@ -89,7 +89,7 @@ pub fn receive_with_files(
     Ok(received.bytes)
 }
 
-/// Minimum size in bytes of a buffer that gets huge pages. Small pages would cause many page faults.
+/// Minimum size, in bytes, of a buffer for which huge pages are requested. Small pages would cause many page faults.
 const HUGE_BYTES: usize = 4 * 1024 * 1024;
 
 /// Requests huge pages for a buffer that has not been written to.
@@ -99,7 +99,7 @@ fn use_huge_pages(buffer: &Vec<u8>) {
     let end = (buffer.as_ptr() as usize + buffer.capacity()) / PAGE * PAGE;
     // SAFETY: the range covers whole pages of a buffer that this process owns. The call does not change its
     // bytes.
-    #[expect(unsafe_code, reason = "madvise(2) has no safe form")]
+    #[expect(unsafe_code, reason = "madvise(2) has no safe wrapper")]
     let _ = unsafe { madvise(start as *mut _, end.saturating_sub(start), Advice::LinuxHugepage) };
 }
 
@@ -131,7 +131,7 @@ impl Mapping {
         let protection = ProtFlags::READ | if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
         // SAFETY: this creates a new mapping at an address that the kernel chooses. The file has the mapped
         // size, and the supervisor has sealed it against shrinking.
-        #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
+        #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(odd)?;
         Ok(Self { base, bytes, is_writable })
@@ -208,7 +208,7 @@ impl Mapping {
     }
 }
 
-/// Returns true if the result of a lease has not been revoked. Call this after reading the result: the supervisor
+/// Returns true if the supervisor has not revoked this result file. Call this after reading the result. The supervisor
 /// changes the file's mode before it truncates the file, so everything read before a successful check is valid.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
@@ -217,7 +217,7 @@ pub fn is_whole(result: &OwnedFd) -> bool {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: `new` has mapped exactly this range, and no pointer into the mapping is left.
-        #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
+        #[expect(unsafe_code, reason = "munmap(2) has no safe wrapper")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

@@ -9,14 +9,14 @@ use crate::exit;
 use crate::vocabulary::codes;
 
 codes! {
-    /// Whether the handler began the job.
+    /// Whether the handler started the job.
     Executed {
-        /// The handler did not begin. Sending the job again is safe.
+        /// The handler did not start the job. Sending the job again is safe.
         No = 0 "no",
-        /// The handler began.
+        /// The handler started the job.
         Yes = 1 "yes",
-        /// The worker died after the job had been dispatched to it, so it is unknown whether the handler
-        /// began.
+        /// The worker died after the job had been dispatched to it, so it is unknown whether the handler started the
+        /// job.
         Unknown = 2 "unknown",
     }
 }
@@ -142,7 +142,7 @@ impl RejectReason {
 codes! {
     /// The reason why a worker, or a program that the worker ran, died during a job.
     CrashReason {
-        /// The process exited by itself, with any exit status.
+        /// The process exited on its own, with any exit status.
         Exit = 1 "exit",
         /// The process was killed by a signal that the supervisor did not send.
         Signal = 2 "signal",
@@ -192,7 +192,7 @@ pub enum Verdict {
     },
     /// The client cancelled the job or disconnected.
     Cancelled {
-        /// Whether the handler had begun.
+        /// Whether the handler had started the job.
         executed: Executed,
     },
 }
@@ -237,7 +237,7 @@ impl Verdict {
         (!text.is_empty()).then_some(text)
     }
 
-    /// Returns whether the handler began.
+    /// Returns whether the handler started the job.
     pub const fn executed(&self) -> Executed {
         match self {
             Self::Ok | Self::Failed(_) | Self::DeadlineRunning => Executed::Yes,
@@ -247,7 +247,7 @@ impl Verdict {
         }
     }
 
-    /// Returns true if sending the job again is safe and can succeed. `idempotent` is true if the client has
+    /// Returns true if sending the job again is safe and may succeed. `idempotent` is true if the client has
     /// declared that the job can safely run twice.
     pub const fn is_retryable(&self, idempotent: bool) -> bool {
         match self {
@@ -289,20 +289,20 @@ impl Verdict {
 pub struct Outcome {
     /// The way in which the job ended.
     pub verdict: Verdict,
-    /// Id of the job, which events, crash reports and the worker use as well. Unique within the bulkhead.
-    /// `None` if the job was rejected.
+    /// Job ID, as used in events, in crash reports and by the worker. Unique within the bulkhead. `None` if the job
+    /// was rejected.
     pub job: Option<JobId>,
     /// The bulkhead that served or rejected the job.
     pub bulkhead: String,
-    /// Number of times that the job was dispatched to a worker.
+    /// Number of times the job was dispatched to a worker.
     pub attempts: u32,
-    /// Time that the job waited for a permit.
+    /// Time the job spent waiting for a permit.
     pub queued: Duration,
-    /// Total time that the job spent in workers.
+    /// Total time the job spent in workers.
     pub ran: Duration,
-    /// Process id of the last worker that the job was dispatched to, in the supervisor's pid namespace.
+    /// PID of the last worker to which the job was dispatched, in the supervisor's PID namespace.
     pub worker_pid: Option<u32>,
-    /// True if sending the job again is safe and can succeed.
+    /// True if sending the job again is safe and may succeed.
     pub retryable: bool,
     /// Minimum time to wait before sending the job again.
     pub retry_after: Option<Duration>,
@@ -310,13 +310,12 @@ pub struct Outcome {
     pub deadline: Duration,
     /// Maximum run time of each attempt, measured from dispatch. `None` if there was no limit.
     pub run_limit: Option<Duration>,
-    /// Exit status of the program that ran the job, for a bulkhead with `exec`. `None` if the program did not
-    /// exit, or if the job did not end `ok` or `failed`.
+    /// Exit status of the program that ran the job, for a bulkhead with `exec`. `None` if the program did not exit, or
+    /// if the outcome is neither `ok` nor `failed`.
     pub status: Option<i32>,
-    /// Id of the report about the crash that ended the job, or about a job that still ran at its deadline; `bulkhead
-    /// crashes ID` shows the report.
-    /// `None` if the job did not crash. Also `None` if too many crashes happened at once, so that this crash
-    /// was counted but not reported.
+    /// ID of the report on the crash that ended the job, or on a job that was still running at its deadline; `bulkhead
+    /// crashes ID` shows the report. `None` if there is no such report. If too many crashes happen at once, some are
+    /// counted but not reported.
     pub report: Option<String>,
 }
 

@@ -18,7 +18,7 @@ pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
 pub struct Grant {
     /// Absolute path in the worker's view of the file system.
     pub path: PathBuf,
-    /// Sum of `LANDLOCK_ACCESS_FS_*` values.
+    /// Bit mask of `LANDLOCK_ACCESS_FS_*` values.
     pub access: u64,
 }
 
@@ -27,7 +27,7 @@ pub struct Grant {
 pub struct ProgramRules {
     /// Access rights that Landlock denies unless a grant includes them; 0 if Landlock is not used.
     pub handled: u64,
-    /// Sum of `LANDLOCK_SCOPE_*` values.
+    /// Bit mask of `LANDLOCK_SCOPE_*` values.
     pub scoped: u64,
     /// Grant for the worker's temporary folder. Each program gets a subfolder of this folder.
     pub temporary: Option<Grant>,

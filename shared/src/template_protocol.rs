@@ -26,7 +26,7 @@ pub enum TemplateOrder {
         /// Random part of the folder's name, which makes the name unpredictable.
         secret: u128,
     },
-    /// Remove the temporary folder of a worker whose processes have all ended.
+    /// Remove the temporary folder of a worker whose processes have all exited.
     Remove {
         /// Spawn number of the worker.
         worker: u64,
@@ -80,7 +80,7 @@ pub enum TemplateMessage<'a> {
     Ready,
     /// Human-readable description of the template's current activity.
     Status(&'a str),
-    /// The template cannot start, for the given reason, and exits.
+    /// The template cannot start, for the given reason, and is about to exit.
     StartFailed(&'a str),
     /// The template needs more time to start: the given number of milliseconds from now.
     Extend(u32),
@@ -88,7 +88,7 @@ pub enum TemplateMessage<'a> {
     Forked {
         /// Spawn number of the worker.
         worker: u64,
-        /// Process id of the worker, in the template's pid namespace.
+        /// PID of the worker, in the template's PID namespace.
         pid: u32,
     },
     /// The fork failed, or the forked process could not become a worker.
@@ -100,7 +100,7 @@ pub enum TemplateMessage<'a> {
         /// The failed step; empty if the fork itself failed.
         step: &'a str,
     },
-    /// A forked worker has started. The kernel attests to the sender's process id.
+    /// A forked worker has started. The kernel attests to the sender's process ID.
     Started {
         /// Spawn number of the worker.
         worker: u64,

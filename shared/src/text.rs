@@ -1,4 +1,4 @@
-//! Escapes texts of workers and clients before they are printed, logged or written as JSON.
+//! Escapes text from workers and clients before it is printed, logged or written as JSON.
 
 /// Returns true for characters that a terminal could interpret as a command, that reorder text, or that are invisible:
 /// control characters (including line feed and tab), format characters, and line and paragraph separators.

@@ -1,17 +1,17 @@
-//! Parses a W3C `traceparent`, returns its fields, and replaces the span id. This module never starts a
+//! Parses a W3C `traceparent`, returns its fields, and replaces the span ID. This module never starts a
 //! trace.
 
 use std::fmt;
 use std::num::NonZeroU64;
 
-/// Length of a version 00 `traceparent` in bytes. The fields are version, trace id, span id and flags,
+/// Length of a version 00 `traceparent` in bytes. The fields are version, trace ID, span ID and flags,
 /// separated by dashes.
 const BYTES: usize = 55;
 
 /// Offsets of the dashes in a `traceparent`.
 const DASHES: [usize; 3] = [2, 35, 52];
 
-/// Trace flags that are passed on: sampled, and random trace id.
+/// Trace flags that are passed on: sampled, and random trace ID.
 const FLAGS_KNOWN: u8 = 0b11;
 
 /// A `traceparent` that is valid according to W3C Trace Context.
@@ -28,8 +28,8 @@ const FLAGS_KNOWN: u8 = 0b11;
 pub struct Traceparent([u8; BYTES]);
 
 impl Traceparent {
-    /// Parses a `traceparent`: four fields of lower-case hexadecimal digits, with a nonzero trace id and span
-    /// id. Versions after 00 can have further fields, which are ignored.
+    /// Parses a `traceparent`: four fields of lower-case hexadecimal digits, with a nonzero trace ID and span
+    /// ID. Versions after 00 can have further fields, which are ignored.
     pub fn parse(text: &str) -> Option<Self> {
         let text = match text.split_at_checked(BYTES) {
             Some((known, more)) if more.starts_with('-') && !known.starts_with("00") => known,
@@ -54,12 +54,12 @@ impl Traceparent {
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 
-    /// Returns the trace id, which has 32 hexadecimal digits.
+    /// Returns the trace ID, which has 32 hexadecimal digits.
     pub fn trace_id(&self) -> &str {
         &self.as_str()[DASHES[0] + 1..DASHES[1]]
     }
 
-    /// Returns the span id, which has 16 hexadecimal digits. It identifies the parent of the receiver's
+    /// Returns the span ID, which has 16 hexadecimal digits. It identifies the parent of the receiver's
     /// spans.
     pub fn span_id(&self) -> &str {
         &self.as_str()[DASHES[1] + 1..DASHES[2]]
@@ -70,8 +70,8 @@ impl Traceparent {
         self.flags() & 1 != 0
     }
 
-    /// Returns the `traceparent` with `span` as the span id. The result has version 00, because later
-    /// versions are unknown to this module, and keeps only the flags sampled and random trace id.
+    /// Returns the `traceparent` with `span` as the span ID. The result has version 00, because later versions are
+    /// unknown to this module, and keeps only the flags "sampled" and "random trace ID".
     #[must_use]
     pub fn with_span(&self, span: NonZeroU64) -> Self {
         let mut bytes = self.0;

@@ -1,6 +1,6 @@
-//! Messages between the supervisor and a worker, protocol version 1. Each kind of frame has a structure that
-//! never changes. A worker begins with a [`Hello`](crate::client_protocol::Hello) in the role of a worker.
-//! The number of every frame about a job is the id of the job.
+//! Messages between the supervisor and a worker, protocol version 1. The structure of each kind of frame is frozen. A
+//! worker's first frame is a [`Hello`](crate::client_protocol::Hello) with the worker role. The number of every frame
+//! about a job is the job ID.
 //!
 //! Frames of the kinds `CANCEL_JOB`, `DRAIN`, `READY`, `HEARTBEAT`, `STOPPING` and `RESULT` have [`Empty`]
 //! metadata. The payload of `RESULT` is the result of the job.
@@ -9,10 +9,10 @@ use bincode::{BorrowDecode, Encode};
 
 use crate::flat::flat;
 
-/// Environment variable with the descriptor number of the worker's link, a connected socket.
+/// Environment variable that contains the descriptor number of the worker's link, a connected socket.
 pub const LINK_VARIABLE: &str = "BULKHEAD_LINK_FD";
 
-/// Environment variable with the descriptor number of the program or library that a host runs. Set only if
+/// Environment variable that contains the descriptor number of the program or library that a host runs. Set only if
 /// the worker's user cannot access the program or library by its path.
 pub const PROGRAM_VARIABLE: &str = "BULKHEAD_PROGRAM_FD";
 
@@ -38,8 +38,8 @@ pub mod capability {
     /// heartbeat.
     pub const JOURNAL_HEARTBEATS: u64 = 8;
 
-    /// Writes a [crash record](crate::crash_record) after its journal if it dies of a signal. The supervisor therefore
-    /// creates a larger memory file.
+    /// Writes a [crash record](crate::crash_record) after its journal if a signal kills the worker. The supervisor
+    /// therefore creates a larger memory file.
     pub const CRASH_RECORDS: u64 = 64;
 
     /// Writes the stacks of its threads as text when the worker receives [`STACK_SIGNAL`](super::STACK_SIGNAL). The
@@ -48,7 +48,7 @@ pub mod capability {
     pub const STACK_TEXT: u64 = 128;
 }
 
-/// Number of the signal for which a worker with [`capability::STACK_TEXT`] writes the stacks of its threads.
+/// Number of the signal on which a worker with [`capability::STACK_TEXT`] writes the stacks of its threads.
 pub const STACK_SIGNAL: i32 = 62;
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
@@ -63,9 +63,9 @@ pub mod welcome_capability {
 pub struct WorkerWelcome<'a> {
     /// Protocol version that both sides will use.
     pub version: u16,
-    /// Maximum size of a frame that the supervisor accepts, in bytes, not counting the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
-    /// Sum of the supervisor's [`welcome_capability`] values.
+    /// Bit mask of the supervisor's [`welcome_capability`] values.
     pub capabilities: u64,
     /// Index of the worker's slot in the bulkhead.
     pub slot: u32,
@@ -82,7 +82,7 @@ pub struct WorkerWelcome<'a> {
     pub bulkhead: &'a str,
 }
 
-/// Empty metadata, for kinds of frames without any fields.
+/// Empty metadata, for kinds of frames that have no fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Encode, BorrowDecode)]
 pub struct Empty;
 
@@ -99,11 +99,11 @@ pub struct Job<'a> {
 
 flat!(Job: [operation, tenant], [remaining_us: u64], []);
 
-/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that the welcome has set. The supervisor can send
-/// this frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
+/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that WORKER_WELCOME has set. The supervisor can send this
+/// frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Limits {
-    /// New maximum number of concurrent jobs; can be 0. Jobs that the worker already has are not recalled.
+    /// New maximum number of concurrent jobs; can be 0. Jobs already sent to the worker are not recalled.
     pub max_in_flight: u32,
 }
 

@@ -1,5 +1,5 @@
 //! Compares the serializer with a hand-written encoder that follows the rules in `docs/protocol.md`. Shows that the
-//! page suffices to implement the protocol in other languages.
+//! page is sufficient to implement the protocol in other languages.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;
@@ -7,7 +7,7 @@ use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome,
 };
 
-/// A value that can be encoded by the rules in `docs/protocol.md`.
+/// A value that can be encoded according to the rules in `docs/protocol.md`.
 trait ByHand {
     fn put(&self, out: &mut Vec<u8>);
 }

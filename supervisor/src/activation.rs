@@ -1,5 +1,5 @@
-//! Sockets passed by the service manager (socket activation, `sd_listen_fds(3)`). The name of each
-//! (`FileDescriptorName=` of systemd) says which configured socket it replaces.
+//! Sockets passed by the service manager (socket activation, `sd_listen_fds(3)`). The name of each socket
+//! (`FileDescriptorName=` in systemd) says which configured socket it replaces.
 
 use std::io;
 use std::net::TcpListener;

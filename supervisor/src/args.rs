@@ -20,7 +20,7 @@ pub struct Args {
     #[arg(long)]
     pub check: bool,
 
-    /// With --check, also start one confined worker of each bulkhead, and report the cause of each failure
+    /// With --check, also start one confined worker for each bulkhead, and report the cause of each failure
     #[arg(long, requires = "check")]
     pub start: bool,
 
@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
     pub while_open: Option<i32>,
 
-    /// Remove this directory with all its contents when the supervisor ends. The directory must belong to the
+    /// Remove this directory and all its contents when the supervisor exits. The directory must belong to the
     /// supervisor's user and have mode 0700
     #[arg(long, value_name = "FOLDER", requires = "while_open")]
     pub own_folder: Option<PathBuf>,
@@ -69,7 +69,7 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Write man pages of the supervisor, the host program and the configuration file
+    /// Write man pages for the supervisor, the host program and the configuration file
     Man {
         /// Target directory; created if missing
         #[arg(value_name = "DIR")]
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_exclude_each_other() {
+    fn conflicting_arguments_are_rejected() {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
         assert!(parse("x --config a --check --start").unwrap().start);

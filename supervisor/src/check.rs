@@ -1,5 +1,5 @@
-//! Implements `--check --start`: starts a worker of each bulkhead as the supervisor would, with its template if there
-//! is one, and reports why workers fail to start.
+//! Implements `--check --start`: starts a worker for each bulkhead as the supervisor would, with the bulkhead's
+//! template if there is one, and reports why workers fail to start.
 //!
 //! The check binds no sockets and takes no locks, so it can run next to a supervisor with the same configuration.
 
@@ -38,8 +38,8 @@ const FRAME_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of bytes of a worker's output to quote in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns where user ids for workers can come from. For root, this is always the host, because the check itself shows
-/// whether root can change user ids.
+/// Returns the source from which user IDs for workers are taken. For root, this is always the host, because the check itself
+/// shows whether root can change user IDs.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -52,8 +52,8 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     }
 }
 
-/// Starts a worker of each bulkhead, one after the other. Writes a TOML comment to `out` for each worker that
-/// started, and returns a sentence for each that did not.
+/// Starts a worker for each bulkhead, one after the other. Writes a TOML comment to `out` for each worker that
+/// started, and returns a sentence for each worker that did not.
 ///
 /// Must be called before the process has started any other thread.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
@@ -80,7 +80,7 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
             writeln!(out, "#   {warning}").map_err(system("write to standard output"))?;
         }
     }
-    check.keeper.shut_down().map_err(system("end the keeper"))?;
+    check.keeper.shut_down().map_err(system("stop the keeper"))?;
     Ok(failures)
 }
 
@@ -101,12 +101,12 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// State of the check: the keeper, and the processes that it has been ordered to start.
+/// State of the check: the keeper, and the processes that the keeper has been ordered to start.
 struct StartCheck {
     keeper: Keeper,
     /// Number of workers and templates ordered so far. The latest process has this number.
     ordered: u64,
-    /// Exits that the keeper has reported, by process number, and that [`StartCheck::take_exit`] has not returned yet.
+    /// Exits that the keeper has reported, by spawn number. [`StartCheck::take_exit`] has not returned them yet.
     exits: BTreeMap<u64, keeper::Exit>,
 }
 
@@ -212,15 +212,15 @@ impl StartCheck {
             .spawned(number)
             .map_err(|why| format!("failed to start {}: {why}", program.path_for_messages()))?;
         let ready = handshake(link, program, bulkhead);
-        // A worker that has closed the link is about to exit, and its status helps. Any other worker is killed
-        // immediately.
+        // A worker that has closed the link is about to exit, and its exit status explains the failure. Any other
+        // worker is killed immediately.
         let timeout =
             if matches!(ready, Err(StartFailure::Closed(_))) { EXIT_TIMEOUT } else { Duration::ZERO };
         let exit = self.stop(number, timeout)?;
         Ok((observed, StartResult { process: ordered, ready, exit }))
     }
 
-    /// Orders a worker or template under the next number, and starts reading its output.
+    /// Orders the keeper to start a worker or template with the next spawn number, and starts reading its output.
     fn order(
         &mut self,
         send_order: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
@@ -233,7 +233,7 @@ impl StartCheck {
         Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits for a report of the keeper for which `wanted` returns `Some`. Returns `None` after `timeout`.
+    /// Waits for a report from the keeper for which `wanted` returns `Some`. Returns `None` after `timeout`.
     fn wait<T>(
         &mut self,
         timeout: Duration,
@@ -323,7 +323,7 @@ fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);
         let mut start = Vec::new();
-        // Output that cannot be read is missing in the report.
+        // Output that cannot be read is missing from the report.
         let _ = (&mut pipe).take(OUTPUT_BYTES_MAX).read_to_end(&mut start);
         let _ = io::copy(&mut pipe, &mut io::sink());
         String::from_utf8_lossy(&start).into_owned()
@@ -340,7 +340,7 @@ fn describe_exit(exit: keeper::Exit) -> String {
         keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
         keeper::Exit::Oom => "out of memory".to_owned(),
         keeper::Exit::Violation { call } => match keeper::syscall_name(call) {
-            "" => "the sandbox forbids a system call that the process made".to_owned(),
+            "" => "the process made a system call that the sandbox forbids".to_owned(),
             name => format!("called {name}, which the sandbox forbids"),
         },
     }
@@ -381,7 +381,7 @@ fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig)
     };
     if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
         return Err(StartFailure::Other(format!(
-            "speaks the protocol versions {} to {}, not {PROTOCOL_VERSION}: build it with a matching SDK",
+            "speaks protocol versions {} to {}, not {PROTOCOL_VERSION}: build it with a matching SDK",
             hello.version_min, hello.version_max
         )));
     }

@@ -20,7 +20,7 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Returns the row that says whether workers get separate user ids if `user` is not configured.
+/// Returns the row that says whether workers get separate user IDs if `user` is not configured.
 fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn doctor_table_has_row_per_layer() {
+    fn doctor_table_has_a_row_per_layer() {
         let missing = LayerSupport::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
         let there = LayerSupport::of("seccomp", Ok(None), "");
         let table = table(&[missing, there]).to_string();
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn doctor_json_output_is_array() {
+    fn doctor_json_output_is_an_array() {
         let mut out = Vec::new();
         run(true, &mut out).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&out).unwrap();

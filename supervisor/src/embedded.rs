@@ -57,7 +57,7 @@ pub enum KeeperProgram {
     #[default]
     ThisProgram,
     /// Another program whose `main` calls [`keeper_main_if_asked`], or `bulkhead-supervisor`. Must be built from the
-    /// same version of this library. Not searched for in `PATH`, even if the path contains no `/`.
+    /// same version of this library. `PATH` is not searched, even if the path contains no `/`.
     Program(PathBuf),
 }
 
@@ -84,7 +84,7 @@ pub enum StartError {
          `config::load_embedded` or `config::parse_embedded`"
     )]
     HasSockets,
-    /// An error that a standalone supervisor can have as well.
+    /// An error that can also occur in a standalone supervisor.
     #[error(transparent)]
     Run(#[from] RunError),
 }
@@ -143,7 +143,7 @@ impl Builder {
         };
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(run).map_err(system("start a thread"))?;
-        let ended = |_| system("start")(io::Error::other("the thread of the supervisor has panicked"));
+        let ended = |_| system("start")(io::Error::other("the supervisor thread panicked"));
         let commands = prepared.recv().map_err(ended)??;
         Ok(Supervisor { commands, thread: Some(thread), owner: std::process::id() })
     }
@@ -160,7 +160,7 @@ impl Builder {
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
         let panicked =
-            |_| system("start")(io::Error::other("the thread that starts the supervisor has panicked"));
+            |_| system("start")(io::Error::other("the thread that starts the supervisor panicked"));
         let ready = thread.join().map_err(panicked)??;
         Ok(LocalSupervisor::new(ready))
     }
@@ -184,7 +184,7 @@ impl Builder {
     }
 
     /// Starts all parts of the supervisor except for the data plane. Must run on a thread of the supervisor, because
-    /// new threads inherit the current one's signal mask and scheduler slice.
+    /// new threads inherit the current thread's signal mask and scheduler slice.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
         // Blocked, because the application's signals must be handled on its own threads.
         let all = nix::sys::signal::SigSet::all();
@@ -251,10 +251,10 @@ fn connector(commands: &CommandSender) -> Connector {
 #[derive(Debug)]
 pub struct Supervisor {
     commands: CommandSender,
-    /// Thread of the data plane; `None` once it was joined.
+    /// Thread of the data plane; `None` once the thread has been joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
-    /// Id of the process that created the supervisor. A forked child has a copy of this value, but none of
-    /// the threads.
+    /// PID of the process that created the supervisor. A forked child has a copy of this value, but none of the
+    /// threads.
     owner: u32,
 }
 
@@ -309,15 +309,15 @@ impl Supervisor {
     /// Begins to stop the supervisor, without blocking. Running jobs have up to `drain_timeout` to finish.
     /// Queued and new jobs are rejected as `draining`. A second call stops the supervisor immediately.
     pub fn stop(&self) {
-        // Fails only if the supervisor has already ended.
+        // Fails only if the supervisor has already stopped.
         let _ = self.commands.stop();
     }
 
     /// Stops the supervisor like [`Supervisor::stop`], and waits until all processes that it has started have exited,
-    /// including the descendants of workers. Must not be called on a thread that must not block, such as one of an
-    /// async runtime.
+    /// including the descendants of workers. Must not be called on a thread that must not block, such as a thread of
+    /// an async runtime.
     ///
-    /// Returns an error if the supervisor had already failed, or does not end cleanly. Always returns an error in a
+    /// Returns an error if the supervisor had already failed, or does not stop cleanly. Always returns an error in a
     /// forked child, which has only a copy of this value.
     pub fn shutdown(mut self) -> Result<(), RunError> {
         check_owner(self.owner)?;
@@ -326,7 +326,7 @@ impl Supervisor {
     }
 
     fn wait(&mut self) -> Result<(), RunError> {
-        let panicked = || system("run")(io::Error::other("the thread of the supervisor has panicked"));
+        let panicked = || system("run")(io::Error::other("the supervisor thread panicked"));
         match self.thread.take() {
             Some(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
             None => Ok(()),

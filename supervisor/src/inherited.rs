@@ -25,8 +25,8 @@ pub(crate) fn reset_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Minimum of `RLIMIT_NOFILE`. Workers do not start with less, because setting up a sandbox briefly opens about a
-/// hundred files.
+/// Minimum of `RLIMIT_NOFILE`. Workers do not start with a lower limit, because setting up a sandbox briefly opens
+/// about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
 /// Returns an error if the hard limit on open files is so low that the supervisor would become ready but serve no jobs.
@@ -34,7 +34,7 @@ pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
             "the limit is {max} files, but a supervisor with workers needs at least {OPEN_FILES_MIN}; raise the \
-             limit (`ulimit -n`, LimitNOFILE= of systemd)"
+             limit (`ulimit -n`, LimitNOFILE= in systemd)"
         ))),
         _ => Ok(()),
     }
@@ -60,8 +60,8 @@ pub(crate) fn warn_about_limits(config: &Config) {
     }
 }
 
-/// Returns the resources that the supervisor needs a minimum of, each with its name, the minimum in bytes, and the
-/// consequence of a lower limit.
+/// Returns the resources for which the supervisor requires a minimum. Each entry contains the name, the minimum in
+/// bytes, and the consequence of a lower limit.
 fn required_limits(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";

@@ -2,7 +2,7 @@
 //!
 //! - The data plane is one thread that owns every job connection and every decision.
 //! - The control plane (HTTP, events, logs, signals) runs on separate threads and reads snapshots.
-//! - The keeper is a separate process that starts and ends the workers.
+//! - The keeper is a separate process that starts and stops the workers.
 //!
 //! An application can embed a supervisor with [`Supervisor`] or [`LocalSupervisor`]. The program
 //! `bulkhead-supervisor` parses [`args::Args`] and calls [`supervisor::run`].

@@ -1,5 +1,5 @@
-//! The listening sockets of a supervisor, whichever their origin: opened by itself, passed by the service manager, or
-//! taken over from the previous supervisor of an upgrade.
+//! Listening sockets of a supervisor: opened by the supervisor, passed by the service manager, or taken over from the
+//! previous supervisor in an upgrade.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;

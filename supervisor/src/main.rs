@@ -13,7 +13,7 @@ use bulkhead_supervisor::take_over::Link;
 use bulkhead_supervisor::{check, config, doctor, pages, supervisor};
 use clap::Parser;
 
-/// Exit code of a supervisor that could not be started or ended with an error.
+/// Exit code of a supervisor that could not be started or has failed.
 const FAILED: u8 = 1;
 
 /// Exit code for invalid arguments or an invalid configuration.
@@ -76,7 +76,7 @@ fn print(text: &str) -> ExitCode {
     exit_code_after_write(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
-/// Returns the exit code after writing to standard output. A reader that closes its pipe early is no error.
+/// Returns the exit code after writing to standard output. A reader that closes its pipe early is not an error.
 fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -86,7 +86,7 @@ fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Starts a worker of each bulkhead to check the configuration. Prints successes to standard output and failures to
+/// Starts a worker for each bulkhead to check the configuration. Prints successes to standard output and failures to
 /// standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
     let opened = standard_output::get().and_then(|mut out| {
@@ -119,7 +119,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(link) => link,
         Err(error) => return fail_with(USAGE, &format!("--take-over: {error}")),
     };
-    // Removed when this function returns, on every path.
+    // The folder is removed when this function returns, whatever the reason.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
         Err(error) => return fail_with(USAGE, &format!("--own-folder: {error}")),
@@ -130,7 +130,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
             if let Some(link) = link {
                 link.fail(&errors.render(false).to_string());
             }
-            // Ignores write errors, which could be reported nowhere else.
+            // Ignores write errors, because there is no other place to report them.
             let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }

@@ -1,5 +1,5 @@
-//! The private folder of `--own-folder`. The supervisor removes it at its end, because the program that created it may
-//! have been killed before.
+//! The private folder of `--own-folder`. The supervisor removes the folder before it exits, because the program that
+//! created the folder may have been killed.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use bulkhead_linux::folder;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
-/// Maximum number of entries to remove. Normally, there are about a dozen: sockets, locks, and files of the program
-/// that created the folder.
+/// Maximum number of entries to remove. Normally, there are about a dozen entries: sockets, locks, and files of the
+/// program that created the folder.
 const ENTRIES_MAX: usize = 100_000;
 
 /// A folder that is removed with all its contents on drop.
@@ -31,7 +31,7 @@ impl OwnFolder {
         let is_own = found.st_uid == rustix::process::geteuid().as_raw();
         if !is_own || Mode::from_raw_mode(found.st_mode) != Mode::RWXU {
             return Err(format!(
-                "the directory {shown} is removed when the supervisor ends, so it must belong to this user and \
+                "the directory {shown} is removed when the supervisor exits, so it must belong to this user and \
                  have mode 0700"
             ));
         }
@@ -48,7 +48,7 @@ impl Drop for OwnFolder {
             && errno != rustix::io::Errno::NOENT
         {
             tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own directory: {errno}");
-            // Written now, because the program exits next and ends the logging thread.
+            // Written now, because the program is about to exit, which stops the logging thread.
             bulkhead_control::observe::logging::finish();
         }
     }

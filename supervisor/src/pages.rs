@@ -67,14 +67,14 @@ fn worker_page() -> Roff {
         &[
             "The supervisor starts this program for each worker of a bulkhead with `exec` or `library`. With `exec`, it \
              starts a program for each job. With `library`, it loads a C library and calls a function for each job.",
-            "Users need not start this program. The supervisor looks for the program in its own directory, and then in \
+            "You never need to start this program. The supervisor looks for the program in its own directory, and then in \
              PATH.",
         ],
     );
     section(
         &mut page,
         "EXIT STATUS",
-        &["2 if the program was not started by a supervisor. Any other status belongs to the worker."],
+        &["2 if the program was not started by a supervisor. Any other status is that of the worker."],
     );
     section(&mut page, "SEE ALSO", &["`bulkhead-supervisor`(8), `workers.toml`(5)"]);
     page
@@ -96,7 +96,7 @@ fn configuration_page() -> Roff {
         &mut page,
         "DESCRIPTION",
         &[
-            "A TOML file with the bulkheads of a supervisor and their limits. `bulkhead-supervisor --check` verifies the \
+            "A TOML file that defines the bulkheads of a supervisor and their limits. `bulkhead-supervisor --check` verifies the \
              file, and prints it with all defaults. `bulkhead reload` applies a changed file without losing a job.",
             "Durations are strings such as \"500ms\" or \"1m 30s\". Sizes are strings such as \"64KiB\", or numbers of \
              bytes. Relative paths start at the directory of the file that contains them.",
@@ -106,7 +106,7 @@ fn configuration_page() -> Roff {
         &mut page,
         "FILES",
         &[
-            "`/etc/bulkhead/workers.toml`: the configuration file of root. Another user has \
+            "`/etc/bulkhead/workers.toml`: the configuration file of root. Other users have \
              `~/.config/bulkhead/workers.toml`. The option `--config` and the variable `BULKHEAD_CONFIG` name another \
              file.",
             "`conf.d/*.toml`, next to the configuration file: further files with [bulkhead.NAME] and [[access]], in the \
@@ -141,7 +141,7 @@ fn add_key(page: &mut Roff, key: &Key) {
 }
 
 /// Converts text with Markdown code spans and links. Code becomes bold, and a link becomes its text. A link within the
-/// page of the documentation becomes the name of its section.
+/// documentation page becomes the name of its section.
 fn inlines(text: &str) -> Vec<Inline> {
     let text = without_links(text);
     let parts = text.split('`').enumerate().filter(|(_, part)| !part.is_empty());

@@ -35,7 +35,7 @@ use crate::activation::ActivatedSockets;
 use crate::listeners::Listeners;
 use crate::take_over::{self, Link, TakeOver};
 
-/// Error of a supervisor that could not be started or did not end cleanly.
+/// Error of a supervisor that could not be started or did not stop cleanly.
 #[derive(thiserror::Error)]
 pub enum RunError {
     /// A socket could not be bound.
@@ -56,10 +56,10 @@ pub enum RunError {
     /// The folder for crash reports could not be opened.
     #[error("failed to {0}")]
     Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
-    /// A bulkhead needs the host program for `exec` or `library`, but it cannot be found.
+    /// A bulkhead needs the host program for `exec` or `library`, but the host program cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
-    /// The other supervisor of an upgrade ended, and this one could not go on without it.
+    /// The other supervisor in an upgrade exited, and this one could not continue without it.
     #[error("failed to complete the upgrade; see the log for the reason")]
     Upgrade,
     /// A system call failed.
@@ -70,7 +70,8 @@ pub enum RunError {
 bulkhead_shared::debug_by_display!(RunError);
 
 /// Scheduler slice of the supervisor, the keeper and all workers. This is the shortest that Linux allows; default
-/// slices last several milliseconds. Short slices let these processes wait less for each other on a shared processor.
+/// slices last several milliseconds. With short slices, these processes wait less for each other on a shared
+/// processor.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
 /// Returns a function that converts an I/O error. `what` names the operation that failed.
@@ -78,19 +79,19 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops, immediately,
-/// when the descriptor reports the end of its peer. This function affects the whole process: the process
-/// becomes a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops immediately when the
+/// descriptor reports that its peer is gone. This function affects the whole process: the process becomes a child
+/// subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Must be called before the process has started any other thread.
 ///
-/// `link` is the link to the previous supervisor of an upgrade, from which this one takes over.
+/// `link` is the link to the previous supervisor in an upgrade, from which this one takes over.
 pub fn run(
     config: Config,
     while_open: Option<LivenessDescriptor>,
     link: Option<Link>,
 ) -> Result<(), RunError> {
-    // Duplicated, to report a failure of the start to the predecessor.
+    // Duplicated, so that a failed start can be reported to the predecessor.
     let failure_link = link.as_ref().and_then(|link| link.try_clone().ok());
     let result = start(config, while_open.as_ref().map(|_| ()), link);
     let ready = result.inspect_err(|error| {
@@ -137,7 +138,7 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
-         (ProtectProc=default in a unit of systemd)",
+         (ProtectProc=default in a systemd unit)",
     ))?;
     // Ignores errors, because the supervisor also works without shorter slices, which old kernels do not support.
     let _ = set_time_slice(SLICE);
@@ -161,13 +162,13 @@ fn start(config: Config, while_open: Option<()>, link: Option<Link>) -> Result<R
 /// Returns the program for a successor, or the reason why this supervisor cannot be upgraded.
 fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> {
     if ends_with_other {
-        return Err("a supervisor with --while-open ends with the program that started it, so it cannot be upgraded: \
+        return Err("a supervisor with --while-open stops with the program that started it, so it cannot be upgraded: \
                     upgrade that program"
             .to_owned());
     }
     if std::process::id() == 1 {
         return Err(
-            "the first process of a container cannot be upgraded, because the container ends with it: start \
+            "the first process of a container cannot be upgraded, because the container stops with it: start \
                     another container, or start the supervisor under an init"
                 .to_owned(),
         );
@@ -176,7 +177,7 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     if let Some(at) = arguments.iter().position(|argument| argument == TAKE_OVER_ARGUMENT) {
         arguments.drain(at..(at + 2).min(arguments.len()));
     }
-    // Unresolved, so that the path leads to the new program after a package or link was replaced.
+    // Not resolved, so that the path leads to the new program once a package or link has been replaced.
     let name = PathBuf::from(arguments.first().ok_or("the name of the program is unknown")?);
     let path = if name.components().count() > 1 {
         std::path::absolute(&name).map_err(|error| error.to_string())?
@@ -197,7 +198,7 @@ pub(crate) struct Prerequisites {
     pub(crate) keeper: Keeper,
     pub(crate) open_files: OpenFiles,
     pub(crate) threads: ThreadMonitor,
-    /// Program of a successor, or the reason why there can be none.
+    /// Program of a successor, or the reason why this supervisor cannot be upgraded.
     pub(crate) program: Result<SuccessorProgram, String>,
     pub(crate) soft_limits: Vec<(u32, u64)>,
 }
@@ -210,14 +211,14 @@ pub(crate) struct Ready {
     pub(crate) span_thread: Option<spans::SpanThread>,
     pub(crate) threads: ThreadMonitor,
     pub(crate) counters: Arc<SharedCounters>,
-    /// Order in which this process and the other supervisor of an upgrade end.
+    /// Order in which this process and the other supervisor in an upgrade exit.
     end: Arc<ProcessEnd>,
     drain_timeout: Duration,
 }
 
 impl Ready {
     /// Starts all parts except for the data plane. `open` creates the listening sockets, unless they come from the
-    /// previous supervisor of an upgrade.
+    /// previous supervisor in an upgrade.
     pub(crate) fn prepare(
         prerequisites: Prerequisites,
         mut taken: Option<(Link, TakeOver)>,
@@ -352,14 +353,15 @@ fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Resul
 }
 
 /// Returns the error for a TCP socket from the service manager that is not configured. Without the configuration key,
-/// its token is unknown.
+/// the token for the socket is unknown.
 fn not_configured(key: &str) -> RunError {
-    let problem = format!("the service manager passes this socket, but the configuration has no `{key}`");
+    let problem =
+        format!("the service manager passed in this socket, but `{key}` is not set in the configuration");
     system("use a socket")(std::io::Error::other(problem))
 }
 
-/// Runs the data plane to its end. If it fails or panics, stops the other threads. By then, the keeper was dropped,
-/// which kills the workers.
+/// Runs the data plane until it stops. If it fails or panics, stops the other threads. By then, the keeper has been
+/// dropped, which kills the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     threads: &ThreadMonitor,
@@ -376,8 +378,7 @@ fn run_data_plane(
 }
 
 /// Binds the TCP address of the admin API, unless the service manager passes the socket, and reads the token. The
-/// token file may have changed since the
-/// configuration was checked.
+/// token file may have changed since the configuration was checked.
 fn open_http(
     http: &HttpConfig,
     activated: Option<std::net::TcpListener>,
@@ -392,7 +393,7 @@ fn open_http(
     Ok((activated.map_or_else(|| bind_tcp(served, key, address), Ok)?, token))
 }
 
-/// Binds an address, which a supervisor that is stopping may still use for a moment.
+/// Binds an address. Retries for a moment, because a supervisor that is stopping may still use the address.
 fn bind_tcp(
     served: &'static str,
     key: &'static str,
@@ -446,7 +447,7 @@ mod tests {
         }
     }
 
-    /// Not a test: the next one runs this in a child process, as a supervisor whose data plane panics.
+    /// Not a test: the next test runs this function in a child process, as a supervisor whose data plane panics.
     #[test]
     fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {
@@ -476,7 +477,7 @@ mod tests {
 
     /// Also checks that the keeper is dropped before the remaining threads are stopped.
     #[test]
-    fn data_plane_panic_ends_supervisor_with_error() {
+    fn data_plane_panic_stops_supervisor_with_error() {
         let ended = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "supervisor::tests::helper_child_data_plane_panics", "--nocapture"])
             .env(MARK, "")

@@ -56,7 +56,7 @@ impl Link {
         Ok(Self(self.0.try_clone()?))
     }
 
-    /// Tells the predecessor why this program exits.
+    /// Reports to the predecessor why this program exits.
     pub fn fail(&self, message: &str) {
         // If this fails, the predecessor still notices the exit.
         let _ = encode(kind::FAILED, &Failed { message }, &[]).map(|bytes| self.send(bytes));
@@ -95,7 +95,7 @@ impl Link {
             let (length, descriptors) = match packets::receive(&self.0, &mut buffer)? {
                 Received::Message(length, descriptors) => (length, descriptors),
                 Received::Nothing => continue,
-                Received::Closed => return Err(io::Error::other("the previous supervisor has ended")),
+                Received::Closed => return Err(io::Error::other("the previous supervisor has exited")),
             };
             let frame = Frame::decode(&buffer[..length]).map_err(invalid)?;
             die_on_request("receive", frame.kind);
@@ -130,11 +130,11 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 /// State that a supervisor takes over.
 #[derive(Debug, Default)]
 pub struct TakeOver {
-    /// Descriptors by name, each with the address, path or other place that it belongs to.
+    /// Descriptors by name, each with the address, path or other place to which it belongs.
     descriptors: BTreeMap<String, (String, OwnedFd)>,
     bulkheads: Vec<BulkheadState>,
     tenants: Vec<TenantState>,
-    /// User ids that are shared by all workers of a bulkhead, by bulkhead name.
+    /// User IDs that are shared by all workers of a bulkhead, by bulkhead name.
     pub(crate) permanent_ids: BTreeMap<String, u32>,
     state: Option<State>,
 }
@@ -144,8 +144,8 @@ impl TakeOver {
         self.descriptors.remove(name)
     }
 
-    /// Removes the descriptor of a key that must have the same value in both supervisors. `now` is the value in this
-    /// supervisor's configuration, or `None` if it is not set.
+    /// Removes and returns the descriptor for a key that must have the same value in both supervisors. `now` is the
+    /// value in this supervisor's configuration, or `None` if it is not set.
     fn take_same(&mut self, name: &str, key: &str, now: Option<&str>) -> io::Result<Option<OwnedFd>> {
         let before = self.take(name);
         let is_same = before.as_ref().map(|(place, _)| place.as_str()) == now;
@@ -162,12 +162,12 @@ impl TakeOver {
         Ok(before.map(|(_, descriptor)| descriptor))
     }
 
-    /// Removes the descriptor that this process and its keepers hold open until they end.
+    /// Removes and returns the descriptor that this process and its keepers hold open until they exit.
     pub(crate) fn own_lifeline(&mut self) -> Option<OwnedFd> {
         self.take(inherited::SUCCESSOR_LIFELINE).map(|(_, lifeline)| lifeline)
     }
 
-    /// Restores the soft limits from before the predecessor raised them, because workers get these limits.
+    /// Restores the soft limits that applied before the predecessor raised them, because workers get these limits.
     pub(crate) fn restore_limits(&self) {
         for (number, soft) in self.state.iter().flat_map(|state| &state.soft_limits) {
             if let Some(resource) = RAISED.into_iter().find(|resource| *resource as u32 == *number) {
@@ -178,7 +178,7 @@ impl TakeOver {
         }
     }
 
-    /// Removes the lock of the folder for crash reports.
+    /// Removes and returns the lock on the folder for crash reports.
     pub(crate) fn crashes_lock(&mut self, config: &SupervisorConfig) -> io::Result<Option<OwnedFd>> {
         let folder = config.crash_dir.as_ref().map(|folder| folder.display().to_string());
         self.take_same(inherited::CRASHES_LOCK, "crash_dir", folder.as_deref())
@@ -190,7 +190,7 @@ impl TakeOver {
         link: Link,
         config: &SupervisorConfig,
     ) -> io::Result<(Listeners, Predecessor)> {
-        let missing = || io::Error::other("the previous supervisor has not passed on all descriptors");
+        let missing = || io::Error::other("the previous supervisor did not pass on all descriptors");
         let path = |path: &Path| path.display().to_string();
         let jobs_lock = self.take_same(inherited::JOBS_LOCK, "socket", Some(&path(&config.socket)))?;
         let admin_lock = self.take_same(inherited::ADMIN_LOCK, "admin", Some(&path(&config.admin)))?;

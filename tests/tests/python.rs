@@ -1,12 +1,12 @@
-//! The Python package: its own tests, run by pytest against the supervisor of this build, and its style and types.
+//! The Python package: its own tests, run by pytest against this build's supervisor, and checks of its style and types.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use bulkhead_tests::{not_run, programs};
 
-/// Returns the interpreter of the environment that `.ci/run` creates in the target folder, or
-/// `BULKHEAD_PYTHON`.
+/// Returns the Python interpreter named in `BULKHEAD_PYTHON`, or that of the environment that `.ci/run` creates in the
+/// target folder.
 fn interpreter() -> Option<PathBuf> {
     let named = std::env::var_os("BULKHEAD_PYTHON").map(PathBuf::from);
     let found = named.unwrap_or_else(|| programs().join("../python/bin/python"));
@@ -22,12 +22,12 @@ fn interpreter() -> Option<PathBuf> {
     None
 }
 
-/// Number of Python tests that run at the same time. They wait more than they compute.
+/// Number of Python tests that run at the same time. These tests wait more than they compute.
 const PROCESSES: &str = "6";
 
 fn run(command: &mut Command) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python");
-    // The processes that tests start need not compile the package again, and the sources stay clean.
+    // Processes started by the tests need not compile the package again, and the source folders stay clean.
     let compiled = tempfile::tempdir().unwrap();
     let ran = command
         .current_dir(&folder)

@@ -1,5 +1,5 @@
-//! Tests of running supervisors. A single program runs them, so that the threads that wait in one group leave the
-//! processors to the tests of another.
+//! Tests of running supervisors. All groups run in a single program, so that while tests in one group wait, tests in
+//! another can use the processors.
 
 mod admin_api;
 mod clients;

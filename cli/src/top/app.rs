@@ -1,5 +1,5 @@
-//! State of the screen: latest sample, selection, and handling of keys. This module does not access the
-//! terminal, sockets or the clock.
+//! State of the screen: the latest sample, the selection, and key handling. This module does not access the terminal,
+//! sockets or the clock.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -12,13 +12,13 @@ use super::sample::{Bulkhead, Counts, Sample, rates};
 use super::text::clean;
 use crate::output::{Failure, exit};
 
-/// Maximum length of a filter in characters.
+/// Maximum length of a filter, in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
 /// Time after a missed sample at which the supervisor is shown as not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
-/// Action that follows a key press.
+/// Action to take after a key press.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Stay,
@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// The page of a single bulkhead. `scroll` is the number of workers that are scrolled past.
+    /// The page of a single bulkhead. `scroll` is the number of workers scrolled past.
     Bulkhead {
         name: String,
         scroll: usize,
@@ -83,7 +83,7 @@ impl Sort {
     }
 
     fn compare(self, a: &Bulkhead, b: &Bulkhead) -> Ordering {
-        // Compares current rates, then totals.
+        // Compares current rates first, then totals.
         let by = |rate: fn(&Counts<f64>) -> f64, count: fn(&Counts<u64>) -> u64| {
             let now = |of: &Bulkhead| of.rates.as_ref().map_or(0.0, rate);
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
@@ -120,21 +120,21 @@ pub(super) struct App {
     pub(super) events: Events,
     /// Index of the first displayed row. Drawing adjusts the index to keep the selected row visible.
     pub(super) top: usize,
-    /// Number of rows per page when the screen was last drawn.
+    /// Number of rows per page the last time the screen was drawn.
     pub(super) page_rows: usize,
     pub(super) interval: Duration,
     pub(super) socket: String,
     bulkheads: Vec<Bulkhead>,
     selected: Selection,
-    /// Time of the last sample, or of the end of a pause.
+    /// Time of the last sample, or of the end of the last pause.
     last_contact: Instant,
-    /// Error of the last attempt to take a sample.
+    /// Error from the last attempt to take a sample.
     error: Option<String>,
     is_paused: bool,
     sampled_at: Instant,
 }
 
-/// The selected row. It follows a bulkhead by name, and keeps its index if that bulkhead is not displayed.
+/// The selected row. The selection follows a bulkhead by name, and keeps its index if that bulkhead is not displayed.
 #[derive(Debug, Default)]
 struct Selection {
     name: Option<String>,
@@ -332,7 +332,7 @@ impl App {
 
     fn move_by(&mut self, by: isize) {
         if let Page::Bulkhead { scroll, .. } = &mut self.page {
-            // Drawing limits the value to the last row.
+            // Drawing clamps the value to the last row.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }
@@ -400,7 +400,7 @@ pub(super) mod tests {
             assert_eq!(names(&app), order, "{key}");
         }
         types(&mut app, "/B");
-        assert_eq!(names(&app), "b", "the filter applies while it is typed");
+        assert_eq!(names(&app), "b", "the filter applies while it is being typed");
         press(&mut app, KeyCode::Enter);
         assert_eq!((names(&app), &app.mode), ("b".to_owned(), &Mode::Browse));
         types(&mut app, "/xyz");

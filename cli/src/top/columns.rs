@@ -1,4 +1,4 @@
-//! Columns of the table of bulkheads: their contents, and the choice of columns for a given width.
+//! Columns of the table of bulkheads: their contents, and which of them fit a given width.
 
 use super::sample::{Bulkhead, Counts};
 use super::text::{rate, short, width};
@@ -6,7 +6,7 @@ use super::text::{rate, short, width};
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Width in screen columns that is reserved for names. Longer names get more only if space is left over.
+/// Minimum width for names, in screen columns. Longer names get more space only if there is some left over.
 const NAME_COLUMNS_MIN: usize = 14;
 
 /// A column of the table, in display order.
@@ -118,7 +118,7 @@ impl Column {
     }
 }
 
-/// A column of the table, and the width of this column in screen columns.
+/// A column of the table and its width in screen columns.
 pub(super) type ColumnWidth = (Column, usize);
 
 /// Returns the columns that fit in a line of `columns` screen columns, in display order. Columns are

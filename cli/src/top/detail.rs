@@ -1,4 +1,4 @@
-//! The page of a single bulkhead: table row, counters, the busiest tenants, and workers.
+//! The page of a single bulkhead: its table row, counters, busiest tenants and workers.
 
 use bulkhead_api::Tenant;
 use ratatui::buffer::Buffer;
@@ -12,7 +12,7 @@ use super::text::{fit, width};
 use super::widgets::{bold, draw_line, table_head, table_row, take_top};
 use crate::admin::WORKER_COLUMNS;
 
-/// Number of screen rows that are reserved for workers before tenants and counters get rows.
+/// Number of screen rows reserved for workers before any are given to tenants and counters.
 const WORKER_ROWS_RESERVED: usize = 4;
 
 /// Width of a tenant's name in screen columns.

@@ -1,5 +1,4 @@
-//! Draws the screen into a buffer: header, footer, table of bulkheads, and help. Parts that do not fit are
-//! omitted.
+//! Draws the screen into a buffer: header, footer, table of bulkheads, and help. Parts that do not fit are left out.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +23,7 @@ const FOOTER_HEIGHT_MIN: u16 = 4;
 const HELP: &[(&str, &str)] = &[
     ("↑ ↓ j k", "select a bulkhead, or scroll"),
     ("PgUp PgDn", "a page"),
-    ("Home End", "the first or the last row"),
+    ("Home End", "the first or last row"),
     ("Enter", "open a bulkhead: workers, tenants, rejections, events"),
     ("Esc", "go back, clear the filter, or leave"),
     ("/", "filter by name; Enter applies the filter, Esc cancels"),
@@ -54,7 +53,7 @@ pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     };
     event_pane(buffer, events, app);
     if matches!(app.connection_state(now), ConnectionState::Lost(_) | ConnectionState::Silent(_)) {
-        // Dims data that is out of date.
+        // Data that is out of date is dimmed.
         for part in [rest, events] {
             buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
         }
@@ -132,7 +131,7 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
 
 // Table.
 
-/// Draws the rows of the table that fit on the screen. Returns the number of rows per page.
+/// Draws the table rows that fit on the screen. Returns the number of rows per page.
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);

@@ -1,4 +1,4 @@
-//! Recent events, formatted as lines. Events of a restarted supervisor are appended to those of its predecessor.
+//! Recent events, formatted as lines. Events from a restarted supervisor are appended to those from its predecessor.
 
 use std::collections::VecDeque;
 
@@ -44,7 +44,7 @@ impl Events {
         self.events.drain(..surplus);
     }
 
-    /// Returns the last `count` events, of `bulkhead` or of all bulkheads.
+    /// Returns the last `count` events of `bulkhead`, or of all bulkheads.
     pub(super) fn newest(&self, count: usize, bulkhead: Option<&str>) -> Vec<&Event> {
         let is_wanted = |event: &&Event| bulkhead.is_none() || event.bulkhead.as_deref() == bulkhead;
         let mut newest: Vec<&Event> = self.events.iter().rev().filter(is_wanted).take(count).collect();

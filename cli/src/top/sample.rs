@@ -1,4 +1,4 @@
-//! Samples of a supervisor as plain data with escaped texts, and differences between samples.
+//! Samples of a supervisor as plain data with escaped text, and differences between samples.
 
 use std::time::{Duration, Instant};
 
@@ -15,14 +15,14 @@ use crate::requests::{get, get_lines};
 use crate::severity::rank;
 use crate::target::Target;
 
-/// State of all bulkheads at one time, and the events since the previous sample.
+/// State of all bulkheads at a point in time, and the events since the previous sample.
 #[derive(Debug)]
 pub(super) struct Sample {
     pub(super) at: Instant,
     pub(super) bulkheads: Vec<Bulkhead>,
     /// Events since the previous sample.
     pub(super) events: Vec<Event>,
-    /// True if the supervisor was restarted since the previous sample, which resets the counters.
+    /// True if the supervisor has been restarted since the previous sample, which resets the counters.
     pub(super) was_restarted: bool,
 }
 
@@ -224,7 +224,7 @@ impl<'a> Sampler<'a> {
             Value::Array(bulkheads) => bulkheads,
             _ => Vec::new(),
         };
-        // Starts at the last known event, to detect a restart of the supervisor.
+        // Starts at the last known event, in order to detect a restart of the supervisor.
         let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
         let (events, was_restarted) = match new_events(self.last.as_ref(), self.events(since).await?) {
             EventLog::Same(events) => (events, false),
@@ -244,7 +244,7 @@ impl<'a> Sampler<'a> {
     }
 }
 
-/// New events, or the information that the supervisor was restarted.
+/// The new events, or the fact that the supervisor was restarted.
 enum EventLog {
     /// The supervisor was not restarted. Contains the new events.
     Same(Vec<Value>),
@@ -262,7 +262,7 @@ fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
             EventLog::Same(events)
         }
         Some(first) if first["seq"] == last["seq"] => EventLog::Restarted,
-        // The last known event is missing, because more events have occurred than the supervisor keeps.
+        // The last known event is missing because more events have occurred than the supervisor keeps.
         Some(_) => EventLog::Same(events),
     }
 }
@@ -273,7 +273,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Creates a bulkhead from a document, which can be malformed.
+    /// Creates a bulkhead from a document, which may be malformed.
     pub(in super::super) fn bulkhead(document: &Value) -> Bulkhead {
         Bulkhead::new(&parse_snapshot(document))
     }

@@ -1,5 +1,5 @@
-//! Acquires the terminal when the screen opens, and restores it on every exit, including a panic. Also
-//! handles keyboard input and signals.
+//! Acquires the terminal when the screen opens, and restores it on every exit, including a panic. Also handles keyboard
+//! input and signals.
 
 use std::io::{self, BufWriter, Stdout, stdout};
 use std::sync::Once;
@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 use super::app::App;
 use super::draw;
 
-/// Maximum number of unhandled key events. Further ones stay in the terminal's buffer.
+/// Maximum number of unhandled key events. Further events stay in the terminal's buffer.
 const KEYS_MAX: usize = 64;
 
 /// Size of the output buffer for a frame, in bytes.
@@ -58,7 +58,7 @@ impl Screen {
         release();
     }
 
-    /// Acquires the terminal again after a suspension, in which other programs may have used it.
+    /// Reacquires the terminal after a suspension, during which other programs may have used it.
     pub(super) fn reenter(&mut self) -> io::Result<()> {
         release();
         acquire()?;
@@ -81,7 +81,7 @@ fn acquire() -> io::Result<()> {
 
 fn release() {
     if OWNS_TERMINAL.swap(false, Ordering::SeqCst) {
-        // Fails only if the terminal is gone.
+        // This fails only if the terminal is gone.
         let _ = execute!(stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
@@ -98,7 +98,7 @@ fn restore_on_panic() {
     });
 }
 
-/// Starts a thread that reads events from the terminal. The thread ends with the process.
+/// Starts a thread that reads events from the terminal. The thread runs until the process exits.
 pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
     let (sender, receiver) = mpsc::channel(KEYS_MAX);
     let read = move || {
@@ -122,7 +122,7 @@ pub(super) enum SignalAction {
     Continue,
 }
 
-/// The signals that end or suspend a full-screen program.
+/// The signals that terminate or suspend a full-screen program.
 pub(super) struct Signals {
     hangup: Signal,
     interrupt: Signal,
@@ -161,8 +161,8 @@ fn exit_after(signal: Number) -> SignalAction {
     SignalAction::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
 
-/// Returns true if a parent, usually a shell with job control, can continue this process. A session leader has no such
-/// parent.
+/// Returns true if a parent process, usually a shell with job control, can continue this process. A session leader has
+/// no such parent.
 pub(super) fn can_suspend() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
 }

@@ -1,17 +1,17 @@
-//! Text for the screen: single lines, escaped, and with a width on which all terminals agree.
+//! Text for the screen: single lines, escaped, with a width that all terminals agree on.
 
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::output::escape;
 
-/// Maximum number of characters of a text that are displayed.
+/// Maximum number of characters of a text to display.
 const TEXT_CHARS_MAX: usize = 2000;
 
 /// Maximum number of characters in one grapheme cluster.
 const CLUSTER_CHARS_MAX: usize = 8;
 
-/// Formats an external text as one line that cannot control the terminal or shift neighbouring text.
+/// Formats external text as one line that cannot control the terminal or shift the text next to it.
 pub(super) fn clean(text: &str) -> String {
     let kept: String = text.chars().take(TEXT_CHARS_MAX).collect();
     let line = escape(&kept).replace(['\n', '\t'], " ");
@@ -33,14 +33,14 @@ pub(super) fn width(text: &str) -> usize {
     text.graphemes(true).map(UnicodeWidthStr::width).sum()
 }
 
-/// Pads or truncates a clean text to exactly `columns` columns. A truncated text ends with `…`.
+/// Pads or truncates a clean text to exactly `columns` columns. Truncated text ends with `…`.
 pub(super) fn fit(text: &str, columns: usize) -> String {
     let mut fitted = cut(text, columns);
     fitted.extend(std::iter::repeat_n(' ', columns.saturating_sub(width(&fitted))));
     fitted
 }
 
-/// Pads or truncates a clean text like [`fit`], aligned to the right.
+/// Like [`fit`], but aligns the text to the right.
 pub(super) fn fit_right(text: &str, columns: usize) -> String {
     let cut = cut(text, columns);
     let mut fitted = " ".repeat(columns.saturating_sub(width(&cut)));
@@ -78,7 +78,7 @@ const UNITS: [(u64, char); 6] = [
     (1_000, 'k'),
 ];
 
-/// Formats a number in at most four characters.
+/// Formats a number using at most four characters.
 pub(super) fn short(number: u64) -> String {
     let unit = UNITS.iter().find(|(unit, _)| number >= 10_000 && number >= *unit);
     let Some(&(unit, letter)) = unit else { return number.to_string() };
@@ -86,7 +86,7 @@ pub(super) fn short(number: u64) -> String {
     if whole < 10 { format!("{whole}.{tenth}{letter}") } else { format!("{whole}{letter}") }
 }
 
-/// Formats a rate in at most four characters.
+/// Formats a rate using at most four characters.
 pub(super) fn rate(per_second: f64) -> String {
     match per_second {
         none if none <= 0.0 => "0".to_owned(),

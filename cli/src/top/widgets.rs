@@ -1,4 +1,4 @@
-//! Drawing helpers for text lines and rows of the table of bulkheads.
+//! Drawing helpers for lines of text and for rows of the table of bulkheads.
 
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
@@ -33,7 +33,7 @@ pub(super) fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }
 
-/// Returns the colour of a state. Colours only repeat what the text says.
+/// Returns the colour of a state. Colours only repeat what the text already says.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
         "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),

@@ -1,4 +1,4 @@
-//! Estimates the NATS server's clock. Deadlines count from the time at which the server stored the job, so the agent
+//! Estimates the NATS server's clock. Deadlines count from the time when the server stored the job, so the agent
 //! corrects the local clock by the measured offset.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::decide::Timestamp;
 
-/// The local clock, with its offset from the server's clock.
+/// The local clock and its offset from the server's clock.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
     /// Offset of the server's clock from the local clock, in microseconds.
@@ -25,7 +25,7 @@ impl Clock {
         }
     }
 
-    /// Measures the offset with a message that the server stored at `stored`, which was between the local times
+    /// Measures the offset using a message that the server stored at `stored`, which was between the local times
     /// `before` and `after`.
     pub(crate) fn measure(&self, before: Timestamp, stored: Timestamp, after: Timestamp) {
         let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);

@@ -40,12 +40,12 @@ impl Gate {
         });
     }
 
-    /// Sets whether the supervisor accepts jobs.
+    /// Records whether the supervisor accepts jobs.
     pub(crate) fn set_ready(&self, is_ready: bool) {
         self.update(|conditions| conditions.is_ready = is_ready);
     }
 
-    /// Sets whether the ledger has space.
+    /// Records whether the ledger has space.
     pub(crate) fn set_space(&self, has_space: bool) {
         self.update(|conditions| conditions.has_space = has_space);
     }

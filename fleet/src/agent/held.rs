@@ -1,4 +1,4 @@
-//! The messages that this agent is processing, and the heartbeats that prevent their redelivery.
+//! The messages that this agent is processing, and the heartbeats that prevent them from being redelivered.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ impl Held {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a message. Returns false if the agent already held it, and then replaces its reply subject.
+    /// Adds a message. If the agent already holds it, replaces the reply subject and returns false.
     pub(crate) fn hold(&self, sequence: u64, reply: Subject) -> bool {
         self.lock().insert(sequence, reply).is_none()
     }
@@ -35,7 +35,7 @@ impl Held {
         self.lock().get(&sequence).cloned()
     }
 
-    /// Returns a guard that releases the message when dropped, also on a panic.
+    /// Returns a guard that releases the message when dropped, even on a panic.
     pub(crate) fn guard(&self, sequence: u64) -> HeldGuard<'_> {
         HeldGuard { held: self, sequence }
     }
@@ -51,7 +51,7 @@ impl Held {
         self.lock().len()
     }
 
-    /// Waits until no message is held.
+    /// Waits until no messages are held.
     pub(crate) async fn until_empty(&self) {
         loop {
             let changed = self.changed.notified();
@@ -97,6 +97,6 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 
 /// Sends one heartbeat.
 pub(crate) async fn in_progress(shared: &Shared, reply: Subject) {
-    // If this heartbeat is lost, the next one takes its place.
+    // If this heartbeat is lost, the next one will do.
     let _ = shared.client.publish(reply, Bytes::from_static(IN_PROGRESS)).await;
 }

@@ -1,4 +1,4 @@
-//! Metrics of an agent, in the OpenMetrics text format.
+//! An agent's metrics, in the OpenMetrics text format.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,15 +8,15 @@ use std::sync::{Mutex, PoisonError};
 /// Counters of one bulkhead.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// Number of outcomes that this agent recorded.
+    /// Number of outcomes recorded by this agent.
     pub(crate) decided: AtomicU64,
-    /// Number of attempts that ended with the job's return to the queue.
+    /// Number of attempts after which the job was returned to the queue.
     pub(crate) returned: AtomicU64,
     /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,
     /// Number of messages that were redelivered.
     pub(crate) redelivered: AtomicU64,
-    /// Number of jobs in the whole fleet that have no outcome.
+    /// Number of jobs without an outcome in the whole fleet.
     pub(crate) pending: AtomicU64,
 }
 
@@ -37,8 +37,8 @@ type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &Atomi
 
 /// Metric families with the label `bulkhead`: name, type, description and value.
 const FAMILIES: [Family; 5] = [
-    ("decided", "counter", "Jobs that this agent decided.", |of| &of.decided),
-    ("returned", "counter", "Attempts after which the job was returned.", |of| &of.returned),
+    ("decided", "counter", "Jobs whose outcome this agent recorded.", |of| &of.decided),
+    ("returned", "counter", "Attempts after which the job was returned to the queue.", |of| &of.returned),
     ("fenced", "counter", "Outcomes dropped because another agent had taken over the job.", |of| &of.fenced),
     ("redelivered", "counter", "Messages that were delivered more than once.", |of| &of.redelivered),
     ("pending", "gauge", "Jobs without an outcome in the whole fleet.", |of| &of.pending),

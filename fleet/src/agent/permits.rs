@@ -1,5 +1,5 @@
-//! Permits for the jobs of one bulkhead. Their number follows the supervisor's, and lanes get permits in the order of
-//! their requests.
+//! Permits for the jobs of one bulkhead. Their number follows the supervisor's, and lanes are given permits in the
+//! order in which they ask for them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,13 +32,13 @@ pub(crate) struct Permit {
 }
 
 impl Permits {
-    /// Creates a set without permits.
+    /// Creates a set with no permits.
     pub(crate) fn new() -> Self {
         let semaphore = Arc::new(Semaphore::new(0));
         Self { semaphore, state: Arc::default(), in_use: Arc::default(), freed: Arc::default() }
     }
 
-    /// Sets the number of permits. Surplus permits that are in use are removed when they are returned.
+    /// Sets the number of permits. Surplus permits that are in use are removed once they are returned.
     pub(crate) fn resize(&self, limit: usize) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if limit > state.limit {
@@ -64,7 +64,7 @@ impl Permits {
         (limit, self.in_use.load(Ordering::Relaxed))
     }
 
-    /// Waits for a permit. Waiters get permits in the order of their calls.
+    /// Waits for a permit. Permits are given out in the order of the calls.
     pub(crate) async fn acquire(&self) -> Permit {
         // The semaphore is never closed.
         let permit = self.semaphore.clone().acquire_owned().await.ok();

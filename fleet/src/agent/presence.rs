@@ -1,5 +1,5 @@
-//! Publishes the presence of this agent in a key-value bucket with expiring entries. The same writes measure the clock
-//! offset.
+//! Publishes this agent's presence in a key-value bucket with expiring entries. The same writes are used to measure the
+//! clock offset.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ const INTERVAL: Duration = Duration::from_secs(5);
 /// Clock offset in seconds above which a warning is logged.
 const OFFSET_SECONDS_MAX: f64 = 1.0;
 
-/// Renews the presence of this agent periodically.
+/// Renews this agent's presence periodically.
 pub(crate) async fn announce(shared: Arc<Shared>) {
     let mut was_off = false;
     loop {

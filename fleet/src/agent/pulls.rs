@@ -1,5 +1,5 @@
-//! Pulls the messages of one lane. Each pull requests one message more than there are free permits. A pull expires
-//! after five seconds, because pulls without an expiry can stall after a leader change, and is abandoned if heartbeats
+//! Pulls the messages of one lane. Each pull requests one message more than there are free permits. Pulls expire after
+//! five seconds, because pulls that never expire can stall after a leader change. A pull is abandoned if its heartbeats
 //! fail to arrive.
 
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl Lane {
         }
     }
 
-    /// Pulls messages until the subscription must be renewed.
+    /// Pulls messages until the subscription has to be renewed.
     async fn pull_into(&self, inbox: &str, subscriber: &mut Subscriber) {
         loop {
             self.served.gate.until_open().await;
@@ -91,23 +91,23 @@ impl Lane {
         }
     }
 
-    /// Returns the number of messages to request: the lane's share of the free permits plus one, less the messages that
-    /// already wait.
+    /// Returns the number of messages to request: the lane's share of the free permits plus one, minus the messages
+    /// that are already waiting.
     fn batch(&self) -> usize {
         let part = self.served.permits.free() / usize::from(self.served.settings.lanes);
         (part + 1).saturating_sub(self.waiting.load(Ordering::Relaxed)).min(BATCH_MAX)
     }
 
-    /// Receives the messages of one pull. Returns false if the subscription must be renewed.
+    /// Receives the messages of one pull. Returns false if the subscription has to be renewed.
     async fn receive(&self, subscriber: &mut Subscriber, batch: usize) -> bool {
         let mut left = batch;
         while left > 0 {
             let next = tokio::select! {
                 next = tokio::time::timeout(SILENCE_MAX, subscriber.next()) => next,
-                // The pull is still pending on the server, and is cancelled by dropping the subscription.
+                // The pull is still pending on the server. Dropping the subscription cancels it.
                 () = self.served.gate.until_closed() => return false,
             };
-            // No heartbeat arrived, because the leader has changed or the connection is broken.
+            // No heartbeat has arrived, because the leader has changed or the connection is broken.
             let Ok(Some(message)) = next else { return false };
             match message.status.map(|status| status.as_u16()) {
                 None => {
@@ -143,7 +143,7 @@ impl Lane {
         }
     }
 
-    /// Reads the properties of a delivered message. Returns `None` if its subject is not a valid job subject. The
+    /// Reads the properties of a delivered message. Returns `None` if the subject is not a valid job subject. The
     /// server then redelivers the message until an operator removes it.
     fn read(&self, message: Message) -> Option<Delivered> {
         let reply = message.reply.clone()?;

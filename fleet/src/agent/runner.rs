@@ -24,7 +24,7 @@ use crate::record::Ending;
 use crate::server::ledger;
 use crate::server::messages::{Published, publish};
 
-/// A delivered message with its properties.
+/// A delivered message and its properties.
 pub(crate) struct Delivered {
     pub(crate) message: decide::Message,
     /// Bulkhead and tenant, taken from the subject.
@@ -38,7 +38,7 @@ struct Run {
     shared: Arc<Shared>,
     served: Arc<Served>,
     options: JobOptions,
-    /// Reason why the message is not a valid job, if it is not.
+    /// Reason why the message is not a valid job. `None` if it is valid.
     invalid: Option<String>,
     sequence: u64,
     ledger: String,
@@ -70,7 +70,7 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
     Terms { bulkhead: served.name.clone(), deadline, is_idempotent: options.is_idempotent }
 }
 
-/// Negatively acknowledges a message, so that the server delivers it again to any agent after `delay`.
+/// Negatively acknowledges a message, so that after `delay` the server redelivers it to any agent.
 pub(crate) async fn give_back(shared: &Shared, delivered: &Delivered, delay: Duration) {
     let sequence = delivered.message.stream_sequence;
     negative(shared, sequence, delay).await;
@@ -116,7 +116,7 @@ impl Run {
         }
     }
 
-    /// Submits the job to the supervisor, and waits for the outcome.
+    /// Submits the job to the supervisor and waits for the outcome.
     async fn submit(&self, left: Duration) -> AttemptEnd {
         if let Some(error) = &self.invalid {
             let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message: error.clone() };
@@ -142,14 +142,14 @@ impl Run {
         attempt_end(job.send().await)
     }
 
-    /// Publishes the notice and, if the job needs one, stores the dead letter. Returns false if the dead letter was not
+    /// Publishes the notice and, if the job needs a dead letter, stores it. Returns false if the dead letter was not
     /// stored.
     async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
         let JobOptions { tenant, id, bulkhead, .. } = &self.options;
         if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {
             return false;
         }
-        // If the notice is lost, the submitter finds the outcome at its next read.
+        // If the notice is lost, the submitter finds the outcome the next time it reads the ledger.
         let _ = self.shared.client.publish(told_subject(tenant, id), Bytes::new()).await;
         true
     }
@@ -165,7 +165,7 @@ impl Run {
                     .await;
             match published {
                 Published::Stored(_) | Published::Conflict(_) => return true,
-                // Only the payload can be too large, so the dead letter is stored without it.
+                // Only the payload can be too large, so the dead letter is stored without the payload.
                 Published::TooLarge if !payload.is_empty() => payload = Bytes::new(),
                 other => {
                     tracing::warn!("failed to store a dead letter: {other:?}; trying again");
@@ -178,7 +178,9 @@ impl Run {
     async fn acknowledge(&self) {
         let Some(reply) = self.shared.held.reply(self.sequence) else { return };
         if let Err(error) = self.shared.client.request(reply, Bytes::from_static(b"+ACK")).await {
-            tracing::debug!("an acknowledgement is not confirmed: {error}; the message may come again");
+            tracing::debug!(
+                "an acknowledgement was not confirmed: {error}; the message may be delivered again"
+            );
         }
     }
 
@@ -203,7 +205,10 @@ impl Run {
             Conclusion::Left(None) => {}
             Conclusion::Fenced => {
                 add(|of| &of.fenced);
-                tracing::warn!("an outcome is dropped, because another agent has taken over {}", self.ledger);
+                tracing::warn!(
+                    "an outcome was dropped, because another agent has taken over {}",
+                    self.ledger
+                );
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Connects to the supervisor of this host, and polls its state over the admin API.
+//! Connects to the supervisor on this host, and polls its state over the admin API.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -17,12 +17,12 @@ use super::Shared;
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between polls while the supervisor does not respond.
 const POLL_INTERVAL_DOWN: Duration = Duration::from_millis(250);
-/// Maximum time to wait for a response of the admin API.
+/// Maximum time to wait for a response from the admin API.
 const POLL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of a response, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
-/// The supervisor of this host.
+/// The supervisor on this host.
 pub(crate) struct Supervisor {
     socket: PathBuf,
     admin: PathBuf,
@@ -35,8 +35,8 @@ impl Supervisor {
         Self { socket, admin, client: OnceLock::new() }
     }
 
-    /// Returns the client of the jobs socket, or `None` until it has first connected. Afterwards, the client
-    /// reconnects automatically.
+    /// Returns the client for the jobs socket, or `None` until it has connected for the first time. After that, the
+    /// client reconnects automatically.
     pub(crate) fn client(&self) -> Option<&Client> {
         self.client.get()
     }
@@ -70,8 +70,7 @@ impl Supervisor {
     }
 }
 
-/// Polls the supervisor. Opens the gates of the bulkheads that accept jobs, and adjusts the number of their
-/// permits.
+/// Polls the supervisor. Opens the gates of bulkheads that accept jobs, and adjusts their number of permits.
 pub(crate) async fn poll(shared: Arc<Shared>) {
     let supervisor = &shared.supervisor;
     let mut was_reachable = true;
@@ -86,7 +85,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
         {
             let admin = supervisor.admin.display();
             tracing::warn!(
-                "the supervisor at {admin} cannot be reached: {error}; the agent takes no jobs until the supervisor responds"
+                "the supervisor at {admin} cannot be reached: {error}; the agent pulls no jobs until it responds"
             );
         }
         was_reachable = answer.is_ok();
@@ -97,7 +96,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
 }
 
 fn apply(shared: &Shared, snapshots: &[Snapshot]) {
-    // With an unknown clock offset, jobs could be rejected as late before their deadlines have passed.
+    // While the clock offset is unknown, jobs could be rejected as late before their deadlines have passed.
     let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
     for served in shared.bulkheads.values() {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);

@@ -1,4 +1,5 @@
-//! Monitors the streams, and stops pulling jobs before the ledger is full. A full ledger would refuse outcomes as well.
+//! Monitors the streams and stops pulling jobs before the ledger is full, because a full ledger would refuse outcomes
+//! as well.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -41,8 +42,8 @@ fn apply_ratio(shared: &Shared, ratio: f64) {
     let has_space = ratio < LEDGER_RATIO_MAX;
     if !has_space {
         tracing::error!(
-            "the ledger is {:.0} % full: no new jobs are accepted, so that running jobs can be recorded; raise max_bytes of \
-             the stream {LEDGER}, or wait until records expire",
+            "the ledger is {:.0} % full: no new jobs are accepted, so that running jobs can still be recorded; raise \
+             max_bytes of the stream {LEDGER}, or wait until records expire",
             ratio * 100.0
         );
     }

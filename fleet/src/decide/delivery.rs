@@ -11,7 +11,7 @@ use crate::record::{Ending, Phase, Stored};
 /// The next step for a delivered message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Next {
-    /// Claim the job, then submit the job to the supervisor.
+    /// Claim the job, then submit it to the supervisor.
     Claim {
         /// Expected sequence number of the current record; 0 if there must be no record.
         expects: u64,
@@ -31,7 +31,7 @@ pub enum Next {
     },
     /// Leave the job to the agent that holds it, and request redelivery after this delay.
     Leave(Duration),
-    /// Repeat the steps after the outcome was recorded: notice, dead letter and acknowledgement.
+    /// Repeat the steps that follow once the outcome has been recorded: notice, dead letter and acknowledgement.
     Finish(Ending),
 }
 
@@ -70,8 +70,8 @@ pub fn decide(
     }
 }
 
-/// Returns true if the agent that holds the claim is considered lost. The first redelivery does not count, because an
-/// outage of the servers causes one for every message, although the agents are alive.
+/// Returns true if the agent that holds the claim is considered lost. The first redelivery does not count, because a
+/// server outage causes one for every message even though the agents are alive.
 fn is_lost(claimed: u64, delivered: u64, rules: &Rules) -> bool {
     let later = if rules.faults.takes_over_at_first_redelivery { 1 } else { 2 };
     delivered >= claimed + later
@@ -107,7 +107,7 @@ pub fn host_lost(terms: &Terms, attempts: u32) -> Outcome {
     outcome(terms, Verdict::Crashed { reason: CrashReason::HostLost, status: None, message }, attempts)
 }
 
-/// Creates an outcome for a job whose supervisor reported none.
+/// Creates an outcome for a job for which the supervisor reported none.
 pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome {
     Outcome {
         retryable: verdict.is_retryable(terms.is_idempotent),
@@ -126,7 +126,7 @@ pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome
     }
 }
 
-/// Returns true if the job may have begun in the attempt that had this outcome.
+/// Returns true if the job may have begun in the attempt with this outcome.
 pub(crate) fn may_have_begun(outcome: &Outcome) -> bool {
     outcome.verdict.executed() != Executed::No
 }

@@ -1,4 +1,4 @@
-//! The handling of one delivered message, from the first ledger read to the acknowledgement.
+//! The handling of one delivered message, from the first read of the ledger to the acknowledgement.
 
 use std::time::Duration;
 
@@ -50,14 +50,14 @@ pub enum Action {
 pub enum Step {
     /// Perform the action after the delay.
     Do(Action, Duration),
-    /// The handling is done.
+    /// The handling is complete.
     Done(Conclusion),
 }
 
 /// The result of a handling.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Conclusion {
-    /// The job is decided and the message acknowledged.
+    /// The job has been decided and the message has been acknowledged.
     Decided,
     /// The job had already been decided.
     Repeated,
@@ -68,7 +68,7 @@ pub enum Conclusion {
         /// True if the agent must stop pulling jobs of the bulkhead during the delay.
         pauses_pulls: bool,
     },
-    /// Another agent holds the job. With a delay, redelivery of the message was requested.
+    /// Another agent holds the job. If there is a delay, redelivery of the message was requested.
     Left(Option<Duration>),
     /// Another agent took over the job during the attempt, so the outcome was discarded.
     Fenced,
@@ -102,7 +102,7 @@ pub enum Event {
     Acknowledged,
 }
 
-/// The step that a successful write leads to.
+/// The step that follows a successful write.
 #[derive(Clone, Debug, PartialEq)]
 enum Purpose {
     Claim(Claim),
@@ -113,13 +113,13 @@ enum Purpose {
 #[derive(Clone, Debug, PartialEq)]
 enum State {
     Reading,
-    /// Repeats the write until it is known whether the record was stored or refused.
+    /// Repeating the write until it is known whether the record was stored or refused.
     Writing {
         write: Write,
         purpose: Purpose,
         is_own: bool,
     },
-    /// Repeats the read until the record is at least as new as the conflict.
+    /// Repeating the read until the record is at least as new as the conflict.
     Confirming {
         write: Write,
         purpose: Purpose,
@@ -161,8 +161,8 @@ pub struct Handling {
 }
 
 impl Handling {
-    /// Creates the handling of a message, and returns the first step. `nonce` must be unique among all
-    /// handlings of all agents. `jitter` is a random number from 0 to 1.
+    /// Creates the handling of a message and returns its first step. `nonce` must be unique among all handlings of all
+    /// agents. `jitter` is a random number from 0 to 1.
     pub fn begin(
         message: Message,
         terms: Terms,
@@ -181,7 +181,7 @@ impl Handling {
         matches!(self.state, State::Running { .. })
     }
 
-    /// Applies the result of the current action, and returns the next step.
+    /// Applies the result of the current action and returns the next step.
     pub fn apply(&mut self, event: Event, now: Timestamp) -> Step {
         match (std::mem::replace(&mut self.state, State::Over), event) {
             (State::Reading, Event::Read(Ok(stored))) => self.delivered(stored.as_ref(), now),
@@ -269,8 +269,8 @@ impl Handling {
         }
     }
 
-    /// Determines who wrote the conflicting record. Ignores records older than the conflict, because direct reads can
-    /// be stale.
+    /// Determines who wrote the conflicting record. Ignores records that are older than the conflict, because direct
+    /// reads can be stale.
     fn confirmed(
         &mut self,
         write: Write,
@@ -363,8 +363,8 @@ impl Handling {
     }
 }
 
-/// Returns the conclusion of a refused write. `is_own` is true if the write contained the outcome of this
-/// agent's attempt.
+/// Returns the conclusion for a refused write. `is_own` is true if the write contained the outcome of this agent's
+/// attempt.
 fn refused(is_own: bool) -> Conclusion {
     if is_own { Conclusion::Fenced } else { Conclusion::Left(None) }
 }
@@ -375,6 +375,6 @@ fn is_dead(ending: &Ending) -> bool {
 }
 
 impl AttemptEnd {
-    /// End of an attempt whose job was not sent to the supervisor.
+    /// End of an attempt in which the job was not sent to the supervisor.
     pub const NOT_SENT: Self = Self::Disconnected { executed: Executed::No };
 }

@@ -1,4 +1,4 @@
-//! Decides what to do after an attempt, depending on the outcome that the supervisor reported.
+//! Decides what to do after an attempt, based on the outcome that the supervisor reported.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::delivery::{host_lost, may_have_begun, outcome};
 use super::{Message, RETURN_DELAY_MAX, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::Ending;
 
-/// The way in which an attempt ended.
+/// The way an attempt ended.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
 pub enum AttemptEnd {
@@ -32,7 +32,7 @@ pub struct Claim {
     pub previous: Option<Outcome>,
 }
 
-/// The consequence of an attempt's outcome.
+/// What follows from an attempt's outcome.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Consequence {
     /// The outcome is final.
@@ -41,7 +41,7 @@ pub enum Consequence {
     Return {
         /// Number of counted attempts.
         attempts: u32,
-        /// Outcome to report if no further attempt takes place.
+        /// Outcome to report if there is no further attempt.
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
@@ -50,7 +50,7 @@ pub enum Consequence {
     },
 }
 
-/// Returns the consequence of an attempt. `jitter` is a random number from 0 to 1.
+/// Returns what follows from an attempt. `jitter` is a random number from 0 to 1.
 pub fn decide(
     message: &Message,
     terms: &Terms,
@@ -93,7 +93,7 @@ fn is_returned(reason: RejectReason) -> bool {
     reason.is_retryable() || reason == RejectReason::NotFound
 }
 
-/// Returns true if another attempt of an idempotent job can have a different outcome.
+/// Returns true if another attempt of an idempotent job could have a different outcome.
 fn is_repeated(outcome: &Outcome) -> bool {
     match &outcome.verdict {
         Verdict::Failed(failure) => failure.retryable,
@@ -135,8 +135,8 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     Ending { outcome: Outcome { verdict, retryable, ..ending.outcome }, payload: Bytes::new() }
 }
 
-/// Adds the history of earlier attempts. If the last attempt did not begin, uses the outcome of an earlier
-/// attempt that may have begun, because the final outcome must not claim that the job never ran.
+/// Adds the history of earlier attempts. If the last attempt did not begin, uses the outcome of an earlier attempt that
+/// may have begun, because the final outcome must not claim that the job never ran.
 fn with_history(claim: &Claim, ending: Ending) -> Ending {
     let Some(previous) = &claim.previous else { return ending };
     if !may_have_begun(&ending.outcome) && may_have_begun(previous) {
@@ -146,13 +146,13 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay after `attempts` attempts: one second, doubled with each further attempt.
+/// Returns the delay after `attempts` attempts: one second, doubled for each further attempt.
 fn backoff(attempts: u32, jitter: f64) -> Duration {
     let doublings = attempts.saturating_sub(1).min(6);
     with_jitter((Duration::from_secs(1) * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
 }
 
-/// Adds up to a fifth of random jitter, so that returned jobs are not redelivered all at once.
+/// Adds random jitter of up to a fifth, so that returned jobs are not all redelivered at once.
 fn with_jitter(delay: Duration, jitter: f64) -> Duration {
     delay.mul_f64(1.0 + 0.2 * jitter.clamp(0.0, 1.0))
 }

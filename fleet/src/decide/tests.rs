@@ -61,7 +61,7 @@ fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
     stored(Phase::Claimed { stream_sequence, delivery, previous: None })
 }
 
-/// Returns the decision about the delivery with this number.
+/// Returns the decision for the delivery with this number.
 fn on(delivered: u64, is_idempotent: bool, stored: Option<&Stored>, now: Duration) -> Next {
     delivery::decide(&message(delivered), &terms(is_idempotent), &rules(), stored, now)
 }
@@ -108,7 +108,7 @@ fn lost_claim_of_idempotent_job_is_taken_over() {
 }
 
 #[test]
-fn lost_claim_without_further_attempt_ends_as_host_lost() {
+fn lost_claim_with_no_attempts_left_ends_as_host_lost() {
     let lost = |is_idempotent| ending(host_lost(&terms(is_idempotent), 1));
     let decide = |ending| Next::Decide { expects: 42, attempts: 1, ending };
     assert_eq!(on(6, false, Some(&claimed(7, 4)), IN_TIME), decide(lost(false)));
@@ -121,7 +121,7 @@ fn lost_claim_without_further_attempt_ends_as_host_lost() {
 }
 
 #[test]
-fn duplicate_message_waits_for_the_first_one() {
+fn duplicate_message_waits_for_the_original() {
     assert_eq!(on(9, true, Some(&claimed(6, 1)), IN_TIME), Next::Leave(HOST_LOST_AFTER));
 }
 
@@ -133,7 +133,7 @@ fn decided_job_is_announced_again_but_not_run() {
     }
 }
 
-/// Returns the consequence of an outcome, for the first attempt.
+/// Returns what follows from an outcome of the first attempt.
 fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
     let claim = Claim { attempts, previous: None };
     let end = AttemptEnd::Reported(ending(outcome));
@@ -185,7 +185,7 @@ fn return_delay_follows_retry_after() {
 }
 
 #[test]
-fn job_that_expires_in_the_supervisors_queue_is_returned() {
+fn job_that_expires_in_supervisor_queue_is_returned() {
     let outcome = verdict(Verdict::DeadlineQueued);
     let returned = after(false, 1, outcome.clone(), IN_TIME);
     assert!(matches!(returned, Consequence::Return { attempts: 0, .. }), "{returned:?}");
@@ -209,7 +209,7 @@ fn only_idempotent_jobs_run_again() {
 }
 
 #[test]
-fn disconnect_before_sending_counts_no_attempt() {
+fn disconnect_before_sending_is_not_counted_as_attempt() {
     let claim = Claim { attempts: 1, previous: None };
     let end = AttemptEnd::NOT_SENT;
     let consequence = outcome::decide(&message(1), &terms(false), &rules(), &claim, end, IN_TIME, 0.0);
@@ -257,7 +257,7 @@ fn submitted() -> Handling {
     handling
 }
 
-/// Ends the attempt of a submitted job, and returns the write of its outcome.
+/// Ends the attempt of a submitted job and returns the write of its outcome.
 fn outcome_write(handling: &mut Handling) -> Write {
     let end = AttemptEnd::Reported(ending(verdict(Verdict::Ok)));
     let step = handling.apply(Event::Ended(end), IN_TIME);

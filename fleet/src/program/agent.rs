@@ -1,4 +1,4 @@
-//! `agent`: runs the agent of this host until a signal arrives.
+//! `agent`: runs the agent for this host until a signal arrives.
 
 use bulkhead_fleet::agent::{self, AgentError};
 use bulkhead_fleet::settings::Settings;
@@ -27,7 +27,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     let mut interrupt = signal(SignalKind::interrupt()).map_err(fail)?;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = agent::run(settings, bulkhead_fleet::Faults::default(), async {
-        // Fails when the sender is dropped, which is the signal to stop.
+        // This fails when the sender is dropped, which is the signal to stop.
         let _ = stopped.await;
     });
     let mut running = std::pin::pin!(running);
@@ -43,7 +43,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     })
 }
 
-/// Drains the agent. A second signal ends it immediately.
+/// Drains the agent. A second signal stops it immediately.
 async fn stop_with(
     stop: tokio::sync::oneshot::Sender<()>,
     running: std::pin::Pin<&mut impl Future<Output = Result<(), AgentError>>>,
@@ -61,7 +61,7 @@ async fn stop_with(
 fn start_log() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,async_nats=error"));
-    // Fails only in tests, which install their own subscriber.
+    // This fails only in tests, which install their own subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())

@@ -33,10 +33,10 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Create the fleet's missing streams and consumers, and report differences
     ///
-    /// Objects that differ from the configuration are not changed, and the exit status is 2. Two changes are safe and
-    /// are made: new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
+    /// Objects that differ from the configuration are not changed, and the exit status is 2. Two safe changes are made:
+    /// new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
     Init,
-    /// Take the fleet's jobs for the supervisor on this host
+    /// Pull the fleet's jobs for the supervisor on this host
     Agent(Agent),
     /// Submit one or more jobs and print the results
     ///
@@ -48,9 +48,9 @@ pub(crate) enum Command {
     Status,
     /// List, show, resubmit or remove jobs that did not end ok
     Dead(Dead),
-    /// Start a server, a supervisor and two agents in a temporary directory, to try a fleet
+    /// Start a server, a supervisor and two agents in a temporary directory, to try out a fleet
     ///
-    /// Submits a hundred jobs and kills one agent in the middle. Shows that each job has exactly one outcome.
+    /// Submits a hundred jobs and kills one agent partway through. Shows that each job has exactly one outcome.
     Try(Try),
     /// Write man pages
     Man {
@@ -62,7 +62,7 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Agent {
-    /// Only check the configuration, print the effective values, and exit
+    /// Only check the configuration, print the effective values and exit
     #[arg(long)]
     pub(crate) check: bool,
 }
@@ -76,11 +76,11 @@ pub(crate) struct Submit {
     #[arg(default_value = "")]
     pub(crate) operation: String,
 
-    /// Id of the job; jobs with the same id run once [default: random]
+    /// ID of the job; jobs with the same ID run once [default: random]
     #[arg(long, conflicts_with = "repeat")]
     pub(crate) id: Option<String>,
 
-    /// Print the id as soon as the job is stored, and do not wait for the outcome
+    /// Print the ID as soon as the job is stored, and do not wait for the outcome
     #[arg(long, conflicts_with = "output")]
     pub(crate) detach: bool,
 
@@ -97,7 +97,7 @@ pub(crate) struct Submit {
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 
-    /// Time limit from the submission to the outcome, all attempts included [default: 1h]
+    /// Time limit from submission to outcome, including all attempts [default: 1h]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) deadline: Option<Duration>,
 
@@ -132,7 +132,7 @@ pub(crate) struct Submit {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ResultOf {
-    /// Id of the job
+    /// ID of the job
     pub(crate) id: String,
 
     /// Tenant that the job belongs to [default: from the configuration]
@@ -170,16 +170,16 @@ pub(crate) enum DeadCommand {
     },
     /// Show a dead letter
     Show {
-        /// Id of the job
+        /// ID of the job
         id: String,
-        /// Tenant; required if several tenants have a job with this id
+        /// Tenant; required if several tenants have a job with this ID
         #[arg(long)]
         tenant: Option<String>,
         /// Write the payload to FILE; - for standard output
         #[arg(long, value_name = "FILE")]
         output: Option<PathBuf>,
     },
-    /// Submit jobs again, and remove their dead letters; a repeated request runs each job once
+    /// Resubmit jobs and remove their dead letters; repeating the request does not run a job twice
     Requeue(Selection),
     /// Remove dead letters
     Drop(Selection),
@@ -188,15 +188,15 @@ pub(crate) enum DeadCommand {
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["ids", "all"])))]
 pub(crate) struct Selection {
-    /// Ids of jobs
+    /// IDs of jobs
     pub(crate) ids: Vec<String>,
-    /// All dead letters that the other options select
+    /// Select all dead letters that match the other options
     #[arg(long)]
     pub(crate) all: bool,
-    /// Only this bulkhead
+    /// Select only dead letters of this bulkhead
     #[arg(long, value_name = "NAME")]
     pub(crate) bulkhead: Option<String>,
-    /// Only this tenant
+    /// Select only dead letters of this tenant
     #[arg(long)]
     pub(crate) tenant: Option<String>,
 }

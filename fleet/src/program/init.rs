@@ -1,4 +1,4 @@
-//! `init`: prepares the streams of a fleet.
+//! `init`: creates the streams of a fleet.
 
 use bulkhead_fleet::operate::Operator;
 use bulkhead_fleet::settings::Settings;
@@ -21,7 +21,7 @@ pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failur
     }
     if differs {
         output::to_stderr(
-            "bulkhead-fleet: differing objects were not changed: correct the configuration, or change the objects with the nats command",
+            "bulkhead-fleet: objects that differ were not changed: correct the configuration, or change the objects with the nats command",
         );
     } else if settings.streams.replicas == 1 && !is_json {
         output::to_stderr(

@@ -78,7 +78,7 @@ pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> 
     }
 }
 
-/// Returns a one-line description of a job's result.
+/// Describes a job's result on one line.
 pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     let text = match result {
         Ok(reply) => {
@@ -89,7 +89,7 @@ pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     format!("{}, id {}", escape(&text).replace('\n', "\\n"), escape(id))
 }
 
-/// Returns a job's result as a flat JSON object, with the id and the fields of `bulkhead submit --json`.
+/// Returns a job's result as a flat JSON object, with the ID and the fields of `bulkhead submit --json`.
 pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, FleetError>) -> Value {
     let document = match result {
         Ok(reply) => {

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::args::{ResultOf, Submit};
 use super::output::{self, Failure, exit};
 
-/// Runs `submit`. Returns the exit code of the first job that did not end `ok`, or 0 if all did.
+/// Runs `submit`. Returns the exit code of the first job that did not end `ok`, or 0 if all jobs did.
 pub(crate) async fn run(settings: &Settings, submit: &Submit, is_json: bool) -> Result<u8, Failure> {
     let (payload, fleet) = match prepare(settings, submit).await {
         Ok(prepared) => prepared,
@@ -138,7 +138,7 @@ fn job(fleet: &Fleet, submit: &Submit, payload: &[u8]) -> FleetJob {
     job
 }
 
-/// Prints the result of a job. Returns its exit code.
+/// Prints the result of a job and returns its exit code.
 fn print(
     bulkhead: &str,
     id: &str,
@@ -157,7 +157,7 @@ fn print(
         Err(_) => None,
     };
     match payload {
-        // With JSON, standard output contains only the outcome.
+        // With `--json`, standard output contains only the outcome.
         Some(payload) if !is_json || file.is_some() => output::payload(file, payload)?,
         _ => {}
     }
@@ -168,7 +168,7 @@ fn print(
 pub(crate) async fn result(settings: &Settings, of: &ResultOf, is_json: bool) -> Result<u8, Failure> {
     let fleet = Fleet::connect_with(&settings.nats, &settings.streams).await.map_err(Failure::unreachable)?;
     let tenant = of.tenant.clone().or_else(|| settings.nats.tenant.clone()).unwrap_or_default();
-    // Reads the ledger at least once, also with a `wait` of zero.
+    // Reads the ledger at least once, even if `wait` is zero.
     let result = fleet.result(&tenant, &of.id, of.wait.max(Duration::from_millis(1))).await;
     print("", &of.id, &result, of.output.as_deref(), is_json)
 }

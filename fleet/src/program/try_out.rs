@@ -1,4 +1,4 @@
-//! `try`: demonstrates a whole fleet in a temporary folder, and kills an agent while a hundred jobs run.
+//! `try`: demonstrates a complete fleet in a temporary folder, and kills an agent while a hundred jobs are running.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use super::output::{self, Failure, exit};
 const JOBS: usize = 100;
 /// Number of results after which an agent is killed.
 const KILLED_AFTER: usize = 40;
-/// Maximum time for the start of each part.
+/// Maximum time for each part to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Server version that the error message recommends.
 const VERSION: &str = "2.12.8";
@@ -119,7 +119,7 @@ impl Demo {
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        Err(Failure::new(exit::FAILED, format!("the agents take no jobs:\n{}", logs(&self.folder))))
+        Err(Failure::new(exit::FAILED, format!("the agents pulled no jobs:\n{}", logs(&self.folder))))
     }
 
     async fn submit_all(&mut self) -> Result<u8, Failure> {
@@ -139,7 +139,7 @@ impl Demo {
             if number == KILLED_AFTER {
                 // The process may have exited already.
                 let _ = self.agents[0].kill().await;
-                output::line("killed:     the agent of host-a, with the jobs that it held")?;
+                output::line("killed:     the agent of host-a, along with the jobs it held")?;
             }
             *outcomes.entry(outcome(&job.result().await)).or_default() += 1;
         }
@@ -176,7 +176,7 @@ fn outcome(result: &Result<bulkhead_client::Reply, FleetError>) -> String {
     }
 }
 
-/// Creates the streams as soon as the server listens.
+/// Creates the streams as soon as the server is listening.
 async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     let began = Instant::now();
     loop {
@@ -194,7 +194,7 @@ async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Waits until the server listens. Returns its address.
+/// Waits until the server is listening. Returns its address.
 async fn server_address(folder: &Path) -> Result<String, Failure> {
     let began = Instant::now();
     loop {
@@ -203,7 +203,10 @@ async fn server_address(folder: &Path) -> Result<String, Failure> {
             return Ok(address);
         }
         if began.elapsed() > START_TIMEOUT {
-            return Err(Failure::new(exit::FAILED, format!("the server does not listen:\n{}", logs(folder))));
+            return Err(Failure::new(
+                exit::FAILED,
+                format!("the server did not start listening:\n{}", logs(folder)),
+            ));
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -216,7 +219,7 @@ fn read_address(folder: &Path) -> Option<String> {
     ports.nats.into_iter().next()
 }
 
-/// Content of the server's `*.ports` file.
+/// Contents of the server's `*.ports` file.
 #[derive(Deserialize)]
 struct Ports {
     nats: Vec<String>,
@@ -243,7 +246,7 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// Starts a process with its output in a file. The process is killed when the handle is dropped.
+/// Starts a process whose output goes to a file. The process is killed when the handle is dropped.
 fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Failure> {
     let fail = |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to start {name}: {error}"));
     let log = std::fs::File::create(folder.join(format!("{name}.log"))).map_err(fail)?;

@@ -11,14 +11,14 @@ use crate::names::escape;
 use crate::server::refusals::Refusals;
 use crate::settings::Nats;
 
-/// Timeout of the first connection attempt.
+/// Timeout for the first connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time to wait for the response to a request.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum delay between attempts to reconnect.
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Error of the first connection.
+/// Error when connecting for the first time.
 #[derive(Debug)]
 pub struct ConnectError(String);
 
@@ -35,7 +35,7 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
     Ok(connect_with_refusals(nats, name, waits).await?.0)
 }
 
-/// Connects like [`connect`], and passes permission errors of the server to `refusals`.
+/// Like [`connect`], but passes permission errors from the server to `refusals`.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,
@@ -92,14 +92,14 @@ async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {
     Ok(options)
 }
 
-/// Returns an error if other users can read a file with secrets.
+/// Returns an error if other users can read a file that contains secrets.
 fn check_secret(file: &Path) -> Result<(), ConnectError> {
     let metadata = std::fs::metadata(file)
         .map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())))?;
     let mode = metadata.permissions().mode() & 0o777;
     if mode & 0o077 != 0 {
         return Err(ConnectError(format!(
-            "{} has mode {mode:04o}, so that other users can read the secret; run: chmod 600 {}",
+            "{} has mode {mode:04o}, so other users can read the secret; run: chmod 600 {}",
             file.display(),
             file.display()
         )));

@@ -12,7 +12,7 @@ use crate::record::Stored;
 pub(crate) async fn read(client: &Client, subject: &str) -> Result<Option<Stored>, String> {
     let Some(message) = messages::read_last(client, LEDGER, subject).await? else { return Ok(None) };
     if message.subject != subject {
-        return Err(format!("asked for {subject}, got {}", message.subject));
+        return Err(format!("requested the record {subject}, but received {}", message.subject));
     }
     let record = format::decode(&message.headers, message.body)?;
     Ok(Some(Stored { sequence: message.sequence, record }))

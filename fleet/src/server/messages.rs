@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Error code for an unexpected last sequence number. The message contains the actual number.
+/// Error code for an unexpected last sequence number. The error message contains the actual number.
 const WRONG_LAST_SEQUENCE: u64 = 10071;
 /// Error code for a write while another write to the same subject is pending.
 const WRITE_IN_PROCESS: u64 = 10164;
@@ -28,7 +28,7 @@ pub(crate) enum Published {
     Stored(u64),
     /// No stream has this subject, or the stream has no leader.
     NoStream,
-    /// The last message of the subject has this sequence number, which is not the expected one.
+    /// The subject's last message has this sequence number, which is not the expected one.
     Conflict(u64),
     /// Another write to the same subject is pending.
     Pending,
@@ -36,11 +36,11 @@ pub(crate) enum Published {
     SubjectFull,
     /// The stream is full.
     StreamFull,
-    /// The server cannot store messages, because it lacks disk space or the cluster lacks quorum.
+    /// The server cannot store messages because it lacks disk space or the cluster lacks quorum.
     Unavailable(String),
     /// The message is larger than the server accepts.
     TooLarge,
-    /// This user lacks permission to publish to the subject.
+    /// This user does not have permission to publish to the subject.
     Refused(String),
     /// The server did not respond. The message may have been stored.
     Unknown(String),
@@ -53,7 +53,7 @@ struct Answer {
     seq: u64,
 }
 
-/// An error in a response of the server.
+/// An error in a response from the server.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ApiError {
@@ -62,7 +62,7 @@ pub(crate) struct ApiError {
     pub(crate) description: String,
 }
 
-/// Publishes a message to a stream, and waits for the acknowledgement.
+/// Publishes a message to a stream and waits for the acknowledgement.
 pub(crate) async fn publish(
     client: &Client,
     subject: String,
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn full_subject_and_full_stream_differ() {
+    fn full_subject_and_full_stream_are_distinguished() {
         assert_eq!(error(10077, "maximum messages per subject exceeded"), Published::SubjectFull);
         assert_eq!(error(10077, "maximum bytes exceeded"), Published::StreamFull);
         assert!(matches!(error(10077, "no space left on device"), Published::Unavailable(_)));

@@ -1,18 +1,19 @@
-//! Permission errors of the server. They arrive separately, and a request without permission never gets a response.
+//! Permission errors from the server. They arrive separately, and a request without permission never receives a
+//! response.
 
 use tokio::sync::watch;
 
-/// Latest permission error of a connection.
+/// A connection's latest permission error.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(watch::Sender<String>);
 
 impl Refusals {
-    /// Creates an empty record.
+    /// Creates a record without an error.
     pub(crate) fn new() -> Self {
         Self(watch::Sender::new(String::new()))
     }
 
-    /// Stores an error of the server if it is a permission error.
+    /// Stores an error from the server if it is a permission error.
     pub(crate) fn report(&self, error: &str) {
         if error.to_ascii_lowercase().contains("permissions violation") {
             self.0.send_replace(error.to_owned());

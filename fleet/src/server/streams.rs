@@ -1,5 +1,5 @@
 //! Creates missing streams and consumers, and compares existing ones with the configuration. Existing objects that
-//! differ are reported and not changed.
+//! differ are reported but not changed.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use crate::settings::{Bulkhead, Settings};
 /// Minimum version of a single server.
 const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
 /// Minimum version of servers with replicas. Earlier versions can check expected sequence numbers incorrectly, or lose
-/// them in an election.
+/// them during an election.
 const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
 /// Error code for a stream that does not exist.
 const STREAM_NOT_FOUND: u64 = 10059;
@@ -21,7 +21,7 @@ const STREAM_NOT_FOUND: u64 = 10059;
 const CONSUMER_NOT_FOUND: u64 = 10014;
 /// Maximum number of pending pulls per consumer.
 const PULLS_MAX: u32 = 4096;
-/// Time without a renewal after which the presence of an agent expires, in seconds.
+/// Time without renewal after which an agent's presence expires, in seconds.
 const PRESENCE_SECONDS: u64 = 15;
 
 /// Result of `init` for one stream or consumer.
@@ -31,7 +31,7 @@ pub enum Finding {
     Created(String),
     /// The object exists as configured.
     Unchanged(String),
-    /// The object differed and was changed, which was safe.
+    /// The object differed and was changed, because the change was safe.
     Changed(String),
     /// The object differs from the configuration and was not changed. Contains its name and the differences.
     Differs(String, Vec<String>),
@@ -40,7 +40,7 @@ pub enum Finding {
 /// Error of `init`.
 #[derive(Debug)]
 pub enum InitError {
-    /// The configuration has no bulkhead.
+    /// No bulkheads are configured.
     NoBulkhead,
     /// The server's version is too old.
     Version(String),
@@ -222,7 +222,7 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
     created.map(drop).map_err(|error| InitError::of(object, &error))
 }
 
-/// Returns the subjects that the configuration adds to a stream. Returns none if it also removes any.
+/// Returns the subjects that the configuration adds to a stream, or none if it also removes any.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
@@ -266,8 +266,8 @@ async fn prepare_consumers(
     Ok(())
 }
 
-/// Removes consumers that were created with another number of lanes, because their filters would overlap with the new
-/// ones. Requires an empty queue, because delivery counts are lost with the consumers.
+/// Removes consumers that were created for another number of lanes, because their filters would overlap with those of
+/// the new consumers. Requires an empty queue, because delivery counts are lost with the consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
@@ -285,7 +285,7 @@ async fn remove_other_lanes(
     if waiting > 0 {
         return Err(InitError::Server(format!(
             "[bulkhead.{name}] lanes cannot change while {waiting} jobs are waiting; stop submitting jobs, wait until \
-             `bulkhead fleet status` shows no pending job, and try again"
+             `bulkhead fleet status` shows no pending jobs, and try again"
         )));
     }
     for config in existing {
@@ -294,7 +294,7 @@ async fn remove_other_lanes(
         create(client, &call, Value::Null, consumer).await?;
     }
     findings.push(Finding::Changed(format!(
-        "{JOBS}: removed the consumers of {name} for another number of lanes"
+        "{JOBS}: removed the consumers of {name}, which were for another number of lanes"
     )));
     Ok(())
 }
@@ -332,7 +332,7 @@ async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
 }
 
-/// Compares each configured key with the existing object. Servers omit keys that have default values.
+/// Compares each configured key with the existing object. Servers omit keys that have their default values.
 fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
     let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
     let mut differences = Vec::new();
@@ -344,7 +344,7 @@ fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
             (a, b) => a == b,
         };
         if !is_equal {
-            differences.push(format!("{key} is {existing}, the configuration says {wanted}"));
+            differences.push(format!("{key} is {existing}, but the configuration says {wanted}"));
         }
     }
     differences
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn subjects_are_never_removed_from_a_stream() {
+    fn subjects_are_never_removed_from_streams() {
         let (old, new) = (json!({"subjects": ["a"]}), json!({"subjects": ["a", "b"]}));
         assert_eq!(added_subjects(&old, &new), ["b"]);
         assert!(added_subjects(&new, &old).is_empty());

@@ -29,8 +29,8 @@ impl World {
             let time = self.random.below(SHORT);
             self.after(moment, Happening::Outage { time });
         }
-        // Schedules at most one, because two outages longer than `ack_wait` during a job can end the job as
-        // `host_lost`.
+        // Schedules at most one long outage, because two outages longer than `ack_wait` during a job can make the job
+        // end as `host_lost`.
         if self.random.chance(40) {
             let (moment, time) = (at(&mut self.random), self.random.between(ACK_WAIT, 60_000));
             self.after(moment, Happening::Outage { time });
@@ -62,7 +62,7 @@ impl World {
         self.last_fault = self.last_fault.max(until);
     }
 
-    /// Stops the supervisor of an agent, which loses all jobs in the supervisor.
+    /// Stops an agent's supervisor. All jobs in the supervisor are lost.
     pub(crate) fn lose_supervisor(&mut self, agent: usize, coverage: &mut Coverage) {
         let to = self.holder(agent);
         let running: Vec<u64> = self.agents[agent]

@@ -1,6 +1,6 @@
-//! A small random number generator (SplitMix64), so that a seed gives the same history on every machine.
+//! A small random number generator (SplitMix64), used so that a seed produces the same history on every machine.
 
-/// Random number generator with a seed.
+/// Seeded random number generator.
 #[derive(Clone, Debug)]
 pub(crate) struct Random(u64);
 
@@ -24,7 +24,7 @@ impl Random {
         self.next() % limit.max(1)
     }
 
-    /// Returns a number of at least `low` and less than `high`.
+    /// Returns a number from `low` up to, but not including, `high`.
     pub(crate) fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low)
     }

@@ -1,4 +1,4 @@
-//! Requests of agents to the server, and the invariants of new records.
+//! Agents' requests to the server, and the invariants for new records.
 
 use bulkhead_fleet::decide::{Event, Write, WriteResult};
 use bulkhead_fleet::record::{Phase, Stored};
@@ -102,7 +102,7 @@ impl World {
         }
     }
 
-    /// Checks the invariants of a new record.
+    /// Checks the invariants for a new record.
     fn check_record(
         &mut self,
         job: usize,
@@ -113,7 +113,7 @@ impl World {
         let history = &self.server.ledgers[job].history;
         let record = history.last().expect("just stored").record.clone();
         if replaced.is_some_and(|old| matches!(old.record.phase, Phase::Decided(_))) {
-            self.violate(format!("job {job}: a decided record was replaced by {record:?}"));
+            self.violate(format!("job {job}: a decided record was replaced with {record:?}"));
         }
         match &record.phase {
             Phase::Claimed { .. } if is_claim(replaced) => {
@@ -126,7 +126,7 @@ impl World {
                     self.check_holder(job, writer, replaced);
                 }
                 Verdict::Ok if self.jobs[job].completed == 0 => {
-                    self.violate(format!("job {job} is ok and never completed"));
+                    self.violate(format!("job {job} has the outcome ok but never completed"));
                 }
                 Verdict::DeadlineQueued => coverage.count("late decided"),
                 _ => {}
@@ -135,7 +135,7 @@ impl World {
         }
     }
 
-    /// Checks that an agent whose claim was taken over had really failed.
+    /// Checks that an agent whose claim was taken over had actually failed.
     fn check_holder(&mut self, job: usize, writer: Holder, replaced: Option<&Stored>) {
         let Some(old) = replaced.filter(|old| is_claim(Some(old))) else {
             return;
@@ -143,7 +143,7 @@ impl World {
         let mut holder = old.record.agent.split('-').skip(1).filter_map(|number| number.parse::<u64>().ok());
         let (Some(agent), Some(life)) = (holder.next(), holder.next()) else { return };
         let holder = Holder { agent: agent as usize, life };
-        // An agent that has lost its supervisor is allowed to replace its own claim.
+        // An agent that has lost its supervisor may replace its own claim.
         if holder != writer && !self.impaired.contains(&holder) {
             self.violate(format!("job {job} of the living {holder:?} was declared lost by {writer:?}"));
         }
@@ -165,7 +165,7 @@ fn is_claim(stored: Option<&Stored>) -> bool {
     stored.is_some_and(|stored| matches!(stored.record.phase, Phase::Claimed { .. }))
 }
 
-/// Returns the event for a request that timed out, or `None` if the agent waits for no response.
+/// Returns the event for a request that timed out, or `None` if the agent does not wait for a response.
 fn no_answer(request: &Request) -> Option<Event> {
     match request {
         Request::Read => Some(Event::Read(Err(()))),

@@ -1,5 +1,5 @@
 //! A model of the server: a work queue with redelivery, and a ledger with expected sequence numbers. Behaviour that is
-//! rare on a real server is frequent here.
+//! rare on real servers is frequent here.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub(crate) struct Queued {
     pub(crate) deliveries: u64,
     /// Time at which the message becomes available for delivery.
     pub(crate) available: Ms,
-    /// Number of further deliveries after the acknowledgement.
+    /// Number of additional deliveries after the acknowledgement.
     pub(crate) ghosts: u32,
 }
 
@@ -31,14 +31,14 @@ pub(crate) struct Queued {
 pub(crate) struct Ledger {
     /// All records, oldest first. The last one is current.
     pub(crate) history: Vec<Stored>,
-    /// A write that is accepted but not yet stored, with the time at which it will be stored.
+    /// A write that has been accepted but not yet stored, and the time at which it will be stored.
     pub(crate) in_process: Option<(Ms, Record)>,
 }
 
 /// The server.
 #[derive(Debug)]
 pub(crate) struct Server {
-    /// False during an outage, in which the server neither receives requests nor responds.
+    /// False during an outage, when the server neither receives requests nor responds.
     pub(crate) is_up: bool,
     /// Messages by stream sequence.
     pub(crate) queue: BTreeMap<u64, Queued>,
@@ -69,7 +69,8 @@ impl Server {
         self.next_message += 1;
     }
 
-    /// Delivers one of the available messages, not always the oldest, because there are several replicas and lanes.
+    /// Delivers one of the available messages. It is not always the oldest, because there are several replicas and
+    /// lanes.
     pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
         let ready: Vec<u64> = self
             .queue
@@ -92,8 +93,8 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, whichever of its deliveries is acknowledged. A few acknowledged messages are delivered
-    /// once more.
+    /// Acknowledges a message, no matter which of its deliveries the acknowledgement is for. A few acknowledged
+    /// messages are delivered once more.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {
@@ -118,7 +119,7 @@ impl Server {
         }
     }
 
-    /// Undoes the latest deliveries of some messages, which a leader change can do.
+    /// Undoes the latest deliveries of some messages, as can happen in a leader change.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {
@@ -142,7 +143,7 @@ impl Server {
         None
     }
 
-    /// Stores the accepted write of a job. Returns the new sequence number and the replaced record.
+    /// Stores a job's accepted write. Returns the new sequence number and the record that was replaced.
     pub(crate) fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
         let ledger = &mut self.ledgers[job];
         let (_, record) = ledger.in_process.take()?;
@@ -153,7 +154,7 @@ impl Server {
         Some((sequence, replaced))
     }
 
-    /// Reads the record of a job. One read in ten returns a stale record.
+    /// Reads a job's record. One read in ten returns a stale record.
     pub(crate) fn read(&mut self, job: usize, random: &mut Random) -> Option<Stored> {
         let history = &self.ledgers[job].history;
         let age = if random.chance(10) { random.below(3) as usize } else { 0 };

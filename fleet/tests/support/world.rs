@@ -1,4 +1,4 @@
-//! The simulated fleet: agents, supervisors, submitters and the network. Checks every invariant.
+//! The simulated fleet: agents, supervisors, submitters and the network. All invariants are checked.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -19,9 +19,9 @@ use super::server::{Ms, Server};
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
-/// Maximum length of freezes and outages that must have no consequences.
+/// Maximum length of freezes and outages that must not have any consequences.
 pub(crate) const SHORT: Ms = 1500;
-/// End of the period with faults.
+/// End of the period in which faults occur.
 pub(crate) const FAULTS_UNTIL: Ms = 120_000;
 /// Maximum run time of a job.
 const RUN_MAX: Ms = 6000;
@@ -32,11 +32,11 @@ const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
 /// Maximum time until all messages are acknowledged. A duplicate can wait for `host_lost_after` several
 /// times.
 const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
-/// Maximum difference between the corrected clock of an agent and the server's clock.
+/// Maximum difference between an agent's corrected clock and the server's clock.
 const CLOCK_ERROR: Ms = 300;
-/// Start of the simulated time. Large enough that subtractions do not underflow.
+/// Start of simulated time. Large enough that subtractions do not underflow.
 const EPOCH: Ms = 1_000_000;
-/// Maximum number of events of one history.
+/// Maximum number of events in one history.
 const EVENTS_MAX: u64 = 2_000_000;
 
 /// Number of times that each situation of interest has occurred.
@@ -143,7 +143,7 @@ pub(crate) struct Job {
     pub(crate) completed: u32,
 }
 
-/// The state of a simulated history.
+/// State of a simulated history.
 pub(crate) struct World {
     pub(crate) random: Random,
     pub(crate) now: Ms,
@@ -237,7 +237,7 @@ impl World {
         self.violation.get_or_insert(text);
     }
 
-    /// Runs the history to its end. Returns the first violated invariant.
+    /// Runs the history to the end. Returns the first violated invariant.
     pub(crate) fn run(mut self, coverage: &mut Coverage) -> Result<(), String> {
         let mut events = 0;
         while let Some(Reverse((at, order))) = self.agenda.pop() {
@@ -269,7 +269,7 @@ impl World {
             let last = self.server.ledgers[number].history.last();
             if !last.is_some_and(|stored| matches!(stored.record.phase, Phase::Decided(_))) {
                 self.trace.iter().flatten().for_each(|line| println!("{line}"));
-                return Err(format!("job {number} was accepted and is lost or late: {job:?}, {last:?}"));
+                return Err(format!("job {number} was accepted but is lost or late: {job:?}, {last:?}"));
             }
         }
         Ok(())
@@ -277,7 +277,7 @@ impl World {
 
     fn check_drained(&self) -> Result<(), String> {
         match self.server.queue.iter().next() {
-            Some(message) => Err(format!("a message is never acknowledged: {message:?}")),
+            Some(message) => Err(format!("a message was never acknowledged: {message:?}")),
             None => Ok(()),
         }
     }
@@ -348,7 +348,7 @@ impl World {
         self.now < EPOCH + FAULTS_UNTIL && self.random.chance(self.loss)
     }
 
-    /// Returns true if this agent process has ended.
+    /// Returns true if this agent process has exited.
     fn is_over(&self, to: Holder) -> bool {
         self.agents[to.agent].life != to.life
     }

@@ -9,16 +9,16 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Maximum number of bytes kept of an incomplete small frame: one byte less than the largest small frame.
+/// Maximum number of bytes buffered for an incomplete small frame: one byte less than the largest small frame.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum number of bytes of a payload buffer to zero before a read, which bounds the duration of a read.
+/// Maximum number of bytes of a payload buffer to zero before a read. Bounds the duration of a read.
 const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
-/// Maximum ratio between the capacity of a payload buffer and the bytes received. A peer can therefore not cause large
+/// Maximum ratio between the capacity of a payload buffer and the bytes received. A peer therefore cannot cause large
 /// allocations by announcing a payload without sending it.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
@@ -36,8 +36,8 @@ impl Default for Scratch {
 }
 
 impl Scratch {
-    /// Creates a buffer for reads of up to `bytes` bytes. A lower value than the default saves memory for
-    /// connections on which few frames arrive at once.
+    /// Creates a buffer for reads of up to `bytes` bytes. A value below the default saves memory on connections where
+    /// few frames arrive at once.
     pub fn with_read_bytes(bytes: usize) -> Self {
         Self { buffer: Vec::new(), bytes: PARTIAL_BYTES_MAX + bytes }
     }
@@ -106,8 +106,8 @@ enum ReceiveState {
     },
 }
 
-/// A large frame with `filled` received bytes of payload. The buffer can be longer, because clearing a reused buffer
-/// would cost as much as filling it.
+/// A large frame whose first `filled` bytes of payload have been received. The buffer can be longer, because clearing
+/// a reused buffer would cost as much as filling it.
 struct Large {
     header: Header,
     metadata: Vec<u8>,
@@ -120,7 +120,7 @@ impl Large {
         large_capacity(arrived, self.header.payload_length())
     }
 
-    /// Moves the received bytes to a larger buffer, and returns the old one.
+    /// Moves the received bytes to a larger buffer, and returns the old buffer.
     fn move_into(&mut self, mut buffer: Vec<u8>, room: usize) -> Vec<u8> {
         if buffer.capacity() < room {
             buffer = Vec::with_capacity(room);
@@ -134,7 +134,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Takes bytes of this payload from the beginning of `bytes`, and returns their number.
+    /// Stores payload bytes from the beginning of `bytes`, and returns the number of bytes stored.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -197,8 +197,8 @@ impl Inbox {
         Ok((received, Batch { inbox: self, bytes, at: 0, frame_at: 0 }))
     }
 
-    /// Returns true if a frame has arrived only in part. The caller should disconnect a peer that leaves a
-    /// frame incomplete for a long time.
+    /// Returns true if only part of a frame has arrived. The caller should disconnect a peer that leaves a frame
+    /// incomplete for a long time.
     pub fn is_mid_frame(&self) -> bool {
         !self.partial.is_empty() || !matches!(self.state, ReceiveState::Frames)
     }
@@ -268,7 +268,7 @@ impl Inbox {
         Self { partial: bytes, ..Self::default() }
     }
 
-    /// Removes and returns the bytes of frames that no batch has returned. Must not be called within a large
+    /// Removes and returns the bytes of frames that no batch has returned. Must not be called in the middle of a large
     /// frame.
     pub fn take_partial(&mut self) -> Vec<u8> {
         debug_assert!(!self.is_within_large(), "the state of a large frame cannot be moved");
@@ -416,12 +416,15 @@ impl<'b> Batch<'b> {
     /// Keeps the unprocessed bytes of this batch, so that the next [`Inbox::receive`] returns their frames even if
     /// nothing else arrives. Must be called only after a small frame.
     pub fn keep_rest(self) {
-        debug_assert!(matches!(self.inbox.state, ReceiveState::Frames), "the rest belongs to a large frame");
+        debug_assert!(
+            matches!(self.inbox.state, ReceiveState::Frames),
+            "the remaining bytes belong to a large frame"
+        );
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
     }
 
-    /// Keeps the frame that was returned or announced last, and all bytes after it, as if the frame had not
-    /// been read. Must not be called after [`Item::Large`].
+    /// Puts back the last frame that was returned or announced, and all bytes after it, as if they had not been read.
+    /// Must not be called after [`Item::Large`].
     pub fn return_frame(self) {
         debug_assert!(
             matches!(self.inbox.state, ReceiveState::Frames | ReceiveState::Announced { .. }),
@@ -432,8 +435,8 @@ impl<'b> Batch<'b> {
         self.inbox.partial.extend_from_slice(&self.bytes[self.frame_at..]);
     }
 
-    /// Returns the capacity to use for the buffer of [`Batch::accept`], based on the payload bytes that arrived with
-    /// the announcement.
+    /// Returns the capacity to use for the buffer passed to [`Batch::accept`], based on the payload bytes that arrived
+    /// with the announcement.
     pub fn buffer_bytes(&self) -> usize {
         match &self.inbox.state {
             ReceiveState::Announced { header, .. } => {

@@ -19,10 +19,10 @@ use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 /// Maximum number of buffers per `sendmsg` call.
 const WRITE_SEGMENTS_MAX: usize = 16;
 
-/// Maximum number of bytes of a file per `sendfile` call.
+/// Maximum number of file bytes sent per `sendfile` call.
 const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of bytes of a file that are copied and sent per call, if `sendfile` is not used.
+/// Maximum number of file bytes copied and sent per call if `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
 /// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. Larger buffers are
@@ -42,7 +42,7 @@ const SEND_BUFFER_BYTES: usize = 1024 * 1024;
 pub enum Payload<'p> {
     /// Bytes that are copied into the outbox.
     Copied(&'p [u8]),
-    /// A buffer that the outbox takes over. A large buffer is sent without copying.
+    /// A buffer that the outbox then owns. A large buffer is sent without copying.
     Owned(Vec<u8>),
     /// A buffer that the sender keeps in case the job has to be sent again. A large buffer is sent without copying.
     Shared(Arc<Vec<u8>>),
@@ -242,8 +242,8 @@ impl Outbox {
         }
     }
 
-    /// Returns the buffer to append the next frame to. `more` is the expected size of the frame. Few small frames share
-    /// a small buffer, and many share a large one.
+    /// Returns the buffer to which the next frame is appended. `more` is the expected size of the frame. A few small
+    /// frames share a small buffer, and many share a large buffer.
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());

@@ -35,7 +35,7 @@ impl BufferPool {
     /// Takes a buffer with a capacity of at least `bytes` from the pool. Returns an empty buffer if the pool
     /// has no such buffer. The contents of a pooled buffer are unspecified.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
-        // Takes the tightest fit, so that small payloads do not occupy huge buffers.
+        // Takes the smallest buffer that fits, so that small payloads do not occupy huge buffers.
         let fits = bytes..=bytes.saturating_mul(POOL_OVERSIZE_FACTOR_MAX);
         let fit = (0..self.buffers.len())
             .filter(|&i| fits.contains(&self.buffers[i].capacity()))
@@ -59,7 +59,7 @@ impl BufferPool {
         }
         self.buffers.push(buffer);
         self.bytes += bytes;
-        // The oldest sizes have not been requested recently.
+        // The oldest buffers have sizes that have not been requested recently.
         while self.bytes > POOL_BYTES_MAX {
             self.bytes -= self.buffers.remove(0).capacity();
         }

@@ -1,4 +1,4 @@
-//! Advice on the limits of a bulkhead, with the observations that the advice is based on.
+//! Advice on the limits of a bulkhead, and the observations behind it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,18 +20,18 @@ pub struct Advice<S: Default = Setting> {
     pub jobs: u64,
     /// True if the observation was long enough and included enough jobs. Otherwise the advice is provisional.
     pub enough: bool,
-    /// Explains which observations are missing, if `enough` is false.
+    /// Observations that are still missing, as a sentence. Present if `enough` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
     /// Observations that the advice is based on.
     pub seen: Observations,
-    /// Keys that should have another value.
+    /// Keys whose value should change.
     pub advice: Vec<Proposal<S>>,
-    /// Keys that should keep their value.
+    /// Keys whose value should stay the same.
     pub kept: Vec<Kept<S>>,
 }
 
-/// A key that should have another value.
+/// A key whose value should change.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Proposal<S: Default = Setting> {
@@ -45,7 +45,7 @@ pub struct Proposal<S: Default = Setting> {
     pub reason: String,
 }
 
-/// A key that should keep its value.
+/// A key whose value should stay the same.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Kept<S: Default = Setting> {
@@ -84,8 +84,7 @@ pub struct Observations {
     /// Number of submitted jobs. Not serialized, because [`Advice`] contains it as `jobs`.
     #[serde(skip)]
     pub jobs: u64,
-    /// Time in milliseconds during which the bulkhead had jobs. With isolated tenants, the sum over all
-    /// tenants.
+    /// Time in milliseconds during which the bulkhead had any jobs. If tenants are isolated, the sum over all tenants.
     pub busy_ms: u64,
     /// Number of jobs in flight since the last change of the limits.
     pub concurrency: Marks<u64>,
@@ -97,7 +96,7 @@ pub struct Observations {
     pub limit: u64,
     /// Share of time during which no permit was free.
     pub time_at_limit: f64,
-    /// Share of time during which workers were missing.
+    /// Share of time during which there were too few workers.
     pub time_short_of_workers: f64,
     /// Number of jobs that workers ran.
     pub ran: u64,
@@ -129,7 +128,7 @@ pub struct Marks<T: Default> {
     pub max: T,
 }
 
-/// Numbers of jobs that missed their deadline.
+/// Number of jobs that missed their deadline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(rename = "Late")]

@@ -33,8 +33,8 @@ pub struct ChangedRate {
     /// Burst size, at least 1. The default is `per_second`, rounded up.
     #[schemars(range(min = 1))]
     pub burst: Option<u32>,
-    /// The jobs that share the rate limit. If absent, the current setting is kept; without a current rate
-    /// limit, all jobs of the bulkhead share it.
+    /// Jobs that share the rate limit. If absent, the current setting is kept. If there is no current rate limit, all
+    /// jobs of the bulkhead share the new one.
     pub per: Option<ChangedPer>,
 }
 

@@ -1,4 +1,4 @@
-//! Crash reports, and the results of replaying the jobs in them.
+//! Crash reports, and the results of replaying their jobs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -23,7 +23,7 @@ pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 /// Maximum number of jobs in one report.
 pub const JOBS_MAX: usize = 32;
 
-/// The id of a crash report. It consists of the time of the crash in milliseconds and a number that the
+/// The ID of a crash report. It consists of the time of the crash in milliseconds and a number that the
 /// supervisor increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file
 /// name, and sorting the texts sorts the reports by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,7 +36,7 @@ pub struct CrashId {
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// Creates the id of a crash that occurred at the time `at`.
+    /// Creates the ID of a crash that occurred at `at`.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -55,7 +55,7 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// Error for a text that is not the id of a crash report.
+/// Error for text that is not the ID of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidCrashId;
 
@@ -102,8 +102,8 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kinds of reports: the reasons of the outcome `crashed`, two reasons why a worker failed to start, and a job that is
-    /// late.
+    /// Kinds of reports: the reasons of the outcome `crashed`, two reasons why a worker failed to start, and a job that
+    /// missed its deadline.
     CauseKind {
         /// The process exited with a status.
         Exit = "exit",
@@ -121,7 +121,7 @@ vocabulary! {
         NoHello = "no_hello",
         /// The process did not become ready within the time limit.
         NotReady = "not_ready",
-        /// A job still ran at its deadline. The report shows where; nothing has crashed.
+        /// A job was still running at its deadline. The report shows where it was; nothing has crashed.
         Deadline = "deadline",
     }
 }
@@ -183,7 +183,7 @@ vocabulary! {
 pub struct Usage {
     pub user_ms: u64,
     pub system_ms: u64,
-    /// Peak resident memory, in bytes, of the process that used the most.
+    /// Peak resident memory, in bytes, of the process that used the most memory.
     pub max_rss_bytes: u64,
 }
 
@@ -197,8 +197,8 @@ pub struct CrashReport {
     #[serde(with = "rfc3339")]
     #[schemars(with = "String")]
     pub at: SystemTime,
-    /// Number of crashes that this report stands for. Only crashes with equal causes before a worker was
-    /// ready are combined.
+    /// Number of crashes that this report represents. Crashes are combined only if they have equal causes and occurred
+    /// before a worker was ready.
     #[serde(default = "one")]
     pub count: u32,
     pub bulkhead: String,
@@ -209,7 +209,7 @@ pub struct CrashReport {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Process id of the worker as seen by the supervisor, even if a program died.
+    /// Process ID of the worker as seen by the supervisor, even if a program died.
     pub pid: u32,
     pub slot: u32,
     pub generation: u32,
@@ -224,14 +224,14 @@ pub struct CrashReport {
     /// Index, in `jobs`, of the job that caused the crash. Absent if that job is not known.
     #[serde(default)]
     pub culprit: Option<usize>,
-    /// Jobs that were in flight in the worker. If there were too many for a report, only the oldest.
+    /// Jobs that were in flight in the worker. If there were too many for one report, contains only the oldest.
     pub jobs: Vec<CrashJob>,
     #[serde(default)]
     pub stderr_tail: Option<String>,
-    /// Stacks that the worker itself has written as text when it did not end in time. Python workers do.
+    /// Stacks, as text, that the worker itself wrote when it exceeded a time limit. Only Python workers write them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runtime_stack: Option<String>,
-    /// Backtraces, if a signal killed the process or if it did not end in time. Added to the report soon afterwards.
+    /// Backtraces, if a signal killed the process or it exceeded a time limit. Added to the report shortly afterwards.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub native: Option<NativeCrash>,
     /// Confinement of the worker, as read back from the kernel.
@@ -277,7 +277,7 @@ pub struct CrashJob {
 }
 
 impl CrashJob {
-    /// Returns true if the job can be run again.
+    /// Returns true if the job can be replayed.
     pub fn is_replayable(&self) -> bool {
         self.payload.is_some()
     }
@@ -313,12 +313,12 @@ pub struct Summary {
     pub uptime_ms: u64,
     pub served: u64,
     pub in_flight: u32,
-    /// True if at least one job of the report can be run again.
+    /// True if at least one job in the report can be replayed.
     pub is_replayable: bool,
 }
 
 impl CrashReport {
-    /// Returns the summary for the list of crashes.
+    /// Returns the summary that appears in the list of crashes.
     pub fn summary(&self) -> Summary {
         let job = match (self.culprit, &self.jobs[..]) {
             (Some(culprit), jobs) => jobs.get(culprit),
@@ -344,8 +344,8 @@ impl CrashReport {
         }
     }
 
-    /// Returns true if the report is within the limits that the supervisor applies when it writes a report.
-    /// Reports read from files need this check, because any process can have written the file.
+    /// Returns true if the report is within the limits that the supervisor applies when it writes reports. Required for
+    /// reports that are read from files, because any process could have written the file.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &str, max: usize| text.len() <= max && !text.contains('\0');
         let is_valid_job = |job: &CrashJob| {
@@ -383,16 +383,16 @@ pub struct Replay {
     pub before: Cause,
     /// Name of the bulkhead in which the crash occurred.
     pub bulkhead: String,
-    /// Id of the crash report.
+    /// ID of the crash report.
     #[schemars(with = "String")]
     pub id: CrashId,
     /// Results of the jobs, in the order in which they were run.
     pub replays: Vec<ReplayedJob>,
-    /// Overall verdict: among the verdicts of all jobs, the one most similar to the original crash.
+    /// Overall verdict: of all the jobs' verdicts, the one most similar to the original crash.
     pub verdict: Word<ReplayVerdict>,
 }
 
-/// Result of a job that was run again.
+/// Result of a replayed job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[expect(missing_docs, reason = "the names match the outcome and the report")]
 pub struct ReplayedJob {
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn crash_report_of_newer_supervisor_can_be_read() {
+    fn crash_report_from_newer_supervisor_can_be_read() {
         let document = serde_json::json!({
             "id": "20260307T101530123-0001", "at": "2026-03-07T10:15:30.123Z", "bulkhead": "b", "victim": "cat",
             "stage": "dreaming", "cause": "boredom", "message": "died of boredom", "pid": 7, "slot": 0,

@@ -134,7 +134,7 @@ events! {
     ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
     /// The next worker of a slot starts after a delay.
     RestartBackoff = "restart_backoff" { slot: u32, delay_ms: f64 };
-    /// The bulkhead has no worker, and no slot will get one soon.
+    /// The bulkhead has no worker, and none of its slots will get one soon.
     BulkheadFailed = "bulkhead_failed" { message: String };
     /// A job is sent to another worker, because the worker that ran it has died.
     JobRetried = "job_retried" {
@@ -224,7 +224,7 @@ events! {
     SocketRenewed = "socket_renewed" { socket: String, path: String };
     /// The supervisor could not create the file of a listening socket again.
     SocketNotRenewed = "socket_not_renewed" { socket: String, path: String, message: String };
-    /// The supervisor did not run for a while, because it was stopped, got no processor time, or the machine
+    /// The supervisor did not run for a while, because it was stopped or got no processor time, or because the machine
     /// was suspended.
     HeldUp = "held_up" { late_ms: u64 } { suspended_ms: u64 };
     /// An error occurred in the supervisor itself.
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn event_of_newer_supervisor_can_be_read() {
+    fn event_from_newer_supervisor_can_be_read() {
         let document = json!({
             "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
             "phase": "full",

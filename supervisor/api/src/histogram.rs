@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn histogram_quantiles_follow_weights() {
+    fn histogram_quantiles_respect_weights() {
         let mut histogram = Histogram::<5>::default();
         assert_eq!((histogram.quantile(0.99), histogram.max(), histogram.total()), (0, 0, 0));
         histogram.record(3, 985);

@@ -11,13 +11,13 @@ use crate::{Text, Word};
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Jobs {
-    /// The oldest jobs, oldest first.
+    /// The oldest matching jobs, oldest first.
     pub jobs: Vec<Job>,
     /// Number of jobs that match the request, including jobs that are not listed.
     pub total: u64,
 }
 
-/// A job whose client waits for the outcome.
+/// A job whose client is waiting for the outcome.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Job {
@@ -29,7 +29,7 @@ pub struct Job {
     pub state: Word<JobProgress>,
     /// Milliseconds since the supervisor received the job.
     pub age_ms: f64,
-    /// Milliseconds since the job was sent to the worker that runs it. `null` if no worker runs the job.
+    /// Milliseconds since the job was sent to its current worker. `null` if no worker is running the job.
     pub ran_ms: Option<f64>,
     /// Milliseconds until the deadline or, for a running job, until the end of the run limit if that is
     /// earlier.
@@ -40,16 +40,16 @@ pub struct Job {
     pub tenant: String,
     /// Operation of the job, or empty.
     pub operation: String,
-    /// The client: `pid:` and a process id, `uid:` and a user id, `http`, `token`, or `application` for the
+    /// The client: `pid:` and a process ID, `uid:` and a user ID, `http`, `token`, or `application` for the
     /// application that embeds the supervisor.
     pub client: Text,
-    /// Process id of the worker that has the job.
+    /// Process ID of the worker that has the job.
     pub worker_pid: Option<u32>,
     /// Number of attempts, including the current one.
     pub attempts: u32,
     /// Size of the payload in bytes.
     pub payload_bytes: u64,
-    /// Trace id of the job, if the job is traced.
+    /// Trace ID of the job, if the job is traced.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace_id: Option<String>,
 }

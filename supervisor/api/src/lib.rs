@@ -1,5 +1,5 @@
-//! The documents of the admin API. Each document is a type that serializes to JSON, deserializes from JSON,
-//! and generates its JSON schema. This crate contains no logic of the supervisor.
+//! Documents of the admin API. Each document is a type that serializes to JSON, deserializes from JSON, and generates
+//! its own JSON schema. This crate contains no supervisor logic.
 //!
 //! A document can come from a newer or older supervisor. Deserialization ignores unknown fields, uses
 //! defaults for absent fields, and keeps unknown words unchanged.

@@ -5,26 +5,27 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of frames of a thread.
+/// Maximum number of frames per thread.
 pub const NATIVE_FRAMES_MAX: usize = 64;
 
-/// Maximum number of frames of all threads.
+/// Maximum total number of frames.
 pub const NATIVE_FRAMES_TOTAL_MAX: usize = 256;
 
 /// Maximum number of threads.
 pub const NATIVE_THREADS_MAX: usize = 64;
 
-/// Maximum number of registers of a thread.
+/// Maximum number of registers per thread.
 const REGISTERS_MAX: usize = 64;
 
-/// Maximum size of a text in bytes.
+/// Maximum size of each text field, in bytes.
 const TEXT_BYTES_MAX: usize = 512;
 
-/// Maximum size of the JSON text of a [`NativeCrash`] in bytes. Larger than any document of a symbolizer.
+/// Maximum size of the JSON text of a [`NativeCrash`], in bytes. Chosen to exceed any document that a symbolizer
+/// produces.
 pub const NATIVE_BYTES_MAX: u64 = 1024 * 1024;
 
-/// Backtraces of a process that a signal killed, or that did not end in time, or the reason why they are missing. All
-/// contents come from the process, which can have forged them.
+/// Backtraces of a process that was killed by a signal or exceeded a time limit, or the reason why there are none. All
+/// contents come from the process, which could have forged them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeCrash {
     /// Reason why there is no backtrace. Completes a sentence that begins with "no backtrace:".
@@ -33,52 +34,53 @@ pub struct NativeCrash {
     /// Cause of the signal (`si_code`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal_code: Option<i32>,
-    /// Address that the signal is about, in hexadecimal digits. For SIGSEGV, the address that could not be accessed.
+    /// Address that caused the signal, in hexadecimal digits. For SIGSEGV, the address that could not be accessed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Threads. Of a process that a signal killed, only the thread that received the signal. Of a process that did not
-    /// end in time, all threads and those of its descendants, up to a maximum.
+    /// Threads. If a signal killed the process, only the thread that received the signal. Otherwise, all threads of the
+    /// process and of its descendants, up to a maximum.
     #[serde(default)]
     pub threads: Vec<NativeThread>,
 }
 
-/// A thread.
+/// A thread and its backtrace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeThread {
-    /// Id of the thread: as seen by the process if a signal killed it, else as seen by the supervisor.
+    /// Thread ID, as seen by the process if a signal killed it, otherwise as seen by the supervisor.
     pub id: u32,
-    /// Name of the thread, if the process did not end in time.
+    /// Name of the thread. Present if the process exceeded a time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Id of the process, if it did not end in time.
+    /// Process ID. Present if the process exceeded a time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<u32>,
-    /// Name of the process, if it did not end in time.
+    /// Name of the process. Present if the process exceeded a time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<String>,
-    /// State of the thread as in `/proc/PID/stat`, such as `S` for a thread that sleeps, if the process did not end in
-    /// time.
+    /// State of the thread as in `/proc/PID/stat`, such as `S` for a sleeping thread. Present if the process exceeded a
+    /// time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
-    /// Function of the kernel in which the thread sleeps (`/proc/PID/wchan`).
+    /// Kernel function in which the thread is sleeping (`/proc/PID/wchan`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_in: Option<String>,
-    /// Values of the registers in hexadecimal digits, by name, if a signal killed the process.
+    /// Register values in hexadecimal digits, by name. Present if a signal killed the process.
     #[serde(default)]
     pub registers: BTreeMap<String, String>,
-    /// Frames, beginning with the function that crashed or that runs.
+    /// Stack frames, starting with the function that crashed or was running.
     pub frames: Vec<NativeFrame>,
 }
 
-/// A frame of a backtrace. An inlined function has a separate frame.
+/// A stack frame. Each inlined function has a separate frame.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeFrame {
     /// Path of the program or library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub module: Option<String>,
-    /// Address in the module as `addr2line` takes it, in hexadecimal digits. Without a module, the address in the process.
+    /// Address in the module, in hexadecimal digits, as `addr2line` expects it. If there is no module, the address in
+    /// the process.
     pub offset: String,
-    /// Build id of the module.
+    /// Build ID of the module.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build_id: Option<String>,
     /// Name of the function.
@@ -100,7 +102,7 @@ impl NativeFrame {
             .flatten()
     }
 
-    /// Truncates all texts to the maximum size. Of paths, the end is kept.
+    /// Truncates all text fields to the maximum size. Paths are truncated at the beginning.
     pub fn truncate_texts(&mut self) {
         for path in [&mut self.module, &mut self.file].into_iter().flatten() {
             let start = path.len().saturating_sub(TEXT_BYTES_MAX);
@@ -114,13 +116,13 @@ impl NativeFrame {
 }
 
 impl NativeCrash {
-    /// Returns a document without a backtrace. `reason` completes a sentence that begins with "no backtrace:".
+    /// Creates a document without a backtrace. `reason` completes a sentence that begins with "no backtrace:".
     pub fn unavailable(reason: &str) -> Self {
         let reason = bulkhead_shared::limits::truncate(reason, TEXT_BYTES_MAX);
         Self { unavailable: Some(reason.to_owned()), ..Self::default() }
     }
 
-    /// Returns the approximate size in memory, in bytes.
+    /// Returns the approximate memory usage, in bytes.
     pub fn bytes(&self) -> usize {
         let of_frame =
             |frame: &NativeFrame| size_of::<NativeFrame>() + frame.texts().map(String::len).sum::<usize>();
@@ -134,7 +136,7 @@ impl NativeCrash {
         size_of::<Self>() + self.threads.iter().map(of_thread).sum::<usize>()
     }
 
-    /// Returns true if the document is within its limits. Documents of other processes need this check.
+    /// Returns true if the document is within its limits. Documents from other processes must be checked.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &String| text.len() <= TEXT_BYTES_MAX;
         let is_valid_frame = |frame: &NativeFrame| frame.texts().all(is_short);
@@ -152,7 +154,7 @@ impl NativeCrash {
     }
 }
 
-/// Formats an address or the value of a register.
+/// Formats an address or a register value.
 pub fn hex(value: u64) -> String {
     format!("{value:#x}")
 }

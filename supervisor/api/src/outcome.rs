@@ -17,14 +17,14 @@ use crate::{Text, Word};
 pub struct JobOutcome {
     pub attempts: u32,
     pub bulkhead: String,
-    /// Error code given by the handler, if the job failed.
+    /// Error code returned by the handler, if the job failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<f64>,
     pub executed: Word<Executed>,
-    /// Exit status of the worker that crashed or, with `exec`, of the program that ran the job. Absent if the
-    /// process did not exit by itself.
+    /// Exit status of the worker that crashed or, with `exec`, of the program that ran the job. Absent if the process
+    /// did not exit on its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
     /// The party responsible for a failure: `caller` or `dependency`.
@@ -39,12 +39,11 @@ pub struct JobOutcome {
     pub queued_ms: f64,
     pub ran_ms: f64,
     pub reason: Option<Text>,
-    /// Payload of a failed job in base64. It is data from the handler, or the first 64 KiB of a program's
-    /// standard output.
+    /// Payload of a failed job, in base64: data from the handler, or the first 64 KiB of a program's standard output.
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// Id of the crash report about this job, for `GET /v1/crashes/{id}`.
+    /// ID of the crash report about this job, for `GET /v1/crashes/{id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -125,7 +124,7 @@ pub struct Problem {
     pub fields: Map<String, Value>,
 }
 
-/// Additional fields that a problem document can have: the fields of a job's outcome, and the id of a trace.
+/// Additional fields that a problem document can have: the fields of a job's outcome, and the ID of a trace.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]

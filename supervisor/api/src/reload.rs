@@ -1,4 +1,4 @@
-//! Changes that a reload makes, listed by the keys of the configuration file.
+//! Changes made by a reload, listed by configuration key.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
@@ -22,7 +22,8 @@ pub struct Reloaded {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Changes {
-    /// Changed bulkheads. Removed bulkheads come first, followed by the others in the order of the file.
+    /// Changed bulkheads. Removed bulkheads come first, followed by the others in the order in which the file lists
+    /// them.
     pub bulkheads: Vec<BulkheadChange>,
     /// Keys of `[supervisor]` with a new value.
     pub supervisor: Vec<String>,
@@ -42,10 +43,10 @@ pub struct BulkheadChange {
     pub change: Word<ChangeKind>,
     /// Keys of the bulkhead with a new value.
     pub keys: Vec<String>,
-    /// True if the reload replaces the workers, one after the other.
+    /// True if the reload replaces the workers, one at a time.
     pub replaces_workers: bool,
-    /// Keys that an operator had changed through the admin API and whose changes conflict with the new file.
-    /// The values in the file now apply.
+    /// Keys that an operator had changed through the admin API and whose changes conflict with the new file. The values
+    /// in the file now apply.
     pub live_dropped: Vec<String>,
 }
 
@@ -54,12 +55,11 @@ vocabulary! {
     ChangeKind {
         /// The bulkhead is new.
         Added = "added",
-        /// The bulkhead accepts no more jobs, and is removed when its last job has ended.
+        /// The bulkhead accepts no more jobs and is removed once its last job has finished.
         Removed = "removed",
         /// The bulkhead continues with new values.
         Changed = "changed",
-        /// Isolation of tenants was switched on or off. The bulkhead is removed, and a new one takes its
-        /// name.
+        /// Tenant isolation was switched on or off. The bulkhead is removed, and a new one takes its name.
         Rebuilt = "rebuilt",
     }
 }

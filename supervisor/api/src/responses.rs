@@ -31,26 +31,26 @@ pub struct ShortState {
     pub state: Word<BulkheadState>,
 }
 
-/// Line of the response to `POST /v1/upgrade`.
+/// A line of the response to `POST /v1/upgrade`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct UpgradeStep {
     /// The step that was reached: `started`, `ready`, `switched` and `finished`. `failed` if the old program continues to serve,
     /// `stopped` if the supervisor stops.
     pub step: Text,
-    /// Process id of the new program.
+    /// Process ID of the new program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Version of the new program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
-    /// Reason of a failure.
+    /// Reason for a failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
 impl UpgradeStep {
-    /// Returns a step without further fields.
+    /// Creates a step without further fields.
     pub fn new(step: &'static str) -> Self {
         Self { step: step.into(), ..Self::default() }
     }
@@ -77,12 +77,12 @@ pub struct LogLine {
     pub at: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Number of lines that were dropped, because there were too many or the reader was too slow. An
-    /// object with this field has no line.
+    /// Number of lines dropped because there were too many or the reader was too slow. An object with this field
+    /// contains no line.
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,
-    /// Process id of the worker that wrote the line.
+    /// Process ID of the worker that wrote the line.
     pub pid: u32,
     /// Sequence number of the line in its bulkhead, starting at 1. Absent if the reader was too slow.
     pub seq: Option<u64>,

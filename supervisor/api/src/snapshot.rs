@@ -1,5 +1,5 @@
-//! Documents that describe the state of a bulkhead at one moment. The data plane only fills in the values,
-//! and another thread serializes them.
+//! Documents that describe the state of a bulkhead at a point in time. The data plane only fills in the values; another
+//! thread serializes them.
 
 use std::collections::BTreeMap;
 
@@ -35,19 +35,18 @@ pub struct Snapshot {
     /// tenant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service: Option<Word<Service>>,
-    /// Human-readable reason why `service` is not `ok`: the most frequent outcome with its reason.
+    /// Human-readable reason why `service` is not `ok`: the most frequent outcome and its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// Number of worker processes. This and the next two limits are the active ones, which an operator can
-    /// have changed. With isolated tenants, they apply to each tenant.
+    /// Number of worker processes. This and the next two limits are the ones in effect, which an operator may have
+    /// changed. If tenants are isolated, the limits apply to each tenant.
     pub processes: u32,
     pub max_in_flight: u32,
     /// Value of the key `start.mode`.
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
-    /// Adaptive limit. Absent if none is configured. With isolated tenants, the limits of all tenants
-    /// combined.
+    /// Adaptive limit. Absent if none is configured. If tenants are isolated, the limits of all tenants combined.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adaptive: Option<Adaptive>,
     pub in_flight: u64,
@@ -72,8 +71,7 @@ pub struct Snapshot {
     pub retries: u64,
     /// Number of payloads that are quarantined because they killed workers.
     pub quarantined: u64,
-    /// Number of jobs that were passed on to a fallback and have not ended. Their outcomes will be counted
-    /// for this bulkhead.
+    /// Number of unfinished jobs that were passed on to a fallback. Their outcomes will be counted for this bulkhead.
     pub elsewhere: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
@@ -89,20 +87,20 @@ impl Snapshot {
     }
 }
 
-/// An adaptive limit on running jobs, which is adjusted based on their run times.
+/// An adaptive limit on running jobs, adjusted according to their run times.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Adaptive {
-    /// Mode of the adaptive limit, which says whether it is enforced.
+    /// Mode of the adaptive limit: whether the limit is enforced.
     pub mode: Word<AdaptiveMode>,
-    /// Value of the key `min`. With isolated tenants, it applies to each tenant.
+    /// Value of the key `min`. If tenants are isolated, it applies to each tenant.
     pub min: u32,
-    /// Value of the key `max`. With isolated tenants, it applies to each tenant.
+    /// Value of the key `max`. If tenants are isolated, it applies to each tenant.
     pub max: u32,
     /// Value of the key `target` in milliseconds.
     pub target_ms: f64,
-    /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. With
-    /// isolated tenants, the sum over all tenants.
+    /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. If tenants are
+    /// isolated, the sum over all tenants.
     pub limit: u64,
     /// Number of separate limits that add up to `limit`: one for each tenant with workers if tenants are
     /// isolated, otherwise one.
@@ -197,7 +195,7 @@ pub struct Worker {
     /// Last status message that the worker sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<String>,
-    /// Reason why the previous worker in this slot ended.
+    /// Reason why the previous worker in this slot exited.
     pub last_exit: Option<String>,
     /// Confinement of the worker, as read back from the kernel when its program started.
     pub confinement: Option<Confinement>,
@@ -209,7 +207,7 @@ pub struct Worker {
 pub struct Confinement {
     /// Name of the configured sandbox profile.
     pub profile: Text,
-    /// True if executing a program cannot give the worker additional privileges.
+    /// True if the worker cannot gain privileges by executing a program.
     pub no_new_privs: bool,
     /// Seccomp mode of the worker: `filter` or `none`.
     pub seccomp: Text,
@@ -219,13 +217,13 @@ pub struct Confinement {
     pub capabilities: String,
     /// Namespaces that are not shared with the supervisor.
     pub namespaces: Vec<Text>,
-    /// User id of the worker, as seen outside its user namespace.
+    /// User ID of the worker, as seen outside its user namespace.
     pub uid: Option<u32>,
-    /// Group id of the worker, as seen outside its user namespace.
+    /// Group ID of the worker, as seen outside its user namespace.
     pub gid: Option<u32>,
     /// True if the worker has a separate cgroup.
     pub cgroup: bool,
-    /// `own` if the worker has a separate user id, or `shared` if it runs with the supervisor's user id.
+    /// `own` if the worker has a separate user ID, or `shared` if it runs with the supervisor's user ID.
     pub identity: Text,
     /// Layers of the sandbox profile that are not available on this machine.
     pub missing: Vec<Text>,
@@ -240,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn snapshot_of_other_versions_can_be_read() {
+    fn snapshots_from_other_versions_can_be_read() {
         let json = json!({
             "name": "b", "state": "asleep", "service": "splendid", "breaker": "ajar", "mood": {"now": "fine"},
             "rejected": {"too_noisy": 7}, "rate_limit": {"per_second": 1.5, "burst": 2, "per": "planet"},

@@ -1,4 +1,4 @@
-//! Words of a fixed vocabulary. Code uses the enum values, and documents contain the names.
+//! Words from fixed vocabularies. The code uses enum values; documents contain the names.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::Text;
 
-/// A word of a vocabulary, or a word that only another version of the supervisor knows.
+/// A word from a vocabulary, or an unknown word from another version of the supervisor.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Word<V> {
-    /// A word of the vocabulary.
+    /// A word from the vocabulary.
     Known(V),
-    /// A word that this version does not know, unchanged.
+    /// A word that this version does not know, kept unchanged.
     Other(Text),
 }
 
@@ -87,11 +87,11 @@ impl<V: Vocabulary> schemars::JsonSchema for Word<V> {
 vocabulary! {
     /// Service level of a bulkhead, computed from the outcomes of the last minute.
     Service {
-        /// At most 5 % of the jobs ended with another outcome than `ok`, or there were too few jobs to tell.
+        /// At most 5 % of the jobs ended with an outcome other than `ok`, or there were too few jobs to judge.
         Ok = "ok",
-        /// More than 5 % of the jobs ended with another outcome than `ok`.
+        /// More than 5 % of the jobs ended with an outcome other than `ok`.
         Degraded = "degraded",
-        /// More than half of the jobs ended with another outcome than `ok`.
+        /// More than half of the jobs ended with an outcome other than `ok`.
         Failing = "failing",
     }
 }

@@ -1,5 +1,5 @@
-//! The checked configuration: plain values without positions in the file, independent of TOML. A [`Config`] is always
-//! valid, so its users need not check it again.
+//! The checked configuration: plain values without file positions, independent of TOML. A [`Config`] is always valid,
+//! so its users do not have to check it again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -16,12 +16,12 @@ pub const OTHER_TENANTS: &str = "_other";
 pub struct Config {
     /// Absolute path of the configuration file.
     pub path: PathBuf,
-    /// Absolute paths of the files in `conf.d` that belong to the configuration, in the order of their names.
+    /// Absolute paths of the files in `conf.d` that are part of the configuration, in name order.
     pub fragments: Vec<PathBuf>,
     /// Settings of `[supervisor]`.
     pub supervisor: SupervisorConfig,
-    /// Rules of `[[access]]`, in file order. Without any rule, only root and the supervisor's own user have access, to
-    /// all bulkheads.
+    /// Rules of `[[access]]`, in file order. If there are none, only root and the supervisor's own user have access,
+    /// and they can use all bulkheads.
     pub access: Vec<AccessConfig>,
     /// All bulkheads, in file order. There is at least one, and names are unique.
     pub bulkheads: Vec<BulkheadConfig>,

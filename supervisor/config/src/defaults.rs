@@ -1,10 +1,11 @@
-//! Default values and limits of the configuration, for the reader of the file, the messages and the documentation.
+//! Default values and limits of the configuration, used to read the file and to write the messages and the
+//! documentation.
 
 use std::time::Duration;
 
 use super::ids::UidRange;
 
-/// Default mode of the jobs socket, if the file does not contain `[[access]]`.
+/// Default mode of the jobs socket if the file does not contain `[[access]]`.
 pub const SOCKET_MODE: u32 = 0o600;
 /// Default file name of the jobs socket.
 pub const SOCKET_NAME: &str = "jobs.sock";
@@ -31,24 +32,24 @@ pub const SANDBOX_PROFILE: &str = "default";
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Default maximum size of each file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
-/// Default range of user ids for workers, which systemd reserves for dynamically allocated users.
+/// Default range of user IDs for workers, which systemd reserves for dynamically allocated users.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 
 /// Maximum duration in a configuration file. Small enough that adding a few durations to a clock time cannot overflow.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Minimum duration of keys that cannot be zero: the resolution of deadlines in the protocol.
+/// Minimum duration for keys that cannot be zero: the resolution of deadlines in the protocol.
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
 /// Environment variable in which systemd passes the folder with a unit's credentials.
 pub const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
-/// Environment variable with the path of the configuration file, used if the command line names none.
+/// Environment variable with the path of the configuration file, used if the command line does not specify a path.
 pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
 /// Default path of root's configuration file.
 pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
 /// Default path of another user's configuration file, in the user's configuration folder.
 pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
-/// Name of the folder, next to the configuration file, for files with further bulkheads and access rules.
+/// Name of the folder, next to the configuration file, for files with additional bulkheads and access rules.
 pub const FRAGMENTS_FOLDER: &str = "conf.d";
 /// Maximum number of configuration files in that folder.
 pub const FRAGMENTS_MAX: usize = 256;
@@ -58,15 +59,15 @@ pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
 pub const BULKHEADS_MAX: usize = 1024;
 /// Maximum value of the key `max_clients`.
 pub const CLIENTS_CEILING: u64 = 1_000_000;
-/// Maximum number of worker processes of a bulkhead.
+/// Maximum number of worker processes in a bulkhead.
 pub const PROCESSES_CEILING: u64 = 1024;
 /// Maximum value of the key `start.spares`.
 pub const SPARES_CEILING: u64 = 64;
 /// Maximum number of jobs in flight per worker.
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
-/// Maximum number of queued jobs of a bulkhead.
+/// Maximum number of queued jobs in a bulkhead.
 pub const QUEUE_CEILING: u64 = 1_000_000;
-/// Maximum number of permits of a bulkhead, which is `processes` × `max_in_flight`.
+/// Maximum number of permits in a bulkhead, which is `processes` × `max_in_flight`.
 pub const PERMITS_CEILING: u64 = 1_000_000;
 /// Maximum rate of a rate limit in jobs per second. Also the maximum burst size in jobs.
 pub const RATE_CEILING: u64 = 1_000_000_000;
@@ -82,11 +83,11 @@ pub const RETRY_CEILING: u64 = 100;
 pub const POISON_CEILING: u64 = 1000;
 /// Maximum number of fallbacks of a bulkhead.
 pub const FALLBACKS_MAX: usize = 8;
-/// Maximum number of isolated tenants with workers at the same time.
+/// Maximum number of isolated tenants that have workers at the same time.
 pub const TENANTS_ACTIVE_CEILING: u64 = 1024;
 /// Maximum total number of worker processes in a bulkhead with isolated tenants.
 pub const ISOLATED_WORKERS_CEILING: u64 = 16_384;
-/// Maximum number of `[bulkhead.NAME.tenant.TENANT]` tables of a bulkhead.
+/// Maximum number of `[bulkhead.NAME.tenant.TENANT]` tables in a bulkhead.
 pub const TENANT_TABLES_MAX: usize = 1024;
 /// Maximum value of the key `restart.max`.
 pub const RESTART_CEILING: u64 = 1000;
@@ -97,9 +98,9 @@ pub const CRASH_KEEP_CEILING: u64 = 10_000;
 /// Maximum number of tenants with a separate label in the metrics. Each label adds several lines per bulkhead
 /// to the metrics page.
 pub const TENANT_LABELS_CEILING: u64 = 1000;
-/// Maximum id of a user or group. The kernel uses `u32::MAX` for "no id".
+/// Maximum ID of a user or group. The kernel uses `u32::MAX` for "no ID".
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
-/// Maximum number of ids in `worker_uids`.
+/// Maximum number of IDs in `worker_uids`.
 pub const WORKER_UIDS_MAX: u64 = 1_000_000;
 /// Maximum number of `[[access]]` rules in a file.
 pub const ACCESS_MAX: usize = 1024;
@@ -108,13 +109,13 @@ pub const ACCESS_TENANTS_MAX: usize = 1024;
 /// Maximum number of paths in `crash_symbols`.
 pub const CRASH_SYMBOLS_MAX: usize = 8;
 
-/// Maximum number of paths in `sandbox.read`, and in `sandbox.write`.
+/// Maximum number of paths in `sandbox.read` and in `sandbox.write`, each.
 pub const SANDBOX_PATHS_MAX: usize = 256;
 /// Maximum number of ports in `sandbox.network.tcp_ports`.
 pub const TCP_PORTS_MAX: usize = 256;
 /// Maximum number of files in `env_files`, each of at most 64 KiB.
 pub const ENV_FILES_MAX: usize = 64;
-/// Maximum number of system calls in `sandbox.syscalls.allow`, and in `sandbox.syscalls.deny`.
+/// Maximum number of system calls in `sandbox.syscalls.allow` and in `sandbox.syscalls.deny`, each.
 pub const SYSCALLS_MAX: usize = 512;
 /// Minimum value of the key `cgroup.memory` in bytes.
 pub const CGROUP_MEMORY_MIN: u64 = 1024 * 1024;

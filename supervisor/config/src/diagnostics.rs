@@ -1,5 +1,5 @@
-//! Problems of a configuration, collected while the files are read and then shown together in the style of rustc. This
-//! module handles text and positions, and knows nothing about keys.
+//! Problems in a configuration, which are collected while the files are read and then shown together in the style of
+//! rustc. This module handles text and positions, and knows nothing about keys.
 
 use std::fmt;
 use std::ops::Range;
@@ -17,7 +17,7 @@ const SHOWN_MAX: usize = 100;
 /// Maximum number of characters that a message quotes from a file.
 const QUOTED_CHARS_MAX: usize = 80;
 
-/// All problems of a configuration, by file and line.
+/// All problems in a configuration, by file and line.
 ///
 /// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
@@ -26,15 +26,15 @@ pub struct ConfigErrors {
     problems: Vec<Problem>,
 }
 
-/// A problem of a configuration file.
+/// A problem in a configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Problem {
-    /// Path of the file that has the problem: the configuration file, or a file in `conf.d`.
+    /// Path of the file that contains the problem: the configuration file or a file in `conf.d`.
     pub file: PathBuf,
     /// Position of the problem. `None` if the file as a whole could not be read.
     #[serde(flatten)]
     pub at: Option<Position>,
-    /// Description of the problem, as a sentence without a full stop.
+    /// Description of the problem, as a sentence without a period.
     pub message: String,
     /// Suggested correction.
     pub help: Option<String>,
@@ -59,7 +59,7 @@ impl ConfigErrors {
         problems.into_errors(Sources::unreadable(path))
     }
 
-    /// Returns the path of the configuration file, as passed by the caller.
+    /// Returns the path of the configuration file, as given by the caller.
     pub fn path(&self) -> &Path {
         &self.sources.main().path
     }
@@ -69,7 +69,7 @@ impl ConfigErrors {
         &self.problems
     }
 
-    /// Returns the complete report, which shows each problem with its position, the source line and the suggested
+    /// Returns the complete report, which shows each problem with its position, the source line and a suggested
     /// correction.
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
@@ -148,7 +148,7 @@ impl Problems {
         self.found.push((span, message.into(), help.into()));
     }
 
-    /// Adds the problems of a file that starts at the position `start`.
+    /// Adds the problems in a file that starts at the position `start`.
     pub(super) fn append(&mut self, of_file: Self, start: usize) {
         let moved = |(span, message, help): (Range<usize>, String, String)| {
             (span.start + start..span.end + start, message, help)
@@ -206,7 +206,7 @@ pub(super) fn place(sources: &Sources, position: usize) -> String {
     format!("{}:{line}:{column}", shown(&source.path.to_string_lossy()))
 }
 
-/// Converts ascending positions in a file to lines and columns, in a single pass over the file.
+/// Converts ascending positions in a file to lines and columns in a single pass over the file.
 struct Cursor<'s> {
     source: &'s Source,
     offset: usize,
@@ -248,7 +248,7 @@ pub(super) fn shown_key(name: &str) -> String {
     if !name.is_empty() && name.bytes().all(bare) { shown(name) } else { format!("\"{}\"", shown(name)) }
 }
 
-/// Returns the candidate that is most likely meant by the misspelt `word`, if any is similar enough.
+/// Returns the candidate that the misspelt `word` most likely stands for, if any candidate is similar enough.
 pub(super) fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) -> Option<&'c str> {
     if word.len() > QUOTED_CHARS_MAX {
         return None;

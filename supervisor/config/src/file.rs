@@ -1,4 +1,4 @@
-//! The content of a configuration file, key by key, with positions. Each value is within the range of its key. Rules
+//! The contents of a configuration file, key by key, with positions. Each value is within the range of its key. Rules
 //! that span several keys, and files on disk, are checked later. `[defaults]` and bulkheads have the same keys.
 
 use std::ops::{Deref, Range};
@@ -15,18 +15,18 @@ use crate::reader::{Field, Origin, TableReader};
 use crate::table::{NestedTable as _, Table as _};
 use crate::{defaults, key, schema, values};
 
-/// Content of a complete configuration file.
+/// Contents of a complete configuration file.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
-    /// Keys of each `[[access]]` rule, in the order of the file.
+    /// Keys of each `[[access]]` rule, in file order.
     pub(crate) access: Vec<RawAccess>,
-    /// Bulkheads in the order of the file, merged with `[defaults]`.
+    /// Bulkheads in file order, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
     /// All bulkhead names in the file, including bulkheads that could not be read.
     pub(crate) names: Vec<String>,
 }
 
-/// Keys of a table, with its name and position.
+/// Keys of a table, with the table's name and position.
 pub(crate) struct Raw<K> {
     /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,
@@ -54,10 +54,10 @@ impl<K> Deref for Raw<K> {
 /// program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
-/// Names of the tables with settings of individual tenants, which are not allowed in `[defaults]`.
+/// Names of the tables that contain settings of individual tenants. Not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
-/// Returns true for keys of bulkheads that `[defaults]` cannot have.
+/// Returns true for bulkhead keys that are not allowed in `[defaults]`.
 pub(crate) fn is_not_allowed_in_defaults(name: &str) -> bool {
     PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
 }
@@ -84,7 +84,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     shared.report_not_allowed(PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
     shared.report_not_allowed(TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
-    // Rejected in `[defaults]`, so bulkheads must not inherit them.
+    // These keys are rejected in `[defaults]`, so bulkheads must not inherit them.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
     let bulkheads = read_bulkheads(bulkheads_table.unwrap_or(&empty), &shared, problems);
@@ -144,7 +144,7 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Reports a key in `[bulkhead]` that is not a bulkhead. Its author most likely meant it for all bulkheads.
+/// Reports a key in `[bulkhead]` that is not a bulkhead. The author most likely meant it to apply to all bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,
     value: &Spanned<DeValue<'_>>,

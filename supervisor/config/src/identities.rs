@@ -1,17 +1,17 @@
-//! Lookup of users and groups by name. No other module of this crate reads the user and group databases.
+//! Looks up users and groups by name. No other module in this crate reads the user and group databases.
 
 use nix::unistd::{Group, User};
 
 use super::diagnostics::shown;
 use super::values::ValueError;
 
-/// Returns the id of the user `name`.
+/// Returns the ID of the user `name`.
 pub(super) fn user(label: &str, name: &str) -> Result<u32, ValueError> {
     let found = User::from_name(name).map(|user| user.map(|user| user.uid.as_raw()));
     found_id(label, "user", name, found)
 }
 
-/// Returns the id of the group `name`.
+/// Returns the ID of the group `name`.
 pub(super) fn group(label: &str, name: &str) -> Result<u32, ValueError> {
     let found = Group::from_name(name).map(|group| group.map(|group| group.gid.as_raw()));
     found_id(label, "group", name, found)

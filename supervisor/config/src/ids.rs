@@ -1,16 +1,16 @@
-//! Ranges of user ids.
+//! Ranges of user IDs.
 
 use std::fmt;
 
 use serde::Serialize;
 
-/// The range of user ids in the key `worker_uids`, at most 1,000,000 ids. `Display` writes the range as in
+/// The range of user IDs in the key `worker_uids`, at most 1,000,000 IDs. `Display` writes the range as in
 /// the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct UidRange {
-    /// First id, at least 1.
+    /// First ID, at least 1.
     pub first: u32,
-    /// Last id, at least `first` and below 4294967295.
+    /// Last ID, at least `first` and below 4294967295.
     pub last: u32,
 }
 

@@ -1,6 +1,6 @@
 //! JSON schema of the configuration file for editors, generated from the declared keys. The schema describes the shape
-//! of a file. It contains no rules that span several keys and cannot check files on disk, but it never rejects a valid
-//! file.
+//! of a file. It does not cover rules that span several keys and cannot check files on disk, but it never rejects a
+//! valid file.
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
@@ -51,7 +51,7 @@ fn property(key: &Key) -> Value {
     }
     property["description"] =
         json!(format!("{}\n\nValue: {}. Default: {}.", key.about, key.kind, key.default));
-    // Values have the same literal in JSON as in TOML. A computed default has none.
+    // Values have the same literals in JSON as in TOML. A computed default has no literal.
     if let Some(value) = default_value(&key.default) {
         property["default"] = value;
     }

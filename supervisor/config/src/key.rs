@@ -1,5 +1,5 @@
-//! Description of a configuration key, for the reader of the file, error messages, the reference and the JSON schema.
-//! `keys` declares the keys themselves.
+//! Description of a configuration key, used by the reader of the file, error messages, the reference and the JSON
+//! schema. The keys themselves are declared in `keys`.
 
 use std::fmt;
 use std::time::Duration;
@@ -24,17 +24,17 @@ pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
 pub struct Key {
     /// The table that contains the key: `supervisor`, `bulkhead.NAME`, `bulkhead.NAME.restart`, …
     pub table: &'static str,
-    /// Name of the key in the table.
+    /// Name of the key within the table.
     pub name: &'static str,
     /// Kind of the value.
     pub kind: Kind,
-    /// Value, or behaviour of the supervisor, if the key is absent.
+    /// Value if the key is absent, or how the supervisor behaves in that case.
     pub default: DefaultValue,
     /// Description of the key for the reference.
     pub about: &'static str,
     /// Valid example value for a key without a default.
     pub(super) example: &'static str,
-    /// Effect of a changed value on a running supervisor.
+    /// Effect that changing the value has on a running supervisor.
     pub on_reload: OnReload,
 }
 
@@ -87,7 +87,7 @@ pub enum Kind {
     /// An array of at most this many paths. Relative paths are resolved against the folder of the
     /// configuration file.
     Paths(usize),
-    /// A range of user ids such as `"200000-200999"`.
+    /// A range of user IDs such as `"200000-200999"`.
     Ids,
     /// A table of environment variables, or of files with their values.
     Environment,
@@ -101,8 +101,8 @@ pub enum Kind {
     Tables(usize),
 }
 
-/// Value, or behaviour of the supervisor, if a key is absent. `Display` writes the value as TOML, or the description of
-/// the behaviour.
+/// Value if a key is absent, or how the supervisor behaves in that case. `Display` writes the value as TOML, or the
+/// description of the behaviour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DefaultValue {
     /// A duration.
@@ -121,23 +121,23 @@ pub enum DefaultValue {
     Mode(u32),
     /// A word from a list.
     Word(&'static str),
-    /// A description of the behaviour, for a key without a default or with a computed default.
+    /// A description of the behaviour, for a key that has no default or a computed default.
     Described(&'static str),
 }
 
-/// Effect of a reload with a changed value of a key.
+/// Effect of a reload in which the value of a key has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnReload {
-    /// The new value applies immediately.
+    /// The new value takes effect immediately.
     Applies,
-    /// The workers are replaced, because they get the value when they start or connect.
+    /// The workers are replaced, because they receive the value when they start or connect.
     ReplacesWorkers,
-    /// The new value takes effect only when the supervisor is started again.
+    /// The new value takes effect only after a restart of the supervisor.
     NeedsRestart,
 }
 
-/// Names that other systems use for settings of a bulkhead, each with the keys that the author could have meant and
-/// their meanings.
+/// Names that other systems use for a bulkhead's settings. Each comes with the keys that the author could have meant,
+/// and with their meanings.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     (
         "timeout",
@@ -156,7 +156,7 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// Main keys of some tables. If a file has a value in place of the table, its author most likely meant this key:
+/// Main keys of some tables. If a file has a value in place of the table, the author most likely meant this key:
 /// `sandbox = "strict"` means `sandbox.profile`. The boolean is true if the key takes text.
 pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
@@ -166,7 +166,7 @@ pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("start", "mode", true),
 ];
 
-/// Returns the key `name` of `table`, if `keys` contains it.
+/// Returns the key `name` of `table` if `keys` contains it.
 pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }
@@ -187,7 +187,7 @@ impl Key {
         if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// Creates a key for a table. Only the keys inside of the table have descriptions.
+    /// Creates a key for a table. Only the keys in the table have descriptions.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = DefaultValue::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }
@@ -204,7 +204,7 @@ impl Key {
 }
 
 impl DefaultValue {
-    /// Returns the default value as TOML. Returns `None` if the default is a description.
+    /// Returns the default value as TOML, or `None` if the default is a description.
     pub(super) fn toml(&self) -> Option<String> {
         match *self {
             Self::Duration(duration) => Some(units::duration_literal(&duration)),

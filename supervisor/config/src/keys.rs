@@ -1,6 +1,6 @@
-//! Declarations of all configuration keys, grouped by subject. Each key has one row. The modules also define
-//! the types of the checked values, except for types that `policy` defines. To add a key, add a row here, a
-//! field in the checked type, and the code that uses the field.
+//! Declarations of all configuration keys, grouped by subject. Each key has one row. The modules also define the types
+//! of the checked values, except for types that `policy` defines. To add a key, add a row here, a field in the checked
+//! type, and the code that uses the field.
 
 pub(crate) mod access;
 pub(crate) mod admission;
@@ -12,7 +12,7 @@ pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
 
-/// Kinds of values that several rows use.
+/// Kinds of values that are used by several rows.
 mod kinds {
     use std::time::Duration;
 

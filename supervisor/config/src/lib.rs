@@ -1,9 +1,9 @@
-//! Reads and validates the configuration file, and defines the meaning and default of each key. Returns plain values,
-//! or all errors at once. This crate starts no process and changes no file.
+//! Reads and validates the configuration file, and defines the meaning and default of each key. Returns either plain
+//! values or all errors at once. This crate does not start processes or change files.
 //!
 //! Data flow: `loading` reads the files into `sources`. `reader` and `values` read each key as declared in `keys`, and
-//! `file` holds the values with their positions. `relations` then checks rules that span several keys, and `programs`
-//! checks files on disk. The result is a [`Config`], or the problems that `diagnostics` has collected as
+//! `file` holds the values and their positions. `relations` then checks rules that span several keys, and `programs`
+//! checks files on disk. The result is either a [`Config`] or the problems that `diagnostics` has collected, as
 //! [`ConfigErrors`].
 
 mod checked;
@@ -63,15 +63,15 @@ pub use summary::WorkerIds;
 pub use token::Token;
 pub use units::{format_duration, format_size};
 
-/// Reads and validates a configuration file, together with the files in the folder `conf.d` next to this file.
+/// Reads and validates a configuration file, together with the files in the folder `conf.d` next to it.
 ///
-/// Files in `conf.d` whose name ends in `.toml` add bulkheads and access rules, in the order of their names. They must
-/// be writable only by root and the supervisor's user. Also checks that the programs, libraries and folders named in
-/// the files exist. Changes nothing on disk.
+/// Files in `conf.d` whose names end in `.toml` add bulkheads and access rules, in name order. They must be writable
+/// only by root and the supervisor's user. The programs, libraries and folders named in the files must exist. Changes
+/// nothing on disk.
 ///
 /// # Errors
 ///
-/// Returns all problems of the files, or the reasons why files cannot be read.
+/// Returns all problems in the files, or the reasons why files cannot be read.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -88,14 +88,14 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
 ///
 /// # Errors
 ///
-/// Returns all problems of the files, or the reasons why files cannot be read.
+/// Returns all problems in the files, or the reasons why files cannot be read.
 pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
     let (sources, problems) = loading::read(path)?;
     check(sources, problems, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
-/// Returns the path of the configuration file for a supervisor whose command line names none. This is the path
-/// in `BULKHEAD_CONFIG`, or `/etc/bulkhead/workers.toml` for root, or `bulkhead/workers.toml` in the user's
+/// Returns the path of the configuration file for a supervisor whose command line does not specify one. The path is the
+/// value of `BULKHEAD_CONFIG`, or `/etc/bulkhead/workers.toml` for root, or `bulkhead/workers.toml` in the user's
 /// configuration folder (`XDG_CONFIG_HOME`, or `~/.config`). Returns `None` if the user has no such folder.
 pub fn default_path() -> Option<PathBuf> {
     default_path_in(rustix::process::geteuid().is_root(), |name| std::env::var_os(name))
@@ -109,17 +109,17 @@ fn default_path_in(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -
     if is_root {
         return Some(defaults::CONFIG_OF_ROOT.into());
     }
-    // The XDG specification says that a relative XDG_CONFIG_HOME must be ignored.
+    // The XDG specification says to ignore a relative XDG_CONFIG_HOME.
     let folder = set("XDG_CONFIG_HOME").filter(|folder| folder.is_absolute());
     Some(folder.or_else(|| Some(set("HOME")?.join(".config")))?.join(defaults::CONFIG_OF_USER))
 }
 
-/// Validates `text` as the content of a configuration file at `path`, which need not exist. Relative paths in the text
-/// are resolved against the folder of `path`. The folder `conf.d` is not read.
+/// Validates `text` as the contents of a configuration file at `path`, which does not have to exist. Relative paths in
+/// the text are resolved against the folder of `path`. The folder `conf.d` is not read.
 ///
 /// # Errors
 ///
-/// Returns all problems of the text.
+/// Returns all problems in the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -145,7 +145,7 @@ pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
 ///
 /// # Errors
 ///
-/// Returns all problems of the text.
+/// Returns all problems in the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -161,7 +161,7 @@ pub fn parse_embedded(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
     parse_in(text, path, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
-/// Properties of the current process that affect the meaning of a configuration file.
+/// Properties of the current process that affect how a configuration file is interpreted.
 #[derive(Debug, Clone)]
 struct ProcessEnv {
     root: bool,
@@ -175,7 +175,7 @@ struct ProcessEnv {
 
 impl ProcessEnv {
     fn of_process() -> Self {
-        // The XDG specification says that a relative XDG_RUNTIME_DIR must be ignored.
+        // The XDG specification says to ignore a relative XDG_RUNTIME_DIR.
         let runtime_dir =
             std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
         Self {
@@ -203,7 +203,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     check(loading::from_text(path, text)?, Problems::default(), process_env)
 }
 
-/// Checks the files of a configuration. `problems` contains those found while the files were read.
+/// Checks the files of a configuration. `problems` contains the problems already found while the files were being read.
 fn check(sources: Sources, mut problems: Problems, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
     let documents = loading::parse(&sources, &mut problems);
     if !problems.is_empty() {

@@ -1,5 +1,5 @@
 //! Reads and parses the main file and the files in `conf.d`, and merges their tables into one document. This module
-//! does not interpret keys. It only knows which tables a file in `conf.d` can have.
+//! does not interpret keys; it only knows which tables are allowed in `conf.d`.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};
@@ -15,7 +15,7 @@ use super::diagnostics::{ConfigErrors, Problems, place, shown};
 use super::sources::{Source, Sources};
 use super::{defaults, syntax, units, values};
 
-/// Mode bits that let the group, or all users, change a file.
+/// Mode bits that let the group, or all users, modify a file.
 const GROUP_WRITE: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 
@@ -23,7 +23,7 @@ const OTHERS_WRITE: u32 = 0o002;
 ///
 /// # Errors
 ///
-/// Fails if the folder of the file cannot be found, or if its name is not UTF-8.
+/// Fails if the file's folder cannot be found, or if the folder's name is not UTF-8.
 pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors> {
     let fail = |message, help| Err(ConfigErrors::of_file(path, message, help));
     let absolute = match std::path::absolute(path) {
@@ -44,7 +44,7 @@ pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors
     Ok(Sources::new(path, folder, text))
 }
 
-/// Reads the main file and the files in `conf.d`. Returns the problems of the latter as well.
+/// Reads the main file and the files in `conf.d`. Also returns any problems with the files in `conf.d`.
 ///
 /// # Errors
 ///
@@ -110,13 +110,13 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
     }
 }
 
-/// Parses all files, and reports syntax errors. Returns the document of the main file first.
+/// Parses all files and reports syntax errors. Returns the document of the main file first.
 pub(super) fn parse<'s>(sources: &'s Sources, problems: &mut Problems) -> Vec<DeTable<'s>> {
     let files = std::iter::once(sources.main()).chain(sources.fragments());
     files.map(|source| parse_one(source, problems)).collect()
 }
 
-/// Merges the tables of all files into one document. Reports tables that a file in `conf.d` cannot have.
+/// Merges the tables of all files into one document. Reports tables that are not allowed in `conf.d`.
 pub(super) fn merge<'s>(
     sources: &Sources,
     documents: Vec<DeTable<'s>>,
@@ -144,7 +144,7 @@ fn add<'s>(sources: &Sources, document: &mut DeTable<'s>, fragment: DeTable<'s>,
         }
         let span = value.span();
         match (document.get_mut(name.as_str()).map(Spanned::get_mut), value.into_inner()) {
-            // Keys that are invalid in every file are reported when the document is read.
+            // Keys that are invalid in all files are reported when the document is read.
             (None, value) => drop(document.insert(key, Spanned::new(span, value))),
             (Some(DeValue::Table(all)), DeValue::Table(more)) if name == "bulkhead" => {
                 add_bulkheads(sources, all, more, problems);
@@ -172,8 +172,8 @@ fn add_bulkheads<'s>(sources: &Sources, all: &mut DeTable<'s>, more: DeTable<'s>
     }
 }
 
-/// Reports a key of a file in `conf.d` whose type prevents merging it with the same key of another file. A wrong type
-/// in the other file is reported when the document is read.
+/// Reports a key in a `conf.d` file whose type prevents it from being merged with the same key in another file. A wrong
+/// type in the other file is reported when the document is read.
 fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, problems: &mut Problems) {
     let found = values::type_name(value);
     match (name, value) {
@@ -194,7 +194,7 @@ fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, probl
     }
 }
 
-/// Parses one file. The positions in the result are positions in the whole configuration.
+/// Parses one file. Positions in the result refer to the whole configuration.
 fn parse_one<'s>(source: &'s Source, problems: &mut Problems) -> DeTable<'s> {
     let (document, errors) = DeTable::parse_recoverable(source.text());
     let mut found = Problems::default();
@@ -230,8 +230,8 @@ fn moved_span(span: Range<usize>, by: usize) -> Range<usize> {
     span.start + by..span.end + by
 }
 
-/// Returns the paths of the configuration files in a folder: those ending in `.toml`, except hidden ones, which editors
-/// leave behind. Returns none if the folder does not exist.
+/// Returns the paths of the configuration files in a folder: those ending in `.toml`, except for hidden files, which
+/// editors leave behind. Returns none if the folder does not exist.
 fn names_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -256,7 +256,7 @@ fn unreadable(path: &Path, error: &io::Error) -> (String, String) {
     (message, "pass a configuration file that this user can read".to_owned())
 }
 
-/// Opens a file. Does not block on a FIFO.
+/// Opens a file without blocking on a FIFO.
 fn open(path: &Path) -> io::Result<File> {
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path)?;
@@ -272,7 +272,7 @@ fn open(path: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, what))
 }
 
-/// Checks that only root and the supervisor's user can change a file in `conf.d`. Another user could otherwise start
+/// Checks that only root and the supervisor's user can modify a file in `conf.d`. Otherwise, another user could start
 /// any program as a worker.
 fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     let found = file.metadata().map_err(|error| unreadable(path, &error))?;
@@ -282,7 +282,7 @@ fn check_owner(path: &Path, file: &File) -> Result<(), (String, String)> {
     Err((message, format!("run `chown root {path}` and `chmod go-w {path}`")))
 }
 
-/// Describes which users can change a file, other than root and the supervisor's user. Returns `None` if there are
+/// Describes which users, other than root and the supervisor's user, can modify a file. Returns `None` if there are
 /// none.
 fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
@@ -298,12 +298,12 @@ fn who_can_change(found: &Metadata) -> Option<String> {
         .then(|| format!("the group {gid} can change the file (mode {mode:04o})"))
 }
 
-/// A text that is not UTF-8.
+/// Text that is not UTF-8.
 struct InvalidText {
     /// Offset of the first byte that is not UTF-8.
     at: usize,
     byte: u8,
-    /// The text with replacement characters. Identical up to `at`, so that positions are correct.
+    /// The text with replacement characters. Unchanged before `at`, so that positions are correct.
     lossy: String,
 }
 
@@ -318,7 +318,7 @@ impl InvalidText {
     }
 }
 
-/// Reads the text of a file, or at most one byte more than the maximum size.
+/// Reads the text of a file, but at most one byte more than the maximum size.
 fn read_text(path: &Path, file: File) -> Result<Result<String, InvalidText>, (String, String)> {
     let mut bytes = Vec::new();
     let read = file.take(defaults::FILE_BYTES_MAX + 1).read_to_end(&mut bytes);

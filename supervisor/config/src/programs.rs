@@ -1,5 +1,5 @@
 //! Resolves relative paths and bare program names in the configuration, and checks that the files exist. Apart from
-//! this, the crate only reads configuration files and secrets from disk.
+//! this, the crate reads only configuration files and secrets from disk.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -31,7 +31,7 @@ pub(super) fn program(
         return Ok(path);
     }
     let search_path = search_path.unwrap_or(OsStr::new(defaults::SEARCH_PATH));
-    // An empty or relative entry would make the program depend on the supervisor's working directory.
+    // An empty or relative entry would make the choice of the program depend on the supervisor's working directory.
     let folders: Vec<PathBuf> =
         std::env::split_paths(search_path).filter(|entry| entry.is_absolute()).collect();
     let candidates = folders.iter().map(|folder| folder.join(name));
@@ -56,7 +56,7 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Checks access with the effective user id, which will use the file.
+/// Checks access with the effective user ID, because that ID will be used to access the file.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }
@@ -120,7 +120,7 @@ pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), Val
     look_up(label, "file or directory", path, folder).map(drop)
 }
 
-/// Checks that a file or folder exists and can be changed. Devices can be written on any file system.
+/// Checks that a file or folder exists and can be modified. Devices can be written to on any file system.
 pub(super) fn writable(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     let found = look_up(label, "file or directory", path, folder)?;
     let is_on_disk = found.is_file() || found.is_dir();
@@ -188,8 +188,8 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     Ok(())
 }
 
-/// Returns true if both paths name the same file, after resolving symbolic links in the folders. The file need not
-/// exist.
+/// Returns true if both paths refer to the same file, after resolving symbolic links in the folders. The file does not
+/// have to exist.
 pub(super) fn is_same_file(a: &Path, b: &Path) -> bool {
     let folder = |path: &Path| path.parent().and_then(|folder| fs::canonicalize(folder).ok());
     a == b || (a.file_name() == b.file_name() && folder(a).is_some() && folder(a) == folder(b))

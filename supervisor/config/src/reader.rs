@@ -1,5 +1,5 @@
-//! Reads one table of the file, key by key. Unknown keys are reported when the table is opened. Each value is converted
-//! according to the kind of its key, or reported as invalid, so that nothing in the file is ignored silently.
+//! Reads one table of the file, key by key. Unknown keys are reported when the table is opened. Each value is either
+//! converted according to the kind of its key or reported as invalid, so that nothing in the file is silently ignored.
 
 mod network;
 mod strings;
@@ -14,19 +14,19 @@ use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
 use super::values::{self, LabelledKey, ValueError};
 
-/// Origin of a value, from the most general to the most specific table. Violated rules are reported at the value with
-/// the most specific origin.
+/// Origin of a value, from the most general to the most specific table. Violations of rules are reported at the value
+/// with the most specific origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
     /// The value is in `[defaults]`.
     Defaults,
     /// The value is in the bulkhead's own table, or in `[supervisor]`.
     Own,
-    /// The value is in the table of a tenant of the bulkhead.
+    /// The value is in the table of one of the bulkhead's tenants.
     Tenant,
 }
 
-/// A value in the file, with its position and origin.
+/// A value in the file, and its position and origin.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Given<T> {
     pub(super) value: T,
@@ -39,7 +39,7 @@ pub(super) struct Given<T> {
 pub(super) enum Field<T> {
     #[default]
     Absent,
-    /// The key is present, but its value is invalid and was reported. Rules that involve the key are not checked.
+    /// The key is present, but its value is invalid and has been reported. Rules that involve the key are not checked.
     Invalid,
     Given(Given<T>),
 }
@@ -56,7 +56,7 @@ impl<T> Field<T> {
         if let Self::Given(given) = self { Some(given) } else { None }
     }
 
-    /// Returns the name of the key and the position of its value, if the file contains the key.
+    /// Returns the key's name and the position of its value, if the file contains the key.
     pub(super) fn present_key(&self, name: &'static str) -> Option<PresentKey> {
         (!self.is_absent()).then(|| (name, self.given().map(|given| given.span.clone())))
     }
@@ -80,8 +80,8 @@ pub(super) type Arguments = Vec<Given<String>>;
 /// Environment variables of a program, or the files with their values, by variable name.
 pub(super) type Environment = BTreeMap<String, Given<String>>;
 
-/// Reader of a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`, and `title`
-/// its name in the file, such as `bulkhead.thumbnail.restart`.
+/// Reader for a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`, and `title`
+/// is its name in the file, such as `bulkhead.thumbnail.restart`.
 pub(super) struct TableReader<'t, 'p> {
     /// All keys of the schema.
     keys: &'static [Key],
@@ -91,7 +91,7 @@ pub(super) struct TableReader<'t, 'p> {
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Known keys that are probably meant by misspelt keys of this table.
+    /// Known keys of this table that were probably meant by misspelt ones.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -135,7 +135,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self
     }
 
-    /// Returns true if the schema has a key of this name in `table`.
+    /// Returns true if `table` has a key with this name in the schema.
     pub(super) fn is_key_of(&self, table: &str, name: &str) -> bool {
         key::find(self.keys, table, name).is_some()
     }
@@ -149,8 +149,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
-    /// Returns the field of a key that the table does not contain. If a misspelling of the key was reported, the field
-    /// is invalid instead of absent.
+    /// Returns the field for a key that the table does not contain. The field is invalid, rather than absent, if a
+    /// misspelling of the key was reported.
     fn missing<T>(&self, name: &str) -> Field<T> {
         if self.misspelt.contains(&name) { Field::Invalid } else { Field::Absent }
     }
@@ -184,7 +184,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let lines = candidates.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
             return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
         }
-        // If the value is a table, its author cannot have meant a key with a single value.
+        // If the value is a table, the author cannot have meant a key with a single value.
         let is_table = matches!(value, DeValue::Table(_));
         let accepts = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
         let other_tables: Vec<String> = self
@@ -228,7 +228,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.problems.report(span, error.message, error.help);
     }
 
-    /// Reads a value with the function `read`, and reports the error if there is one.
+    /// Reads a value with the function `read`, and reports any error.
     pub(super) fn read_value<T>(
         &mut self,
         name: &str,
@@ -237,8 +237,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Reads a value with a function that reports and omits invalid parts, and that returns `None` if no valid part
-    /// remains.
+    /// Reads a value with a function that reports and skips invalid parts, and returns `None` if no valid part remains.
     fn read_partly<T>(
         &mut self,
         name: &str,
@@ -267,7 +266,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
 
-    /// Opens each table of an array of tables inside this one. Returns their values, in file order.
+    /// Opens each table in an array of tables inside this one. Returns their values in file order.
     pub(super) fn each_table(
         &mut self,
         name: &str,
@@ -305,8 +304,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
-    /// Returns the position of the name of the inner table `name`, if it is present. Returns [`Field::Invalid`] if the
-    /// inner table contains an unknown key, whose author could have meant any key.
+    /// Returns the position of the name of the inner table `name`, if the table is present. Returns [`Field::Invalid`]
+    /// if the inner table contains an unknown key, because the author could have meant any key.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };
         match value.get_ref() {

@@ -1,6 +1,6 @@
-//! Converts the content of the configuration file into checked values: adds defaults, resolves paths, and checks all
-//! rules that span several keys. A violated rule is reported at the value in the bulkhead's table, or else at the value
-//! in `[defaults]`.
+//! Converts the contents of the configuration file into checked values: adds defaults, resolves paths, and checks all
+//! rules that span several keys. Violations are reported at the value in the bulkhead's table, or otherwise at the
+//! value in `[defaults]`.
 
 mod access;
 pub(crate) mod admission;
@@ -30,14 +30,14 @@ use super::{
     BulkheadConfig, Config, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs, units,
 };
 
-/// Minimum of `max_pooled`, unless 0, in bytes: the smallest memory file for payloads plus the smallest one for
-/// results.
+/// Minimum value of `max_pooled` in bytes, unless it is 0: the smallest memory file for payloads plus the smallest one
+/// for results.
 const POOLED_MIN: u64 = 512 * 1024;
 
 /// Maximum number of names to list in a message.
 const LISTED_MAX: usize = 10;
 
-/// Checks the rules of a configuration, and collects problems.
+/// Checks the rules of a configuration and collects problems.
 pub(super) struct Checker<'c> {
     pub(super) sources: &'c Sources,
     pub(super) process_env: &'c ProcessEnv,
@@ -45,7 +45,7 @@ pub(super) struct Checker<'c> {
 }
 
 impl<'c> Checker<'c> {
-    /// Checks all rules of a configuration. The result is valid only if no problem was reported.
+    /// Checks all rules of a configuration. The result is valid only if no problems were reported.
     pub(super) fn check(&mut self, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
@@ -63,7 +63,7 @@ impl<'c> Checker<'c> {
         Config { path, fragments, supervisor, access, bulkheads }
     }
 
-    /// Returns the folder that relative paths at this position are relative to.
+    /// Returns the folder that relative paths at this position are resolved against.
     fn folder(&self, span: &Range<usize>) -> &'c Path {
         &self.sources.at(span.start).folder
     }
@@ -312,8 +312,8 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Reports an error unless exactly one of the given keys is set. If several are set, the error is at the last one,
-    /// otherwise at the heading.
+    /// Reports an error unless exactly one of the given keys is set. If several are set, the error is reported at the
+    /// last one, otherwise at the heading.
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
@@ -340,7 +340,7 @@ impl<'c> Checker<'c> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
-    /// Suggests a known name for an unknown bulkhead. `which` describes the known `names` in the message.
+    /// Suggests a known name in place of an unknown bulkhead. `which` describes the known `names` in the message.
     fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
@@ -464,7 +464,7 @@ impl<'c> Checker<'c> {
         if resolved.value > payload.value
             && let Some(position) = report_position(&resolved, payload)
         {
-            // Points at the bulkhead's value, even if the file sets the supervisor's value as well.
+            // Points at the bulkhead's value, even if the file also sets the supervisor's value.
             let position = field.given().map_or(position, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
@@ -494,7 +494,7 @@ impl<'c> Checker<'c> {
     }
 }
 
-/// Numbers of processes, jobs in flight and queued jobs for one set of workers, each with its name for messages.
+/// Numbers of processes, jobs in flight and queued jobs for one set of workers, each with the name to use in messages.
 struct Permits {
     processes: (String, Resolved<u32>),
     in_flight: (String, Resolved<u32>),
@@ -510,7 +510,8 @@ impl Permits {
         }
     }
 
-    /// Returns the numbers for an isolated tenant. Those that the tenant's table does not set come from the bulkhead.
+    /// Returns the numbers for an isolated tenant. Numbers that the tenant's table does not set are taken from the
+    /// bulkhead.
     fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
         let bulkhead = Self::of_bulkhead(raw);
         let own = |name: &str, field: &Field<u32>, inherited| match field.is_absent() {
@@ -525,7 +526,7 @@ impl Permits {
     }
 }
 
-/// Returns the last part of a dotted name, which is the key in the file.
+/// Returns the last part of a dotted name, which is the name of the key in the file.
 fn key_name(label: &str) -> &str {
     label.rsplit('.').next().unwrap_or(label)
 }

@@ -10,7 +10,7 @@ use super::reader::{Field, Given, Origin};
 #[derive(Debug, Clone)]
 pub(super) struct Resolved<T> {
     pub(super) value: T,
-    /// Position and origin of the value in the file, if it is there.
+    /// Position and origin of the value, if it is in the file.
     source: Field<()>,
 }
 
@@ -39,7 +39,7 @@ impl<T: Clone> Field<T> {
 }
 
 impl<T> Resolved<T> {
-    /// Returns true if the value is set in the bulkhead's own table, not in `[defaults]`.
+    /// Returns true if the value is set in the bulkhead's own table rather than in `[defaults]`.
     pub(super) fn is_own(&self) -> bool {
         self.source.given().is_some_and(|given| given.origin == Origin::Own)
     }
@@ -54,14 +54,14 @@ impl<T> Resolved<T> {
     }
 }
 
-/// Returns the position at which to report that two values contradict each other. Returns `None` if one of them is
-/// invalid, or if neither is in the file.
+/// Returns the position at which to report a contradiction between two values. Returns `None` if either is invalid or
+/// if neither is in the file.
 pub(super) fn report_position<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// Returns the position at which to report that several values contradict each other. Returns `None` if one of them is
-/// invalid, or if none is in the file.
+/// Returns the position at which to report a contradiction between several values. Returns `None` if any of them is
+/// invalid or if none is in the file.
 pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }

@@ -1,13 +1,13 @@
-//! Units and descriptions of the keys in the table `rlimits`. Each key is a resource of setrlimit(2). The
-//! keeper sets the limits.
+//! Units and descriptions of the keys in the table `rlimits`. Each key is a setrlimit(2) resource. The keeper sets the
+//! limits.
 
 use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};
 
-/// A resource limit, as in setrlimit(2). Hard and soft limit are equal.
+/// A resource limit, as in setrlimit(2). The hard and soft limits are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rlimit {
-    /// Resource that is limited.
+    /// The limited resource.
     #[serde(serialize_with = "serialize_name")]
     pub resource: Resource,
     /// Maximum in the unit of the resource: bytes, seconds for `cpu`, microseconds for `rttime`, otherwise a

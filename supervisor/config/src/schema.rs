@@ -1,5 +1,5 @@
-//! List of all configuration keys, collected from `keys`. Used for the documentation, and to look up what a reload does
-//! with a key.
+//! List of all configuration keys, collected from `keys`. Used for the documentation, and to look up how a reload
+//! handles a key.
 
 use std::sync::LazyLock;
 
@@ -49,13 +49,13 @@ pub(super) fn keys() -> &'static [Key] {
     &KEYS
 }
 
-/// Returns the key `name` in `table`, if there is such a key.
+/// Returns the key `name` in `table`, if it exists.
 pub(super) fn find(table: &str, name: &str) -> Option<Key> {
     key::find(keys(), table, name)
 }
 
-/// Returns true if a reload replaces the workers when this key of a bulkhead changes. `key` is a single key, such as
-/// `cwd` or `health.heartbeat`, or a whole table, such as `cgroup`.
+/// Returns true if a reload replaces the workers when this bulkhead key changes. `key` is a single key, such as `cwd`
+/// or `health.heartbeat`, or a whole table, such as `cgroup`.
 pub fn replaces_workers(key: &str) -> bool {
     let path = format!("{BULKHEAD}.{key}");
     let matches = |key: &Key| key.path() == path || key.path().starts_with(&format!("{path}."));

@@ -1,7 +1,7 @@
-//! The texts of all files of a configuration: the main file, and the files in `conf.d`.
+//! Texts of all files of a configuration: the main file and the files in `conf.d`.
 //!
 //! A position is an offset into the concatenated texts, so it also identifies the file. Modules that report problems
-//! therefore need not know that there are several files.
+//! therefore do not have to know that there are several files.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,9 @@ use super::defaults;
 /// A file of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Source {
-    /// Path for messages. For the main file, the path that the caller passed.
+    /// Path to show in messages. For the main file, this is the path given by the caller.
     pub(super) path: PathBuf,
-    /// Absolute path of the folder that relative paths in the file are relative to.
+    /// Absolute path of the folder that relative paths in the file are resolved against.
     pub(super) folder: PathBuf,
     /// Text without a byte order mark. `None` if the file cannot be read.
     pub(super) text: Option<String>,
@@ -40,7 +40,7 @@ impl Source {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Sources {
     main: Source,
-    /// Files in `conf.d`, in the order of their names.
+    /// Files in `conf.d`, in name order.
     fragments: Vec<Source>,
 }
 
@@ -55,7 +55,7 @@ impl Sources {
         Self { main: Source::new(path, PathBuf::new(), None, 0), fragments: Vec::new() }
     }
 
-    /// Adds a file in `conf.d`, and returns the position of its first byte.
+    /// Adds a file in `conf.d` and returns the position of its first byte.
     pub(super) fn add_fragment(&mut self, path: &Path, text: Option<&str>) -> usize {
         let last = self.fragments.last().unwrap_or(&self.main);
         // Skips one position, so that the position after the last byte belongs to the preceding file.

@@ -1,5 +1,5 @@
-//! Formats the effective configuration, including defaults, as TOML, for `--check`. Parsing the result in the same
-//! folder gives an equal configuration.
+//! Formats the effective configuration, including defaults, as TOML for `--check`. Parsing the result in the same
+//! folder produces an equal configuration.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -21,8 +21,8 @@ use super::{defaults, units};
 impl Config {
     /// Returns the effective configuration as TOML, including defaults.
     ///
-    /// Paths are resolved, except for `argv[0]`, which the program gets as written. A comment shows the resolved path
-    /// of the program. Paths that are not UTF-8 are not exact.
+    /// Paths are resolved, except for `argv[0]`, which is passed to the program as written. A comment shows the
+    /// resolved path of the program. Paths that are not UTF-8 are shown inexactly.
     ///
     /// ```no_run
     /// let config = bulkhead_config::load("workers.toml".as_ref())?;
@@ -34,8 +34,7 @@ impl Config {
         self.summary_where(if is_root { WorkerIds::Host } else { WorkerIds::None })
     }
 
-    /// Returns the effective configuration as TOML. `ids` is the source of user ids for workers with `user =
-    /// "auto"`.
+    /// Returns the effective configuration as TOML. `ids` is the source of user IDs for workers with `user = "auto"`.
     pub fn summary_where(&self, ids: WorkerIds) -> String {
         let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
@@ -58,22 +57,22 @@ impl Config {
         let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
-        // An upper bound, because workers of isolated tenants are started on demand.
+        // An upper bound, because isolated tenants' workers are started on demand.
         let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
         let up_to = if isolated { "up to " } else { "" };
         format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
     }
 }
 
-/// Source of separate user ids for workers.
+/// Source of separate user IDs for workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerIds {
-    /// There are no separate ids. Workers run as the supervisor's user.
+    /// There are no separate IDs. Workers run as the supervisor's user.
     #[default]
     None,
-    /// The supervisor can start workers with any user id.
+    /// The supervisor can start workers with any user ID.
     Host,
-    /// The supervisor can use the ids that `/etc/subuid` gives its user.
+    /// The supervisor can use the IDs that `/etc/subuid` assigns to its user.
     Subordinate,
 }
 
@@ -94,7 +93,7 @@ impl Lines {
         self.line(format_args!("# {}", printable(&comment.to_string())));
     }
 
-    /// Writes a key with its value. If the key is not set, writes a comment about the behaviour without it.
+    /// Writes a key and its value. If the key is not set, writes a comment about the behaviour in that case.
     fn entry(&mut self, KeyValue { key, value, without }: KeyValue) {
         match value.and_then(Written::toml) {
             Some(value) => self.set(key, value),
@@ -154,7 +153,7 @@ impl Lines {
         }
     }
 
-    /// Writes `[defaults]` with a `pressure` table, if a bulkhead without a queue has one, because such a bulkhead
+    /// Writes `[defaults]` with a `pressure` table if it applies to a bulkhead without a queue, because such a bulkhead
     /// cannot set `pressure` in its own table.
     fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
         let unsaid =
@@ -187,7 +186,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // A comment, because `cwd` together with `files` would be rejected.
+                // A comment, because `cwd` and `files` together would be rejected.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the directory of each job"),
                 _ => self.entry(entry),
             }
@@ -198,7 +197,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments about the user and the limit on `tmp`, whose size only the profile `strict` enforces at all times.
+    /// Adds comments about the user, and about the limit on `tmp`, whose size only the profile `strict` enforces at all
+    /// times.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -213,8 +213,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments with the resource limits of the sandbox. They depend on the profile, so they are not written as
-    /// `rlimits`.
+    /// Adds comments with the resource limits set by the sandbox. They depend on the profile, so they are not written
+    /// as `rlimits`.
     fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
         for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
             let limit = limit.unwrap_or(u64::MAX);
@@ -244,7 +244,7 @@ impl Lines {
         self.comment(format_args!("runs {}", found.display()));
     }
 
-    /// Writes the settings of a tenant. Omits `per`, because a tenant's rate limit applies only to that tenant.
+    /// Writes a tenant's settings. Omits `per`, because a tenant's rate limit applies only to that tenant.
     fn tenant(&mut self, tenant: &TenantConfig) {
         for entry in tenant.key_values() {
             match (&tenant.rate_limit, entry.key, &entry.value) {
@@ -323,7 +323,7 @@ impl Write for Vec<(String, PathBuf)> {
     }
 }
 
-/// Tables of tenants are not values. `Lines::tenant` writes each as a separate table.
+/// Tenant tables are not values. `Lines::tenant` writes each one as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None
@@ -374,7 +374,7 @@ fn network_access(network: &Network) -> String {
     }
 }
 
-/// Describes the user ids that workers get with `user = "auto"`.
+/// Describes the user IDs that workers run with if `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, a separate id for each worker",

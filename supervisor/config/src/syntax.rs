@@ -1,14 +1,14 @@
-//! Reports errors of the TOML parser, with suggested corrections. Reports at most one error per line, because a single
-//! mistake often causes several.
+//! Reports errors from the TOML parser, with suggested corrections. Reports at most one error per line, because a
+//! single mistake often causes several.
 
 use std::ops::Range;
 
 use super::diagnostics::{Problems, shown};
 
-/// Maximum number of lines for which to report syntax errors. Errors in further lines are unreliable.
+/// Maximum number of lines for which to report syntax errors. Errors on further lines are unreliable.
 const LINES_MAX: usize = 10;
 
-/// Reports the first syntax error of each line.
+/// Reports the first syntax error on each line.
 pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Problems) {
     let mut errors: Vec<_> =
         errors.iter().map(|error| (error.span().unwrap_or(0..0), error.message())).collect();
@@ -36,8 +36,8 @@ fn plain(message: &str) -> &str {
     message.split_once(", expected ").map_or(message, |(what, _)| what)
 }
 
-/// Returns the help for an author who wrote `key: value`. `before` and `after` are the texts on both sides of
-/// the colon.
+/// Returns the help for an author who wrote `key: value`. `before` and `after` are the text on either side of the
+/// colon.
 fn colon_help(before: &str, after: &str) -> String {
     let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_-.\"".contains(c);
     let line = before.rsplit('\n').next().unwrap_or_default().trim_end();

@@ -1,6 +1,6 @@
-//! Names of system calls, for the keys in `sandbox.syscalls`.
+//! Names of system calls for the keys in `sandbox.syscalls`.
 
-/// Returns true if any supported architecture has a system call of this name.
+/// Returns true if any supported architecture has a system call with this name.
 pub(super) fn is_system_call(name: &str) -> bool {
     bulkhead_linux::syscalls::is_known(name)
 }

@@ -1,5 +1,5 @@
 //! Traits for reading a table, merging it with `[defaults]`, and writing it. The macros in `rows` generate the
-//! implementations, and `types` contains the types of values.
+//! implementations, and `types` contains the value types.
 
 mod rows;
 mod types;
@@ -17,9 +17,9 @@ use crate::key::{DefaultValue, Key, Kind};
 use crate::reader::{Field, TableReader};
 use crate::resolved::Resolved;
 
-/// A type of values that can be read from the configuration file.
+/// A type of value that can be read from the configuration file.
 pub(crate) trait Value: Clone {
-    /// Reads the value of the key `name` in an open table. An invalid value is reported.
+    /// Reads the value of the key `name` in an open table. Invalid values are reported.
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
 
     /// Merges the value in a bulkhead's table with the value in `[defaults]`.
@@ -28,7 +28,7 @@ pub(crate) trait Value: Clone {
     }
 }
 
-/// A type of values that a key can have as a default.
+/// A type of value that can be a key's default.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
@@ -48,7 +48,7 @@ impl Written {
     }
 }
 
-/// A type of checked values that can be written as TOML or JSON.
+/// A type of checked value that can be written as TOML or JSON.
 pub(crate) trait Write {
     /// Returns the formatted value, or `None` if the key is not written.
     fn written(&self, kind: Kind) -> Option<Written>;
@@ -66,7 +66,7 @@ impl<T: Write> Write for Option<T> {
     }
 }
 
-/// Value of a key in the file, together with the default of the key.
+/// Value of a key in the file, together with the key's default.
 #[derive(Clone)]
 pub(crate) struct WithDefault<T> {
     pub(crate) field: Field<T>,
@@ -122,7 +122,7 @@ pub(crate) trait Table: Sized {
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table whose checked values need no rules beyond those of its rows.
+/// A table whose checked values need no rules beyond those in its rows.
 pub(crate) trait ByRows {
     type Checked;
 
@@ -143,7 +143,7 @@ pub(crate) trait NestedTable: Sized {
     /// Returns the keys of the inner table; see [`Table::keys`].
     fn nested_keys() -> Vec<Key>;
 
-    /// Reads the inner table `name` of the given table, which can be absent.
+    /// Reads the inner table `name` of the given table, which may be absent.
     fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
     /// Merges the inner table with the table in `[defaults]`; see [`Table::merge`].
@@ -166,23 +166,23 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key, which is absent if the whole table is.
+/// Reads a key. The key is absent if the whole table is.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
 
-/// Checked values of a table, as a list of keys and values.
+/// The checked values of a table, as a list of keys and values.
 pub(crate) trait Section {
     /// Returns all keys of the table with their values.
     fn key_values(&self) -> Vec<KeyValue>;
 }
 
-/// A key of a table with its checked value.
+/// A key of a table and its checked value.
 pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
     /// `None` if the key is not set.
     pub(crate) value: Option<Written>,
-    /// Description of the behaviour without the key.
+    /// Description of the behaviour if the key is not set.
     pub(crate) without: &'static str,
 }
 
@@ -196,8 +196,8 @@ pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serializes a table whose checked type is defined in `policy`, with each value in the format that the rows of the
-/// table declare.
+/// Serializes a table whose checked type is defined in `policy`. Each value has the format declared in the table's
+/// rows.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.key_values();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
@@ -211,8 +211,8 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// Serializes an optional table whose checked type is defined in `policy`, with each value in the format that the rows
-/// of the table declare.
+/// Serializes an optional table whose checked type is defined in `policy`. Each value has the format declared in the
+/// table's rows.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,
     serializer: S,
@@ -223,7 +223,7 @@ pub(crate) fn as_table_option<T: Section, S: Serializer>(
     }
 }
 
-/// Serializes a value of a vocabulary that is defined in `policy`.
+/// Serializes a value from a vocabulary that is defined in `policy`.
 pub(crate) fn as_word<T: Vocabulary, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(value.name())
 }

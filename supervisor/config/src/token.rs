@@ -1,11 +1,11 @@
-//! Tokens of HTTP clients, and their files.
+//! Tokens of HTTP clients, and the files that contain them.
 
 use std::fmt;
 use std::path::Path;
 
 use bulkhead_linux::secret_file::{self, SecretFileError};
 
-/// Allowed lengths of a token in bytes.
+/// Allowed lengths of a token, in bytes.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
 const MAKE_IT: &str = "create a token: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
@@ -26,7 +26,7 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only its owner can change. An error consists of a description and a suggested
+    /// Reads the token from a file that only its owner can modify. An error consists of a description and a suggested
     /// correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
@@ -49,7 +49,7 @@ impl Token {
         Ok(Self::new(token))
     }
 
-    /// Returns true if `secret` is the token. Compares hashes in constant time, and does not reveal the length of the
+    /// Returns true if `secret` is the token. Compares hashes in constant time, which does not reveal the length of the
     /// token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)

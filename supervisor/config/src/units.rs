@@ -1,24 +1,24 @@
-//! Conversion of durations and sizes between text and numbers. The callers, which know the key, write the error
-//! messages.
+//! Conversion of durations and sizes between text and numbers. The callers write the error messages, because they know
+//! the key.
 
 use std::time::Duration;
 
 use serde::Serializer;
 
-/// Reason why a text is not a valid duration or size.
+/// Reason why text is not a valid duration or size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnitError {
     /// The number has no unit, but a unit is required.
     NoUnit,
     /// The unit is `M`, which could mean minutes or months.
     AmbiguousMonth,
-    /// The unit is a single letter. Contains the units for powers of 1024 and of 1000 to use instead.
+    /// The unit is a single letter. Contains the units to use instead, for powers of 1024 and for powers of 1000.
     AmbiguousPower(&'static str, &'static str),
     /// The value does not fit in 64 bits.
     TooLarge,
     /// The value has a fraction of a nanosecond.
     TooFine,
-    /// The text has any other error.
+    /// The text has some other error.
     Malformed,
 }
 
@@ -70,17 +70,17 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// All units of durations in `humantime`, except for `M`, which is rejected as ambiguous.
+/// All units of durations in `humantime` except `M`, which is rejected as ambiguous.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// Returns a regular expression for the texts that `parse_duration` accepts, except that it does not limit numbers.
+/// Returns a regular expression for the texts that `parse_duration` accepts, except that numbers are not limited.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
 
-/// Units of sizes, with their numbers of bytes. Single letters are not supported, because `256M` could mean
-/// 256 × 2²⁰ or 256 × 10⁶ bytes.
+/// Units of sizes and the number of bytes in each. Single letters are not supported, because `256M` could mean 256 ×
+/// 2²⁰ or 256 × 10⁶ bytes.
 const SIZE_UNITS: [(&str, u64); 10] = [
     ("", 1),
     ("B", 1),
@@ -114,7 +114,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// Returns a regular expression for the texts that `parse_size` accepts, except that it does not limit numbers.
+/// Returns a regular expression for the texts that `parse_size` accepts, except that numbers are not limited.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -139,7 +139,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration, such as `1m 30s`, so that `parse_duration` returns the same duration.
+/// Formats a duration, such as `1m 30s`. `parse_duration` converts the text to the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -161,7 +161,7 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Formats a size in the largest binary unit that needs no fraction, so that `parse_size` returns the same size.
+/// Formats a size in the largest binary unit that needs no fraction. `parse_size` converts the text to the same size.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {
@@ -170,7 +170,7 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
-/// Formats a minimum or maximum size for a message. Sizes below 1 KiB have no unit.
+/// Formats a minimum or maximum size for a message. Sizes below 1 KiB are shown without a unit.
 pub(super) fn size_bound(bytes: u64) -> String {
     if bytes < 1 << 10 { bytes.to_string() } else { format_size(bytes) }
 }

@@ -1,4 +1,4 @@
-//! Conversion of TOML values to plain values, or to messages with a suggested correction. Checks no files and no rules
+//! Conversion of TOML values to plain values, or to messages with suggested corrections. Does not check files or rules
 //! that span several keys.
 
 use std::ops::Deref;
@@ -15,7 +15,7 @@ use super::key::{Key, Kind, format_list};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
-/// Reason why a value is rejected, and a suggested correction.
+/// Reason for rejecting a value, and a suggested correction.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ValueError {
     pub(super) message: String,
@@ -30,10 +30,10 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key of an open table, with its name for messages.
+/// A key of an open table, and its name for messages.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
-    /// Name of the key relative to the table of the bulkhead or supervisor, such as `restart.backoff` or
+    /// Name of the key relative to the bulkhead's or supervisor's table, such as `restart.backoff` or
     /// `tenant.acme.max_queue`.
     pub(super) label: String,
 }
@@ -80,8 +80,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string in place of an array of arguments. The supervisor uses no shell, so it does not split
-/// strings.
+/// Returns the help for a string in place of an array of arguments. The supervisor does not use a shell, so it does not
+/// split strings.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -129,8 +129,8 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// Returns the help for a duration that is out of range. For `queue_timeout`, explains how to get what a zero was
-/// probably meant for.
+/// Returns the help for a duration that is out of range. For `queue_timeout`, explains how to achieve what a zero was
+/// probably meant to do.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
@@ -164,7 +164,7 @@ fn duration_text(key: &LabelledKey, text: &str) -> ValueResult<Duration> {
     })
 }
 
-/// Suggests adding a unit to a duration that is written as a plain number.
+/// Suggests adding a unit to a duration written as a plain number.
 fn unit_help(key: &LabelledKey, number: &str) -> String {
     let number = if number.len() <= 12 && !number.starts_with('-') { number } else { "5" };
     format!("{} for seconds, or \"{number}ms\" for milliseconds", write_help(key, &format!("\"{number}s\"")))
@@ -266,7 +266,7 @@ pub(super) fn statuses(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Ve
     Ok(statuses)
 }
 
-/// Reads the number of a port.
+/// Reads a port number.
 pub(super) fn port(label: &str, value: &DeValue<'_>) -> ValueResult<u16> {
     let given = match value {
         DeValue::Integer(number) => match u16::try_from(integer(number)) {
@@ -416,7 +416,7 @@ pub(super) fn text(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<String
     Ok(text.to_string())
 }
 
-/// Checks that the text of a path is not empty and contains no NUL.
+/// Checks that the text of a path is not empty and does not contain a NUL byte.
 pub(super) fn path_text(label: &str, text: &str, key: &LabelledKey) -> ValueResult<()> {
     if text.is_empty() {
         return Err(ValueError::new(format!("`{label}` is empty"), write_help(key, &key.example())));
@@ -448,8 +448,8 @@ pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> Val
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `intended` is the word in the spelling of the allowed ones, for finding the
-/// most similar.
+/// Returns the error for an unknown word. `intended` is the word in the spelling of the allowed words, used to find the
+/// most similar one.
 fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
     let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -460,7 +460,7 @@ fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -
     ValueError::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
 }
 
-/// Reads a range of user ids, such as `"200000-200999"`. Rejects id 0, which is root.
+/// Reads a range of user IDs, such as `"200000-200999"`. Rejects ID 0, which is root.
 pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRange> {
     let DeValue::String(text) = value else {
         return Err(wrong_type(key, "the first and the last id as a string", value));
@@ -496,7 +496,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
             format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // Lossless, because ids are at most `ID_MAX`.
+    // Lossless, because IDs are at most `ID_MAX`.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 
@@ -509,7 +509,7 @@ pub(super) fn not_tables(key: &LabelledKey, value: &DeValue<'_>) -> ValueError {
     ValueError::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
 }
 
-/// Returns the error for an element of an array that must be a table.
+/// Returns the error for an array element that should be a table.
 pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> ValueError {
     let found = type_name(value);
     ValueError::new(
@@ -533,7 +533,7 @@ pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) 
         (Measure::Microseconds, _) => time_limit(key, value, 1_000)?,
         (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
     };
-    // The kernel would treat a processor time of 0 as 1 second.
+    // The kernel would treat a processor time limit of 0 as 1 second.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
         return Err(ValueError::new(
@@ -592,7 +592,7 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
 }
 
 /// Returns the error for a key whose declared kind does not match the function that reads it. This would be a bug in
-/// this crate; a test reads every key.
+/// this crate, and a test reads every key.
 pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
     ValueError::new(
         format!("`{}` cannot be read by this version", key.label),

@@ -1,5 +1,5 @@
-//! Recommends limits for a bulkhead, based on observed demand. Each recommendation includes a sentence that
-//! gives the reason. This module consists of pure functions, does no I/O and changes no setting.
+//! Recommends limits for a bulkhead, based on observed demand. Each recommendation includes a sentence that gives the
+//! reason. The module consists of pure functions; it performs no I/O and changes no settings.
 
 mod adaptive;
 mod observations;
@@ -17,7 +17,7 @@ use bulkhead_api::Adaptive;
 pub(crate) use bulkhead_api::Observations;
 pub(crate) use observations::{ResourceUsage, observations};
 
-/// Number of observed jobs and length of the observation from which advice counts as reliable.
+/// Minimum number of observed jobs, and minimum length of the observation, for advice to be reliable.
 pub(crate) const SUFFICIENT_JOBS: u64 = 1000;
 pub(crate) const SUFFICIENT_TIME: Duration = Duration::from_secs(600);
 
@@ -27,7 +27,7 @@ pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 /// Minimum length of an observation for a proposal to lower a value.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
-/// Current settings of the bulkhead. With isolated tenants, the numbers apply to each tenant.
+/// Current settings of the bulkhead. If tenants are isolated, the numbers apply to each tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) processes: u32,
@@ -36,12 +36,12 @@ pub(crate) struct Settings {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
-    /// State of the adaptive limit. `None` if none is configured.
+    /// State of the adaptive limit. `None` if no adaptive limit is configured.
     pub(crate) adaptive: Option<Adaptive>,
     /// Number of sets of workers that can exist at the same time. This is `tenants.max_active` if tenants are
     /// isolated, otherwise 1.
     pub(crate) worker_sets: u32,
-    /// Number of spares that each set of workers has.
+    /// Number of spares in each set of workers.
     pub(crate) spares: u32,
     /// Value of the key `cgroup.memory` in bytes.
     pub(crate) cgroup_memory: Option<u64>,
@@ -88,7 +88,7 @@ pub(crate) type Advice = bulkhead_api::Advice<Setting>;
 pub(crate) type Proposal = bulkhead_api::Proposal<Setting>;
 pub(crate) type Kept = bulkhead_api::Kept<Setting>;
 
-/// Computes advice for a bulkhead. `seen` are the observations.
+/// Computes advice for a bulkhead from the observations in `seen`.
 pub(crate) fn advise(bulkhead: String, seen: Observations, settings: &Settings, machine: &Machine) -> Advice {
     let missing = observations::missing(&seen);
     let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {

@@ -1,6 +1,5 @@
-//! The main thread of the control plane. It serves HTTP on the admin socket, handles signals, stores events
-//! and reads the output of workers. It sends commands to the data plane and receives notices from it. It owns
-//! no jobs.
+//! The main thread of the control plane. It serves HTTP on the admin socket, handles signals, stores events and reads
+//! the workers' output. It sends commands to the data plane and receives notices from it, but owns no jobs.
 
 mod admin_socket;
 mod advice;
@@ -36,9 +35,9 @@ mod watchdog;
 
 use admin_socket::CONNECTIONS_MAX;
 
-/// Returns the maximum number of descriptors for clients over TCP.
+/// Returns the maximum number of descriptors for TCP clients.
 pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
-    // Each job needs a connection to the data plane with two ends.
+    // Each job needs a connection to the data plane, which has two ends.
     const ADMIN: usize = CONNECTIONS_MAX
         + waiting::WAITING_MAX
         + waiting::HEALTH_MAX
@@ -92,10 +91,10 @@ const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between checks for suppressed events that have not been reported.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Pause between two batches when orphans are reaped.
+/// Pause between batches when reaping orphans.
 const REAP_PAUSE: Duration = Duration::from_millis(10);
 
-/// Maximum time to wait for open streams and unfinished responses when the control plane ends.
+/// Maximum time to wait for open streams and unfinished responses when the control plane shuts down.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Maximum number of times to yield to the runtime while waiting for the last output of an exited worker. The
@@ -107,15 +106,15 @@ const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
 /// Process in which the supervisor runs.
 pub enum RunMode {
-    /// A process of its own. The supervisor handles signals, notifies the service manager and has sockets.
+    /// A separate process. The supervisor handles signals, notifies the service manager and has sockets.
     Standalone {
         /// The bound admin socket.
         admin: UnixListener,
         /// The jobs socket and the admin socket, whose files are checked periodically.
         sockets: Arc<Sockets>,
     },
-    /// The process of an application. The supervisor handles no signals, does not notify the service manager,
-    /// and has no sockets.
+    /// The application's process. The supervisor handles no signals, does not notify the service manager, and has no
+    /// sockets.
     Embedded,
 }
 
@@ -125,7 +124,7 @@ pub struct Options {
     pub mode: RunMode,
     /// Sender of commands to the data plane.
     pub commands: CommandSender,
-    /// Receiver of notices from the data plane. The control plane ends when the channel closes.
+    /// Receiver of notices from the data plane. The control plane shuts down when the channel closes.
     pub notices: NoticeReceiver,
     /// Counters that the control plane shares with the data plane.
     pub counters: Arc<SharedCounters>,
@@ -133,25 +132,25 @@ pub struct Options {
     pub active_config: ActiveConfig,
     /// Handle for crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
-    /// Means to start symbolizers.
+    /// Options for starting symbolizers.
     pub symbolizer: SymbolizerOptions,
-    /// Id of the user who, besides root, can connect to the admin socket.
+    /// ID of the user who, besides root, can connect to the admin socket.
     pub own_uid: u32,
-    /// Configuration that is active at the start.
+    /// Configuration that is active at startup.
     pub config: Arc<Config>,
     /// The listening TCP socket and the token. `None` if `http` is not configured.
     pub http: Option<(TcpListener, Token)>,
     /// The bound TCP socket for jobs, if `jobs_http` is configured.
     pub jobs_http: Option<TcpListener>,
-    /// Sockets that belong to the service manager.
+    /// Sockets that the service manager owns.
     pub inherited: InheritedSockets,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
-    /// Options for an upgrade of this supervisor, and the state of a predecessor.
+    /// Options for upgrading this supervisor, and the state of a predecessor.
     pub handover: HandoverOptions,
-    /// Lock of the folder for crash reports.
+    /// Lock on the folder for crash reports.
     pub crashes_lock: Option<OwnedFd>,
-    /// Cache of processes that are known not to descend from the supervisor.
+    /// Cache of processes that are known not to be descendants of the supervisor.
     pub unrelated: Arc<UnrelatedProcesses>,
 }
 
@@ -173,7 +172,7 @@ pub(crate) struct Control {
     reloads: Reloads,
     readiness: readiness::Readiness,
     sockets: sockets::SocketFiles,
-    /// Sockets that belong to the service manager.
+    /// Sockets that the service manager owns.
     inherited: InheritedSockets,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
@@ -184,36 +183,36 @@ pub(crate) struct Control {
     /// State of `GET /v1/watch`.
     watch: watch::Watch,
     handover: Handover,
-    /// Cache of processes that are known not to descend from the supervisor.
+    /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
     /// Each unfinished HTTP request for a job holds a clone.
     job_requests: Arc<()>,
-    /// Permits for jobs over the admin API.
+    /// Permits that limit the number of concurrent jobs over the admin API.
     jobs: Arc<Semaphore>,
-    /// Permits for connections to the data plane of clients of `jobs_http`.
+    /// Permits that limit the number of connections to the data plane for `jobs_http` clients.
     token_jobs: Arc<Semaphore>,
     tokens: tokens::TokenTable,
     jobs_http: jobs_http::JobsHttpCounters,
     counters: Arc<SharedCounters>,
     /// The active configuration, which a reload replaces.
     config: RwLock<Arc<Config>>,
-    /// True once the control plane must end.
+    /// True once the control plane must shut down.
     shutdown: tokio::sync::watch::Sender<bool>,
 }
 
-/// Handle of the control plane's main thread.
+/// Handle to the control plane's main thread.
 #[derive(Debug)]
 pub struct ControlThread(JoinHandle<()>);
 
 impl ControlThread {
-    /// Waits until the control plane has ended, which happens after the channel of notices has closed.
+    /// Waits until the control plane has shut down, which happens after the channel of notices has closed.
     pub fn join(self) {
-        // A panic of the thread has already been reported.
+        // A panic in the thread has already been reported.
         let _ = self.0.join();
     }
 }
 
-/// Starts the control plane. From this call on, a standalone supervisor handles signals.
+/// Starts the control plane. From then on, a standalone supervisor handles signals.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let Options {
@@ -315,11 +314,11 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             control.shutdown.send_replace(true);
             let _ = tokio::time::timeout(CLOSE_TIMEOUT, served).await;
         });
-        // The thread of the readers also ends on shutdown. A panic of the thread has already been reported.
+        // The readers' thread also exits on shutdown. A panic in the thread has already been reported.
         let _ = readers.join();
         let _ = jobs_http.map(JoinHandle::join);
-        // The runtime and `control` hold the last senders of requests to the crash thread. When they are
-        // dropped, the crash thread ends.
+        // The runtime and `control` hold the last senders of requests to the crash thread. When the senders are
+        // dropped, the crash thread exits.
         drop(runtime);
         drop(control);
         crash_thread.finish();
@@ -331,14 +330,13 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
 type Local = (tokio::net::UnixListener, u32);
 type Tcp = (tokio::net::TcpListener, tcp::RequestCheck);
 
-/// Listeners, and queues of the connections that the main thread serves.
+/// Listeners, and queues of connections for the main thread to serve.
 struct Serving {
     local: (Option<Local>, Dispatcher<UnixStream>, Queue<UnixStream>),
     tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
 }
 
-/// Creates two channels for each listener. One leads to the main thread, the other to the thread of the
-/// low-priority readers.
+/// Creates two channels for each listener: one to the main thread and one to the thread of the low-priority readers.
 fn serving(
     local: Option<Local>,
     tcp: Option<Tcp>,
@@ -358,7 +356,7 @@ fn serving(
     (Serving { local, tcp }, readers::ReaderQueues { local: local_readers, tcp: tcp_readers })
 }
 
-/// Accepts and serves connections until the control plane ends.
+/// Accepts and serves connections until the control plane shuts down.
 async fn serve(control: Arc<Control>, serving: Serving) {
     let Serving { local: (listener, dispatcher, queue), tcp } = serving;
     let router = http::router(control.clone());
@@ -382,8 +380,8 @@ async fn serve(control: Arc<Control>, serving: Serving) {
     tokio::join!(local, over_tcp);
 }
 
-/// Reaps exited orphans that this process has inherited. For example, process 1 of a container inherits
-/// orphans of `docker exec`.
+/// Reaps exited orphans that this process has inherited. For example, process 1 of a container inherits the orphans
+/// left by `docker exec`.
 async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
     while deaths.next().await.is_some() {
         while control.commands.request(|reply| Command::ReapOrphans { reply }).await != Some(false) {
@@ -440,7 +438,7 @@ impl Control {
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
     }
 
-    /// Runs a task until it completes or the control plane ends.
+    /// Runs a task until it completes or the control plane shuts down.
     async fn until_shutdown(&self, task: impl Future<Output = ()>) {
         let mut shutdown = self.shutdown.subscribe();
         tokio::select! {
@@ -449,8 +447,8 @@ impl Control {
         }
     }
 
-    /// Runs a task repeatedly, at a fixed interval, until the control plane ends. A task that is running at
-    /// that time is completed.
+    /// Runs a task repeatedly, at a fixed interval, until the control plane shuts down. A task that is running at that
+    /// point is completed.
     async fn every<T: Future<Output = ()>>(
         self: Arc<Self>,
         interval: Duration,
@@ -467,8 +465,8 @@ impl Control {
         }
     }
 
-    /// Reports each worker whose resident size exceeds `recycle.rss` to the data plane, which decides whether
-    /// the worker is replaced.
+    /// Reports each worker whose resident size exceeds `recycle.rss` to the data plane, which decides whether to
+    /// replace the worker.
     async fn check_memory(&self) {
         let limits = self.reloads.rss_limits();
         if limits.is_empty() {
@@ -494,8 +492,8 @@ impl Control {
         self.notify_systemd(&[NotifyState::Ready]);
     }
 
-    /// Notifies the service manager, if there is one. Does nothing in an embedded supervisor, because the
-    /// application is responsible for such notifications, or if another process is the main process.
+    /// Notifies the service manager, if there is one. Does nothing if another process is the main process. Does nothing
+    /// in an embedded supervisor either, because the application is responsible for such notifications.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
         if !self.is_embedded
             && self.handover.is_main()
@@ -505,7 +503,7 @@ impl Control {
         }
     }
 
-    /// Returns true if the response to any job is incomplete.
+    /// Returns true if the response to any job is still incomplete.
     fn has_job_requests(&self) -> bool {
         Arc::strong_count(&self.job_requests) > 1
     }
@@ -514,15 +512,15 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
-    /// Adds the last output on standard error to a report about a worker. Reports about `exec` programs
-    /// already contain the output of the program.
+    /// Adds the worker's last standard error output to a report. Reports about `exec` programs already contain the
+    /// output of the program.
     async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.stderr_tail(report.pid).await;
         }
     }
 
-    /// Returns the last output of an exited process on standard error.
+    /// Returns the last standard error output of an exited process.
     async fn stderr_tail(&self, pid: u32) -> Option<String> {
         for _ in 0..TAIL_READ_YIELDS_MAX {
             if !self.output.has_open_stderr(pid) {
@@ -557,7 +555,7 @@ impl Control {
     }
 }
 
-/// Returns duplicates of the listeners for TCP, by the name and the configured address of each.
+/// Returns duplicates of the TCP listeners, with the name and the configured address of each.
 fn tcp_listeners(
     config: &SupervisorConfig,
     http: Option<&TcpListener>,
@@ -572,8 +570,7 @@ fn tcp_listeners(
         .collect()
 }
 
-/// Returns the last `bytes_max` bytes of a text. Returns slightly fewer bytes if a character would be split
-/// otherwise.
+/// Returns the last `bytes_max` bytes of a text, or slightly fewer so as not to split a character.
 fn tail_of(text: &str, bytes_max: usize) -> &str {
     let mut start = text.len().saturating_sub(bytes_max);
     while !text.is_char_boundary(start) {
@@ -592,7 +589,7 @@ fn add_usage(snapshot: &mut Snapshot) {
     }
 }
 
-/// Periodically emits events about suppressed events, until the control plane ends.
+/// Periodically emits events about suppressed events, until the control plane shuts down.
 async fn report_suppressed(control: Arc<Control>) {
     control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.report_suppressed() }).await;
 }

@@ -1,6 +1,6 @@
-//! The control plane: the admin API over HTTP, the dashboard, metrics, events, logs, advice, crash reports,
-//! and reload. It sends commands to the data plane and receives notices from it. It never uses the connection
-//! of a client that submits jobs.
+//! The control plane: the admin API over HTTP, the dashboard, metrics, events, logs, advice, crash reports, and reload.
+//! It sends commands to the data plane and receives notices from it. It never touches the connections of clients that
+//! submit jobs.
 
 mod advice;
 pub mod control;

@@ -1,5 +1,5 @@
-//! Observability: events, the output of workers, crash reports, log lines, metrics and spans. All buffers are
-//! bounded. This module does not affect jobs.
+//! Observability: events, workers' output, crash reports, log lines, metrics and spans. All buffers are bounded. This
+//! module does not affect jobs.
 
 pub mod crashes;
 pub mod events;

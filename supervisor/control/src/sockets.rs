@@ -1,7 +1,6 @@
-//! Binds the listening sockets of the supervisor. When the file of a socket appears, it has the right mode
-//! and the socket is listening. The socket of a running supervisor is never replaced, but the socket of a
-//! dead supervisor is removed. A socket whose file was removed can be recreated. A socket that the service
-//! manager has bound is used as it is.
+//! Binds the supervisor's listening sockets. By the time a socket's file appears, it has the right mode and the socket
+//! is listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is removed.
+//! A socket whose file was removed can be recreated. A socket that was bound by the service manager is used as it is.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -18,29 +17,29 @@ use bulkhead_linux::scm_rights::refuse_descriptors;
 use bulkhead_plane::handover::inherited;
 use bulkhead_plane::lock::{self, LockError};
 
-/// Maximum number of connections in the backlog. The kernel reduces the value to its own maximum.
+/// Maximum number of connections in the backlog. The kernel lowers the value to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
 
-/// A bound Unix socket. When it is dropped, the lock is released, and the file is removed unless it belongs to
-/// the service manager.
+/// A bound Unix socket. Dropping it releases the lock, and removes the file unless the file belongs to the service
+/// manager.
 #[derive(Debug)]
 pub struct BoundSocket {
     path: PathBuf,
     mode: u32,
     folder_mode: u32,
-    /// Device and inode of the socket file, used to check that the path still belongs to this socket.
+    /// Device and inode of the socket file, used to check that the path still refers to this socket.
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
-    /// False while another supervisor serves the socket: before this one has taken over, or after it has handed
+    /// False while another supervisor serves the socket: before this supervisor has taken over, or after it has handed
     /// over.
     is_owner: bool,
     /// True if the service manager has bound the socket.
     is_inherited: bool,
 }
 
-/// Sockets that the service manager has bound. The service manager also listens on them, so this process must
-/// not shut them down.
+/// Sockets that were bound by the service manager. The service manager also listens on them, so this process must not
+/// shut them down.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct InheritedSockets {
     /// The jobs socket.
@@ -64,7 +63,7 @@ impl InheritedSockets {
         ]
     }
 
-    /// Returns the sockets with these names, which the previous supervisor of an upgrade has passed on.
+    /// Returns the sockets with these names, which were passed on by the previous supervisor of an upgrade.
     pub fn from_names(names: &[String]) -> Self {
         let mut sockets = Self::default();
         for (name, is_inherited) in sockets.each() {
@@ -80,8 +79,8 @@ impl InheritedSockets {
     }
 }
 
-/// The jobs socket and the admin socket. They are shared, so that their files can be checked while other
-/// threads use the listeners.
+/// The jobs socket and the admin socket. Shared so that their files can be checked while other threads use the
+/// listeners.
 #[derive(Debug)]
 pub struct Sockets {
     /// Socket for clients that submit jobs.
@@ -90,7 +89,7 @@ pub struct Sockets {
     pub admin: Mutex<BoundSocket>,
 }
 
-/// Error if a socket cannot be bound. The text continues a sentence that begins with "failed to".
+/// Error when a socket cannot be bound. The text continues a sentence that begins with "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("listen on {}: {problem}", path.display())]
 pub struct BindError {
@@ -99,8 +98,8 @@ pub struct BindError {
 }
 
 impl BoundSocket {
-    /// Binds a socket at `path` and listens. The file has exactly the mode `mode`, regardless of the umask.
-    /// Parent folders that do not exist are created with exactly `folder_mode`.
+    /// Binds a socket at `path` and listens on it. The file has exactly the mode `mode`, regardless of the umask.
+    /// Missing parent folders are created with exactly `folder_mode`.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         create_folders(path, folder_mode).map_err(fail)?;
@@ -119,7 +118,7 @@ impl BoundSocket {
         })
     }
 
-    /// Uses the socket of the previous supervisor of an upgrade, which still serves it.
+    /// Uses the socket of the previous supervisor of an upgrade, which is still serving the socket.
     ///
     /// `is_inherited` is true if the service manager has bound the socket.
     pub fn take_over(
@@ -128,13 +127,13 @@ impl BoundSocket {
         (listener, is_inherited): (UnixListener, bool),
         lock: OwnedFd,
     ) -> Self {
-        // Without a file, the identity matches no file, and the socket can be recreated.
+        // If there is no file, the identity matches no file, so the socket can be recreated.
         let identity = identity(path).unwrap_or_default();
         let (path, listener, lock) = (path.to_owned(), Some(listener), lock.into());
         Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
     }
 
-    /// Sets whether this supervisor serves the socket. Only then the file is checked, recreated and removed.
+    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only while it does.
     pub fn set_owner(&mut self, is_owner: bool) {
         self.is_owner = is_owner;
     }
@@ -144,13 +143,13 @@ impl BoundSocket {
         self.is_owner
     }
 
-    /// Returns a duplicate of the lock, which another supervisor can hold.
+    /// Returns a duplicate of the lock that can be handed to another supervisor.
     pub fn lock_descriptor(&self) -> io::Result<OwnedFd> {
         Ok(self.lock.try_clone()?.into())
     }
 
-    /// Uses a socket that the service manager has bound at `path`. The service manager has chosen the mode of the
-    /// file, and keeps the file.
+    /// Uses a socket that the service manager bound at `path`. The service manager chose the mode of the file and keeps
+    /// the file.
     pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;
@@ -160,8 +159,8 @@ impl BoundSocket {
         let Some(identity) = identity else {
             let at = at.map_or_else(|| "no path".to_owned(), |at| at.display().to_string());
             return Err(fail(format!(
-                "the service manager passes a socket with another path ({at}); use the same path for ListenStream= in \
-                 the socket unit and in the configuration file"
+                "the service manager passed in a socket with another path ({at}); use the same path for \
+                 ListenStream= in the socket unit and in the configuration file"
             )));
         };
         let lock = lock(path).map_err(fail)?;
@@ -184,13 +183,13 @@ impl BoundSocket {
         &self.path
     }
 
-    /// Returns true if the file of this socket still exists at its path.
+    /// Returns true if this socket's file still exists at its path.
     pub fn exists(&self) -> bool {
         identity(&self.path).is_ok_and(|found| found == self.identity)
     }
 
-    /// Binds the path again after the file was removed. Creates missing parent folders. The returned listener
-    /// replaces the previous one.
+    /// Binds the path again after the file was removed. Creates missing parent folders. The returned listener replaces
+    /// the previous one.
     pub fn recreate(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
         if self.is_inherited {
@@ -210,7 +209,7 @@ impl BoundSocket {
         Ok(listener)
     }
 
-    /// Returns the listener. Fails if it has already been taken.
+    /// Returns the listener. Fails if the listener has already been taken.
     pub fn take_listener(&mut self) -> io::Result<UnixListener> {
         self.listener.take().ok_or_else(|| io::Error::other("the listener was already taken"))
     }
@@ -218,8 +217,8 @@ impl BoundSocket {
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
-        // The file is only removed if it belongs to this socket, because another supervisor may have bound a
-        // socket at the path. An error is ignored, because the file may be missing.
+        // The file is removed only if it belongs to this socket, because another supervisor may have bound a socket at
+        // the path. Errors are ignored, because the file may be missing.
         let is_removable = self.is_owner && !self.is_inherited;
         if is_removable && identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
@@ -227,7 +226,7 @@ impl Drop for BoundSocket {
     }
 }
 
-/// Creates the missing parent folders of a socket with exactly the mode `mode`.
+/// Creates a socket's missing parent folders with exactly the mode `mode`.
 fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
     let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
     for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {
@@ -252,15 +251,15 @@ fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), Strin
     Ok((listener, identity))
 }
 
-/// Binds a socket at a temporary path, and moves the file to `path` when the socket is listening and has the
-/// right mode. Otherwise, clients that connect between `bind(2)` and `listen(2)` would be refused.
+/// Binds a socket at a temporary path, and moves the file to `path` once the socket is listening and has the right
+/// mode. Otherwise, clients that connect between `bind(2)` and `listen(2)` would be refused.
 fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let temporary = with_suffix(path, ".new");
     // If the temporary path is too long for a socket address, the socket is bound directly at `path`.
     let is_short = SocketAddr::from_pathname(&temporary).is_ok();
     let first = if is_short { &temporary } else { path };
     if is_short {
-        // A supervisor that was killed while it bound a socket may have left a file.
+        // A supervisor that was killed while binding a socket may have left a file.
         let _ = std::fs::remove_file(first);
     }
     let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
@@ -273,8 +272,8 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-/// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option,
-/// the module `descriptors` of the data plane handles received descriptors.
+/// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option, the
+/// data plane's module `descriptors` handles received descriptors.
 fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     match refuse_descriptors(listener) {
         Err(error) if error != Errno::NOPROTOOPT => {
@@ -284,7 +283,7 @@ fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     }
 }
 
-/// Binds a socket to which no client can connect yet. On Linux, the file gets the mode that the socket has
+/// Binds a socket to which no client can connect yet. On Linux, the file is created with the mode that the socket has
 /// before `bind(2)`.
 fn bind_without_permissions(path: &Path) -> io::Result<UnixListener> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
@@ -310,9 +309,9 @@ fn lock_path(socket: &Path) -> PathBuf {
     with_suffix(socket, ".lock")
 }
 
-/// Locks the lock file of a socket. Only the supervisor that holds the lock can use the path. The lock file
-/// is never removed. Otherwise, one supervisor could hold a lock on the removed file and another a lock on a
-/// new file.
+/// Locks a socket's lock file. Only the supervisor that holds the lock may use the path. The lock file is never
+/// removed, because otherwise one supervisor could hold a lock on the removed file while another holds a lock on a new
+/// file.
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
@@ -389,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_socket_folders_are_created_with_mode() {
+    fn missing_socket_folders_are_created_with_given_mode() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
@@ -430,7 +429,7 @@ mod tests {
         assert!(!bound.exists() && bound.recreate().is_err());
     }
 
-    /// Also checks that a second supervisor cannot use the socket, and that the file is not created again.
+    /// Also checks that a second supervisor cannot use the socket, and that the file is not recreated.
     #[test]
     fn inherited_socket_keeps_its_file() {
         let folder = tempfile::tempdir().unwrap();
@@ -460,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn new_socket_has_no_permissions_at_first() {
+    fn new_socket_initially_has_no_permissions() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("closed.sock");
         let _listener = bind_without_permissions(&path).unwrap();

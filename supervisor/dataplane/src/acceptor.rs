@@ -14,17 +14,17 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay of accepting connections that is reported as an event.
+/// Minimum delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Accepting connections may take up to one part in this number of a processor's time.
+/// Reciprocal of the share of a processor's time that accepting connections can use.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
     /// `None` in an embedded supervisor, whose clients are in the same process.
     listener: Option<UnixListener>,
-    /// True if connections may be waiting to be accepted.
+    /// True if there might be connections to accept.
     is_pending: bool,
     /// True if the listener is not registered with the event loop, so that new connections do not wake the
     /// data plane while the time budget is used up.
@@ -55,7 +55,7 @@ impl Acceptor {
         })
     }
 
-    /// Replaces the listener. The previous listener gets no further clients, because its socket file is gone.
+    /// Replaces the listener. Clients can no longer reach the previous listener, because its socket file is gone.
     pub(super) fn replace_listener(&mut self, poll: &Poll, listener: UnixListener) -> io::Result<()> {
         register(poll, &listener)?;
         if let Some(before) = self.listener.replace(listener) {
@@ -65,12 +65,12 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Returns a duplicate of the listener. Returns the errors of `dup(2)`.
+    /// Returns a duplicate of the listener, or the error from `dup(2)`.
     pub(super) fn duplicate(&self) -> io::Result<Option<UnixListener>> {
         self.listener.as_ref().map(UnixListener::try_clone).transpose()
     }
 
-    /// Stops accepting connections. Another supervisor may accept the waiting connections of the same listener.
+    /// Stops accepting connections. Another supervisor can accept the waiting connections of the same listener.
     pub(super) fn stop_listening(&mut self, poll: &Poll) {
         if let Some(listener) = self.listener.take() {
             let _ = poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
@@ -110,9 +110,8 @@ impl Acceptor {
         has_time
     }
 
-    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted.
-    /// Returns the errors of `accept(2)`, most often because this process has no free descriptors, and of
-    /// `epoll_ctl(2)`.
+    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted. Returns the
+    /// errors from `accept(2)`, most often because this process has no free descriptors, and from `epoll_ctl(2)`.
     pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
         self.needs_retry = false;
         let Some(listener) = &self.listener else {
@@ -143,14 +142,14 @@ impl Acceptor {
         self.budget.charge(began);
     }
 
-    /// Records that no connection is waiting, or that accepting connections failed.
+    /// Records that no connection is waiting, or that accepting a connection failed.
     fn backlog_accepted(&mut self) {
         self.is_pending = false;
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// Records that connections may be waiting although the time budget is used up. Returns an event if the
-    /// delay must be reported now.
+    /// Records that connections might be waiting even though the time budget is used up. Returns an event if the delay
+    /// must be reported now.
     pub(super) fn delayed(&mut self, now: Time) -> Option<EventKind> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
@@ -162,8 +161,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime,
-    /// the event loop reports it at once.
+    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime, the
+    /// event loop reports the connection immediately.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener
@@ -190,9 +189,9 @@ mod tests {
 
     use super::*;
 
-    /// The connection is reported once the time budget allows accepting connections again.
+    /// The connection is reported once the time budget again allows accepting connections.
     #[test]
-    fn connection_that_arrives_before_registration_is_reported() {
+    fn reports_connection_that_arrives_before_registration() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
         let mut poll = Poll::new().unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_of_one_second_are_reported_at_intervals() {
+    fn reports_delays_of_one_second_at_intervals() {
         let poll = Poll::new().unwrap();
         let mut acceptor = Acceptor::new(&poll, None).unwrap();
         let at = |ms| Time::ZERO + Duration::from_millis(ms);
@@ -232,6 +231,6 @@ mod tests {
         assert!(acceptor.delayed(at(11_999)).is_none());
         assert!(acceptor.delayed(at(12_000)).is_some());
         acceptor.backlog_accepted();
-        assert!(acceptor.delayed(at(22_000)).is_none(), "a new delay must have begun");
+        assert!(acceptor.delayed(at(22_000)).is_none(), "the acceptor must treat this as a new delay");
     }
 }

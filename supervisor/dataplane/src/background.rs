@@ -1,8 +1,7 @@
-//! Threads for blocking work. The data plane sends them tasks, and handles the results in a later iteration.
-//! The `background` thread starts keepers and examines processes. The `memory-files` thread creates and frees
-//! memory files; it is separate so that slow file operations do not delay other tasks. Both threads live as
-//! long as the data plane, because a keeper gets its parent-death signal when the thread that started it
-//! exits.
+//! Threads for blocking work. The data plane sends them tasks, and handles the results in a later iteration. The
+//! `background` thread starts keepers and examines processes. The `memory-files` thread creates and frees memory files;
+//! it is separate so that slow file operations do not delay other tasks. Both threads live as long as the data plane,
+//! because the kernel sends a keeper its parent-death signal when the thread that started the keeper exits.
 
 use std::io;
 use std::sync::Arc;
@@ -18,16 +17,16 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Number of pending tasks above which no starvation checks are added. The machine is then overloaded, which already
-/// explains why workers are silent.
+/// Number of pending tasks above which no starvation checks are added. With this many tasks, the machine is overloaded,
+/// which already explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
 /// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Prevents the
 /// creation of files from keeping a processor busy.
 const FILES_PAUSE: u32 = 1;
 
-/// Maximum time for retrying a failed start of a keeper. The failure may be temporary: the keeper was killed while it
-/// started, or the system was short of memory or processes.
+/// Maximum time for retrying a failed start of a keeper. The failure can be temporary, for example if the keeper was
+/// killed during its start or the system was short of memory or processes.
 const KEEPER_START_MAX: Duration = Duration::from_secs(10);
 
 /// Delay before the second attempt to start a keeper. Doubles with each further attempt.
@@ -52,7 +51,7 @@ enum Task {
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Creates the files of a lease. Slow, because the kernel clears their memory.
+    /// Creates the files of a lease. Slow, because the kernel zeroes their memory.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -70,7 +69,7 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// Connection of the data plane to the background threads.
+/// The data plane's channels to the background threads.
 pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
@@ -80,7 +79,7 @@ pub(super) struct Background {
     threads: ThreadMonitor,
 }
 
-/// Marks the exit of the threads as expected, because they exit with the data plane, even after a panic.
+/// Marks the exit of the threads as expected. They exit with the data plane, even after a panic.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -99,20 +98,19 @@ impl Background {
     fn send(&mut self, task: Task) {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
-        // Fails only if the thread has exited. In that case, the whole supervisor is shutting down (see
-        // [`ThreadMonitor`]).
+        // Fails only if the thread has exited. In that case, the supervisor is shutting down (see [`ThreadMonitor`]).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
-    /// Kills all processes of a lost keeper and starts the next keeper. The results are [`Done::KeeperSwept`]
-    /// and [`Done::Keeper`].
+    /// Kills all processes that a lost keeper left behind and starts the next keeper. The results are
+    /// [`Done::KeeperSwept`] and [`Done::Keeper`].
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
         let launcher = lost.launcher();
         self.send(Task::SweepKeeper { lost });
         self.send(Task::StartKeeper { pause, launcher });
     }
 
-    /// Starts observing the processor time of a worker. Returns false if too many tasks are pending.
+    /// Starts observing a worker's processor time. Returns false if too many tasks are pending.
     pub(super) fn watch(&mut self, watch: &Arc<Watch>) -> bool {
         let has_room = self.waiting < LOOKS_WAITING_MAX;
         if has_room {
@@ -137,29 +135,29 @@ impl Background {
         self.send(Task::MakeFiles { lease, bytes });
     }
 
-    /// Frees the memory of the files of a lease.
+    /// Frees the memory of a lease's files.
     pub(super) fn free_files(&mut self, files: Files) {
         self.send(Task::FreeFiles(files));
     }
 
-    /// Returns the next result, or `None` if no task has completed.
+    /// Returns the result of the next completed task, or `None` if there is none.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
         self.waiting -= usize::from(!matches!(done, Done::FilesMade { .. } | Done::FilesFreed));
         Some(done)
     }
 
-    /// Waits for a keeper that is being started. Used when the supervisor shuts down.
+    /// Waits for a keeper that is being started. Used during shutdown.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
             _ => None,
         });
-        keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts the keeper has ended")))
+        keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts the keeper has exited")))
     }
 }
 
-/// Performs tasks. After each task, sleeps for `pause` times the duration of the task.
+/// Performs tasks. After each task, sleeps for `pause` times the task's duration.
 fn serve(
     name: &'static str,
     pause: u32,

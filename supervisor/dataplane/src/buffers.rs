@@ -13,7 +13,7 @@ const RECORDS_KEPT_MAX: usize = 4096;
 pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     pub(super) pool: BufferPool,
-    /// Buffer for messages of a predecessor. Empty unless an upgrade is under way.
+    /// Buffer for messages from a predecessor. Empty unless an upgrade is under way.
     pub(super) transfer: Vec<u8>,
     pub(super) actions: Vec<Action<Box<JobData>>>,
     /// Unused records of finished jobs.
@@ -21,7 +21,7 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    /// Boxes a record, in the memory of a finished job's record if one is available.
+    /// Boxes a record, reusing the memory of a finished job's record if one is available.
     pub(super) fn record(&mut self, record: JobData) -> Box<JobData> {
         match self.records.pop() {
             Some(mut kept) => {
@@ -32,7 +32,7 @@ impl Buffers {
         }
     }
 
-    /// Keeps the memory of a record for reuse.
+    /// Keeps a record's memory for reuse.
     pub(super) fn keep_record(&mut self, mut record: Box<JobData>) {
         if self.records.len() < RECORDS_KEPT_MAX {
             *record = JobData::default();

@@ -1,8 +1,8 @@
 //! Bulkheads by name, and their compartments. A bulkhead has either one shared compartment or one compartment
 //! per tenant.
 //!
-//! This part does not apply events to compartments. The wiring applies the events that
-//! [`Bulkheads::next_effect`] and [`Bulkheads::next_assignment`] return.
+//! This module does not apply events to compartments. The wiring applies the events that [`Bulkheads::next_effect`] and
+//! [`Bulkheads::next_assignment`] return.
 
 mod compartments;
 mod counting;
@@ -46,11 +46,11 @@ pub(super) struct Bulkheads {
     by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
     /// Bulkheads that were removed from the configuration but still have jobs or workers.
     leaving: Vec<BulkheadIndex>,
-    /// Bulkheads with isolated tenants in which workers may have to be assigned to other tenants.
+    /// Bulkheads with isolated tenants in which workers might have to be reassigned to other tenants.
     needing_update: Vec<BulkheadIndex>,
     /// Sorted names of the tenants with separate metrics.
     labels: Arc<[String]>,
-    /// True if jobs sent to a fallback have not been reported in an event yet.
+    /// True if some jobs were sent to a fallback and no event has reported them yet.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -61,37 +61,37 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program that new workers run.
+    /// Program run by new workers.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Names of the fallbacks of this bulkhead, in the order in which they are tried. Names of missing
-    /// bulkheads are skipped.
+    /// Names of this bulkhead's fallbacks, in the order in which they are tried. Names of missing bulkheads are
+    /// skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback, the time of the last event and the number of jobs since then.
+    /// For each fallback, the time of the last event about it and the number of jobs sent to it since then.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     pub(super) has_retries: bool,
     has_poison_detection: bool,
     latency: Latency,
-    /// Outcomes in the last minute.
+    /// Outcomes of jobs in the last minute.
     service: Window,
     pub(super) counters: BulkheadCounters,
-    /// Metric series that were possible at any scrape so far, and that are therefore exported from then on.
+    /// Metric series that were possible at any scrape so far. Once possible, a series is always exported.
     possible: PossibleSeries,
-    /// True if the configuration sets `pressure` for this bulkhead. This requires a queue.
+    /// True if the configuration sets `pressure` for this bulkhead. Pressure limits require a queue.
     has_own_pressure: bool,
     /// Memory limit per worker, in bytes. A worker that exceeds the limit is replaced or killed.
     memory_limit: Option<u64>,
     /// Maximum total size of the memory files lent to a worker, in bytes.
     pub(super) loaned_bytes_max: Option<u64>,
     demand: Demand,
-    /// Individual limits of tenants. Used only if all tenants share the workers.
+    /// Individual tenant limits. Used only if all tenants share the workers.
     own: BTreeMap<String, TenantConfig>,
     layout: Layout,
 }
 
-/// Whether a bulkhead is still configured.
+/// State of a bulkhead in the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
     /// The bulkhead is configured and accepts jobs.
@@ -111,26 +111,26 @@ enum Layout {
 /// Compartments of a bulkhead with isolated tenants.
 #[derive(Default)]
 struct Isolated {
-    /// Limits of tenants that have no individual limits.
+    /// Limits for tenants without individual limits.
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
     by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     max_active: usize,
-    /// Compartments with workers but no jobs, ordered by the time of their last job.
+    /// Compartments with workers but no jobs, ordered by the time of the last job.
     idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers, ordered by the time at which their last worker exited.
+    /// Compartments without workers, ordered by the time at which the last worker exited.
     resting: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments that have workers or jobs, or are waiting for workers. All others are scaled to zero.
     active: BTreeSet<CompartmentIndex>,
-    /// Compartments whose breaker is not closed.
+    /// Compartments whose breaker is open, half open or forced open.
     tripped: BTreeSet<CompartmentIndex>,
-    /// Compartments that are waiting until another compartment has released its workers.
+    /// Compartments waiting for another compartment to release its workers.
     waiting: VecDeque<CompartmentIndex>,
-    /// Number of compartments with workers, including workers that are exiting.
+    /// Number of compartments with workers, including those whose workers are exiting.
     running: usize,
     /// Number of compartments whose workers are all exiting.
     ending: usize,
-    /// Counters of tenants whose compartments were removed.
+    /// Counters for tenants whose compartments were removed.
     forgotten_counters: Counters,
     forgotten_restarts: u64,
     is_draining: bool,
@@ -146,17 +146,17 @@ pub(super) struct Compartment {
     /// True if the compartment was created to replay the job of a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
-    /// Links to workers, indexed by the worker's place in policy's table.
+    /// Links to workers, indexed by the worker's position in policy's table.
     links: Vec<Option<LinkIndex>>,
-    /// True if an event was applied since the timer was last set.
+    /// True if an event has been applied since the timer was last set.
     is_touched: bool,
-    /// Latency of jobs. Measured only if the compartment belongs to a single tenant.
+    /// Job latency. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
     /// Load at the last measurement.
     load: Load,
-    /// State under which [`Isolated`] lists the compartment.
+    /// State under which this compartment is listed in [`Isolated`].
     tenant_state: TenantState,
-    /// True if the compartment is in [`Isolated`]'s list `tripped`.
+    /// True if `tripped` in [`Isolated`] contains this compartment.
     is_listed_tripped: bool,
 }
 
@@ -182,7 +182,7 @@ impl Compartment {
         }
     }
 
-    /// Returns the current link for the worker's place. The link may belong to an earlier worker.
+    /// Returns the current link at the worker's position. The link might belong to an earlier worker.
     #[inline]
     pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
         *self.links.get(worker.place as usize)?
@@ -196,7 +196,7 @@ impl Compartment {
         self.links[place] = Some(link);
     }
 
-    /// Removes a link from the worker's place, unless another link has taken the place.
+    /// Removes a link from the worker's position, unless another link has replaced it.
     pub(super) fn clear_link(&mut self, worker: WorkerId, link: LinkIndex) {
         if self.link_at(worker) == Some(link) {
             self.links[worker.place as usize] = None;
@@ -221,18 +221,18 @@ impl Bulkheads {
         &self.labels
     }
 
-    /// Returns the metrics label of a tenant whose job was rejected before reaching policy.
+    /// Returns the metrics label for a tenant whose job was rejected before reaching policy.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
         let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.labels.len()) as u32
     }
 
-    /// Returns the bulkhead with this name that accepts jobs.
+    /// Returns the bulkhead with this name if it accepts jobs.
     pub(super) fn find(&self, name: &str) -> Option<BulkheadIndex> {
         self.by_name.get(name).copied()
     }
 
-    /// Like [`Self::find`], but faster if the name is that of the bulkhead `recent`.
+    /// Like [`Self::find`], but faster if `name` is the name of the bulkhead `recent`.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {
@@ -269,7 +269,7 @@ impl Bulkheads {
         self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
     }
 
-    /// Starts to remove a bulkhead. The bulkhead accepts no further jobs.
+    /// Starts removing a bulkhead. The bulkhead accepts no further jobs.
     pub(super) fn start_removal(&mut self, name: &str) {
         if let Some(bulkhead) = self.by_name.remove(name) {
             self.slab[bulkhead].presence = Presence::Leaving;
@@ -282,7 +282,7 @@ impl Bulkheads {
         self.leaving.clone()
     }
 
-    /// Completes the removal of a bulkhead without compartments. Its index can be reused at once.
+    /// Completes the removal of a bulkhead that has no compartments left. Its index can be reused immediately.
     pub(super) fn finish_removal(&mut self, bulkhead: BulkheadIndex) {
         self.leaving.retain(|leaving| *leaving != bulkhead);
         self.slab.remove(bulkhead);
@@ -295,8 +295,8 @@ impl Bulkheads {
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of this bulkhead and of all bulkheads that use it as a fallback. Their leases depend on
-    /// whether this bulkhead needs payload digests.
+    /// Returns the names of this bulkhead and of the bulkheads that use it as a fallback. Leaves out bulkheads that do
+    /// not need payload digests.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);
@@ -352,7 +352,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the compartment that all tenants share, or `None` if tenants are isolated.
+    /// Returns the compartment shared by all tenants, or `None` if tenants are isolated.
     pub(super) fn shared_compartment(&self) -> Option<CompartmentIndex> {
         match &self.layout {
             Layout::Shared(compartment) => Some(*compartment),
@@ -375,7 +375,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the digest of an operation and its payload, or `None` if poison detection is off.
+    /// Returns the digest of an operation and payload, or `None` if poison detection is off.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.has_poison_detection.then(|| {
             let mut hasher = blake3::Hasher::new();

@@ -10,8 +10,8 @@ use bulkhead_plane::command::Command;
 /// Maximum total weight of the commands handled per iteration (see `Command::weight`).
 const WEIGHT_PER_ITERATION_MAX: usize = 16;
 
-/// Maximum number of commands taken from the channel per iteration. A command whose sender no longer waits
-/// for the reply has no weight.
+/// Maximum number of commands taken from the channel per iteration. Needed because a command whose sender no longer
+/// waits for the reply has no weight.
 const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
 pub(super) struct CommandQueue {
@@ -30,7 +30,7 @@ impl CommandQueue {
         Self { receiver, has_commands: false, taken: 0, weight: 0, stops }
     }
 
-    /// Records that commands may have arrived in the channel.
+    /// Records that the channel may contain commands.
     pub(super) fn arrived(&mut self) {
         self.has_commands = true;
     }
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weight_of_commands_per_iteration_is_bounded() {
+    fn limits_total_weight_of_commands_per_iteration() {
         let (sender, receiver) = sync_channel(64);
         let mut queue = CommandQueue::new(receiver, Arc::default());
         (0..40).for_each(|_| sender.try_send(Command::Summarise).unwrap());

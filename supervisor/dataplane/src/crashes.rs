@@ -1,8 +1,7 @@
-//! Crash reports: decides which deaths are reported, and collects the contents of each report.
+//! Crash reports. Decides which deaths are reported, and collects the contents of each report.
 //!
-//! A report contains the state of a worker at the time of its death, including the payloads that are still in
-//! memory. Crashes are usually rare, because each one costs a process. If they are frequent, most of them are
-//! only counted.
+//! A report contains the state of a worker at the time of its death, including the payloads that are still in memory.
+//! Crashes are usually rare, because each crash costs a process. If they are frequent, most of them are only counted.
 
 mod start_failures;
 
@@ -29,7 +28,7 @@ use super::JobData;
 use super::slab::BulkheadIndex;
 use start_failures::StartFailures;
 
-/// Maximum number of crash reports of a bulkhead in a burst. Beyond this, one report per second is sent.
+/// Maximum number of crash reports in a burst, per bulkhead. Beyond this number, one report per second is sent.
 const REPORT_BURST_MAX: u32 = 10;
 
 /// Minimum interval between events about crashes without a report.
@@ -38,24 +37,23 @@ const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct Crashes {
     /// Number of crash reports so far.
     reports: u32,
-    /// Permits for crash reports that have not been stored yet.
+    /// Permits held by crash reports that have not been stored yet.
     permits: Arc<Semaphore>,
-    /// State of each bulkhead that has had crashes.
+    /// Crash state of each bulkhead that has had crashes.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes without a report that have not been counted in an event.
+    /// Number of crashes that have neither a report nor been counted in an event.
     skipped: u64,
-    /// Process id and crash report of the death that is being handled. Events about this death contain the
-    /// report's id.
+    /// PID and crash report of the death that is being handled. Events about this death contain the report's ID.
     last_report: Option<(u32, CrashId)>,
-    /// Id, operation and tenant of the last job that crashed or exceeded its deadline, because the next event
-    /// may be about this job.
+    /// ID, operation and tenant of the last job that crashed or exceeded its deadline. Kept because the next event may
+    /// be about this job.
     last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Deaths of workers before they were ready.
+    /// Deaths of workers that were not ready yet.
     start_failures: StartFailures,
 }
 
@@ -80,7 +78,7 @@ struct ReportLimit {
     left: u32,
     /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of crashes without a report that no event has counted yet.
+    /// Number of crashes without a report that have not been counted in an event.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -121,20 +119,20 @@ pub(super) struct CrashContext {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
-    /// Reason for a missing backtrace, if a signal killed the process and there is no record.
+    /// Reason for a missing backtrace, set if a signal killed the process and there is no crash record.
     native: Option<NativeCrash>,
     record: Option<CrashRecord>,
-    /// Stacks that the worker has written as text.
+    /// Stacks that the worker wrote as text.
     runtime_stack: Option<String>,
 }
 
-/// Stacks of a worker or program that did not end in time, or the reason why there are none.
+/// Stacks of a worker or program that did not finish in time, or the reason why there are none.
 pub(super) struct Hang {
-    /// Records of the threads, taken by the keeper.
+    /// Records of the threads, made by the keeper.
     record: Option<CrashRecord>,
     /// Reason why there are no records.
     native: Option<NativeCrash>,
-    /// Stacks that the worker has written as text.
+    /// Stacks that the worker wrote as text.
     runtime_stack: Option<String>,
 }
 
@@ -149,8 +147,8 @@ impl Hang {
 }
 
 impl CrashContext {
-    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally. `file` has the
-    /// worker's crash record, if the worker can write one. `hang` contains the stacks that were taken before the
+    /// Returns the circumstances of a worker's death, or `None` if the worker exited normally. `file` contains the
+    /// worker's crash record, if the worker can write one. `hang` contains the stacks that were recorded before the
     /// worker was killed.
     pub(super) fn of_worker(
         post: &PostMortem,
@@ -160,7 +158,7 @@ impl CrashContext {
         hang: Option<Hang>,
     ) -> Option<Self> {
         const WHY: &str =
-            "the worker's library does not record crashes, or the worker died before its welcome";
+            "the worker's library does not record crashes, or the worker died before it was welcomed";
         let cause = crash_cause(post, death)?;
         let signal = recorded_signal(&Ending { death, killed: post.killed.clone() });
         let record = file.zip(signal).map(|(file, signal)| CrashRecord {
@@ -206,9 +204,9 @@ impl CrashContext {
         }
     }
 
-    /// Returns the circumstances of a program's death. `message` is the worker's description.
+    /// Returns the circumstances of a program's death. `message` is the worker's description of the death.
     pub(super) fn of_program(death: Death, cause: Cause, message: &str) -> Self {
-        const WHY: &str = "a program of `exec` has no library that records crashes";
+        const WHY: &str = "an `exec` program has no library that records crashes";
         let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let output = output.trim_start_matches(": ");
         let stderr_tail = (!output.is_empty()).then(|| output.to_owned());
@@ -227,7 +225,7 @@ impl CrashContext {
         }
     }
 
-    /// Returns the notice with the crash report. `names` contains the bulkhead and the tenant.
+    /// Returns the notice that carries the crash report. `names` contains the bulkhead and the tenant.
     pub(super) fn report(
         self,
         slot: ReportSlot,
@@ -277,8 +275,8 @@ impl Crashes {
 
     // Reports.
 
-    /// Counts the death of process `pid`. Returns the slot of its crash report, or `None` if there are too many
-    /// reports. Half of the permits are reserved for workers that were ready.
+    /// Counts the death of process `pid`. Returns a slot for the crash report, or `None` if there are too many reports.
+    /// Half of the permits are reserved for the deaths of workers that were ready.
     pub(super) fn begin_report(
         &mut self,
         (now, at): (Time, SystemTime),
@@ -313,7 +311,7 @@ impl Crashes {
         Some(ReportSlot { id, at, count, permit })
     }
 
-    /// Returns the slot of a report about a late job, or `None` if too many reports are waiting to be stored. Half of
+    /// Returns a slot for a report about a late job, or `None` if too many reports are waiting to be stored. Half of
     /// the permits are reserved for crashes.
     pub(super) fn begin_hang_report(&mut self, at: SystemTime) -> Option<ReportSlot> {
         let has_room = self.permits.available_permits() > REPORTS_WAITING_MAX / 2;
@@ -328,8 +326,7 @@ impl Crashes {
         (pid == Some(dead)).then_some(id)
     }
 
-    /// Returns the crash report about the death that ended this job. Valid only while the death is being
-    /// handled.
+    /// Returns the crash report about the death that ended this job. Valid only while that death is being handled.
     pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
@@ -342,13 +339,13 @@ impl Crashes {
 
     // Jobs.
 
-    /// Remembers the operation and tenant of a job that crashed or exceeded its deadline.
+    /// Remembers the operation and the tenant of a job that crashed or exceeded its deadline.
     pub(super) fn record_failed_job(&mut self, answer: &JobOutcome<Box<JobData>>) {
         let names = |job| (job, answer.record.operation.clone(), answer.record.tenant.clone());
         self.last_failed = answer.job.map(names);
     }
 
-    /// Returns the operation and tenant of `job` if it was the last job that failed.
+    /// Returns the operation and the tenant of `job` if it was the last job to fail.
     pub(super) fn names_of(&self, job: JobId) -> Option<(String, String)> {
         let (_, operation, tenant) = self.last_failed.as_ref().filter(|(id, ..)| *id == job)?;
         Some((operation.to_string(), tenant.to_string()))
@@ -375,7 +372,7 @@ impl Crashes {
         due
     }
 
-    /// Removes the state of a bulkhead whose index will be reused.
+    /// Removes the state of a bulkhead because its index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         if let Some(crashes) = self.by_bulkhead.remove(&bulkhead) {
             self.skipped -= crashes.limit.skipped + crashes.start_failures.limit.skipped;
@@ -383,7 +380,7 @@ impl Crashes {
     }
 }
 
-/// Describes the jobs of a dead worker. Includes payloads up to a maximum total size.
+/// Describes a dead worker's jobs. Includes payloads up to a maximum total size.
 pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
     let mut room = PAYLOADS_BYTES_MAX;
     jobs.iter()
@@ -391,8 +388,8 @@ pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) 
         .collect()
 }
 
-/// Returns the cause of a worker's death, or `None` for a normal exit. An exit is normal if the worker was
-/// ready, had not begun any of its jobs, was not killed, and exited with status 0.
+/// Returns the cause of a worker's death, or `None` for a normal exit. An exit is normal if the worker was ready, had
+/// not started any of its jobs, was not killed, and exited with status 0.
 fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
     let ending = Ending { death, killed: post.killed.clone() };
     let is_fine = ending.is_clean() && post.begun == 0 && post.was_ready;
@@ -437,10 +434,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crashes_beyond_the_rate_limit_are_counted() {
+    fn counts_crashes_beyond_the_rate_limit() {
         let mut report_limit = ReportLimit::default();
         let (mut reported, mut told) = (0, 0);
-        // Simulates one minute with a hundred crashes per second.
+        // Simulates one minute with one hundred crashes per second.
         for tick in 0..6000 {
             let now = Time::ZERO + Duration::from_millis(10 * tick);
             let is_reported = report_limit.take(now);

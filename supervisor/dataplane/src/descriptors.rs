@@ -1,12 +1,10 @@
-//! Handles descriptors that clients and workers send along with bytes, in violation of the protocols. A
-//! sender can make closing a descriptor take arbitrarily long, so the data plane itself never closes received
-//! descriptors.
+//! Handles descriptors that clients and workers send along with bytes in violation of the protocols. Closing a
+//! descriptor can take as long as its sender wants, so the data plane itself never closes received descriptors.
 //!
-//! Since Linux 6.16, the kernel can refuse descriptors at the sender. On an older kernel, the data plane
-//! receives the descriptors, with room for the maximum per message, and passes them to closing threads. The
-//! closing threads also close sockets with unread data, because the data may contain descriptors. While too
-//! many descriptors are waiting to be closed, the data plane peeks before each read, and receives no further
-//! descriptors.
+//! Since Linux 6.16, the kernel can refuse descriptors when a peer tries to send them. On an older kernel, the data
+//! plane receives the descriptors, with room for the maximum per message, and passes them to closing threads. The
+//! closing threads also close sockets with unread data, because the data may contain descriptors. While too many
+//! descriptors are waiting to be closed, the data plane peeks before each read, and receives no further descriptors.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -27,14 +25,14 @@ use bulkhead_linux::scm_rights::refuse_descriptors;
 /// Maximum number of descriptors per message (`SCM_MAX_FD` in the kernel).
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 
-/// Maximum number of received descriptors that wait to be closed.
+/// Maximum number of received descriptors waiting to be closed.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
-/// Number of closing threads. A descriptor whose close blocks occupies one thread, so other descriptors are
-/// delayed only when all threads are blocked.
+/// Number of closing threads. A close that blocks occupies one thread, so other descriptors are delayed only when all
+/// threads are blocked.
 const CLOSERS: usize = 4;
 
-/// Error that [`Intake::receive`] returns if bytes came with descriptors.
+/// Error that [`Intake::receive`] returns if descriptors were sent along with the bytes.
 pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 
 /// Error message for a peer that sent descriptors.
@@ -45,7 +43,7 @@ pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
 
-/// Returns true if the running kernel can refuse descriptors at the sender.
+/// Returns true if the running kernel can refuse descriptors when a peer tries to send them.
 fn kernel_refuses() -> bool {
     static REFUSES: OnceLock<bool> = OnceLock::new();
     *REFUSES.get_or_init(|| {
@@ -55,7 +53,7 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method of reading from sockets and closing them.
+/// Method for reading from sockets and closing them.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
@@ -64,7 +62,7 @@ pub(crate) enum Intake {
 }
 
 impl Intake {
-    /// Chooses the method that the running kernel supports.
+    /// Chooses the method supported by the running kernel.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
     }
@@ -77,7 +75,7 @@ impl Intake {
         }
     }
 
-    /// Reads without blocking. Returns the errors of `recv(2)`, or [`CAME_WITH_DESCRIPTORS`].
+    /// Reads without blocking. Returns the errors from `recv(2)`, or [`CAME_WITH_DESCRIPTORS`].
     pub(crate) fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Refusing => rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count),
@@ -92,8 +90,7 @@ impl Intake {
         }
     }
 
-    /// Shuts down a socket that its owner is about to drop. Unread data is read and discarded by a closing
-    /// thread.
+    /// Shuts down a socket that its owner is about to drop. A closing thread reads and discards unread data.
     pub(crate) fn close_soon(&self, socket: &UnixStream) {
         if let Self::Closing(closers) = self
             && let Ok(copy) = socket.try_clone()
@@ -111,7 +108,7 @@ impl Intake {
     }
 }
 
-/// Numbers of descriptors and sockets that are waiting to be closed.
+/// Numbers of descriptors and sockets waiting to be closed.
 #[derive(Default)]
 struct Backlog {
     descriptors: AtomicUsize,
@@ -123,8 +120,8 @@ enum Unwanted {
     Socket(UnixStream),
 }
 
-/// Channel to the closing threads. The channel itself is unbounded, but [`HELD_MAX`] limits the descriptors
-/// in it, and its sockets still count as clients. The threads exit when the channel is closed.
+/// Channel to the closing threads. The channel itself is unbounded, but [`HELD_MAX`] limits the number of descriptors
+/// in it, and the sockets in it still count as clients. The threads exit when the channel is closed.
 pub(crate) struct Closers {
     unwanted: Sender<Unwanted>,
     backlog: Arc<Backlog>,
@@ -157,7 +154,8 @@ impl Closers {
     }
 
     fn close(&self, socket: UnixStream) {
-        // No data arrives after the shutdown, so a socket without unread bytes cannot contain descriptors.
+        // No data can arrive after the socket is shut down, so a socket without unread bytes cannot contain
+        // descriptors.
         let is_shut = socket.shutdown(Shutdown::Both).is_ok();
         if is_shut && rustix::io::ioctl_fionread(&socket) == Ok(0) {
             return;
@@ -167,7 +165,7 @@ impl Closers {
     }
 
     fn hand_over(&self, unwanted: Unwanted) {
-        // Cannot fail, because the threads outlive the channel. Otherwise, leaking the descriptor would be
+        // Cannot fail, because the threads outlive the channel. If it failed, leaking the descriptor would still be
         // better than closing it on this thread.
         if let Err(unsent) = self.unwanted.send(unwanted) {
             std::mem::forget(unsent);
@@ -200,8 +198,7 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // The usual reason for a slow close is `SO_LINGER`. The call fails for descriptors that are not
-        // sockets.
+        // The usual reason why a close takes long is `SO_LINGER`. The call fails for descriptors that are not sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
 }
@@ -225,13 +222,13 @@ fn receive_with_descriptors(
     Ok((received.bytes, descriptors))
 }
 
-/// Reads bytes, but fails if descriptors were sent along with them.
+/// Reads bytes. Fails if descriptors were sent along with them.
 fn receive_unless_descriptors(socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let mut slices = [IoSliceMut::new(&mut *buffer)];
     let seen = rustix::net::recvmsg(socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags)?;
-    // A peek stops at the first message with descriptors. It sets `CTRUNC`, because the buffer has no room
-    // for descriptors.
+    // A peek stops at the first message with descriptors, and sets `CTRUNC`, because the buffer has no room for
+    // descriptors.
     if seen.flags.contains(ReturnFlags::CTRUNC) {
         return Err(CAME_WITH_DESCRIPTORS);
     }
@@ -258,7 +255,7 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Returns closers as for an older kernel, without closing threads.
+    /// Returns closers like those for an older kernel, but without closing threads.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)
@@ -293,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_refuses_descriptors_at_the_sender() {
+    fn kernel_refuses_descriptors_when_they_are_sent() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         if let Err(error) = refuse_descriptors(&ours) {
             assert_eq!(error, Errno::NOPROTOOPT);

@@ -1,6 +1,6 @@
-//! Fallbacks: a job that a bulkhead rejects, or that crashes in it, is passed on to other bulkheads. Each
-//! fallback is tried once, in the configured order, within the job's remaining time. If no fallback completes
-//! the job, the client gets the first outcome.
+//! Fallbacks. If a bulkhead rejects a job, or if the job crashes there, the job is passed on to other bulkheads. Each
+//! fallback is tried once, in the configured order, within the job's remaining time. If no fallback completes the job,
+//! the client gets the first outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use super::{JobData, link_bytes};
 
 /// State of a job that can be passed on to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead and compartment to which the client submitted the job, where its outcome is counted.
+    /// Bulkhead and compartment to which the client submitted the job. The outcome is counted there.
     entry: (BulkheadIndex, CompartmentIndex),
     chain: Arc<[Arc<str>]>,
-    /// Position in `chain` of the next bulkhead to try.
+    /// Position in `chain` of the bulkhead to try next.
     next: usize,
     received: Time,
     limit: Duration,
@@ -31,7 +31,7 @@ pub(super) struct FallbackState {
 
 /// Result of a job in earlier bulkheads.
 struct EarlierResult {
-    /// First outcome, which the client gets if no fallback has a better one.
+    /// First outcome. The client gets it if no fallback has a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
@@ -55,8 +55,8 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl FallbackState {
-    /// Creates the state of a submitted job. `wishes` contains the requested run limit, priority and cost, and
-    /// whether the job is idempotent.
+    /// Creates the state for a submitted job. `wishes` contains the requested run limit, priority and cost, and whether
+    /// the job is idempotent.
     pub(super) fn new(
         entry: (BulkheadIndex, CompartmentIndex),
         chain: Arc<[Arc<str>]>,
@@ -86,13 +86,13 @@ impl FallbackState {
         self.earlier.is_some()
     }
 
-    /// Returns the fallback that has the job, or `None` if the job was not passed on.
+    /// Returns the name of the fallback that has the job, or `None` if the job was not passed on.
     pub(super) fn current_target(&self) -> Option<&Arc<str>> {
         self.earlier.as_ref().map(|_| &self.chain[self.next - 1])
     }
 
-    /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` returns
-    /// the bulkhead with a name, or `None` if there is no such bulkhead or the payload is too large for it.
+    /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` looks up a bulkhead
+    /// by name. It returns `None` if there is no such bulkhead or the payload is too large for it.
     pub(super) fn next_target(
         &self,
         now: Time,
@@ -112,8 +112,8 @@ impl FallbackState {
         &self.chain[position]
     }
 
-    /// Returns the cost to charge to the first bulkhead's rate limit before the job is passed on, or `None`
-    /// if the job was already charged.
+    /// Returns the cost to charge to the first bulkhead's rate limit before the job is passed on. Returns `None` if the
+    /// cost was already charged.
     pub(super) fn due_cost(&self, answer: &JobOutcome<Box<JobData>>) -> Option<u32> {
         let is_early = matches!(
             &answer.verdict,
@@ -122,8 +122,8 @@ impl FallbackState {
         (self.earlier.is_none() && answer.job.is_none() && is_early).then_some(self.cost)
     }
 
-    /// Records the outcome of the current bulkhead before the job is passed on to the fallback at `position`.
-    /// `outcome` is called to create the recorded outcome.
+    /// Records the outcome in the current bulkhead before the job is passed on to the fallback at `position`. Calls
+    /// `outcome` to create the recorded outcome.
     pub(super) fn pass_on(
         &mut self,
         position: usize,
@@ -142,13 +142,12 @@ impl FallbackState {
         self.next = position + 1;
     }
 
-    /// Returns true if the payload must be kept in memory because another worker or another bulkhead may need
-    /// it.
+    /// Returns true if the payload must be kept in memory because another worker or bulkhead may need it.
     pub(super) fn keeps_payload(&self, has_retries: bool) -> bool {
         self.idempotent && (has_retries || self.next < self.chain.len())
     }
 
-    /// Returns a submission of the job to a fallback. `left` is the time until the deadline.
+    /// Returns a submission that passes the job on to a fallback. `left` is the time until the deadline.
     pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
         Submission {
             deadline: Some(left),
@@ -163,8 +162,8 @@ impl FallbackState {
         }
     }
 
-    /// Combines the last outcome with the earlier results by adding up attempts and times. Returns `None` if
-    /// the job was in only one bulkhead.
+    /// Combines the last outcome with the earlier results by adding up attempts and times. Returns `None` if the job
+    /// was in only one bulkhead.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });

@@ -1,6 +1,6 @@
 //! State of an upgrade: the phase of the handover to a successor, and the permits that the predecessor still needs.
 //!
-//! This part neither reads nor writes sockets. `wiring` performs the steps.
+//! This module neither reads nor writes sockets. `wiring` performs the steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -15,31 +15,31 @@ use tokio::sync::oneshot;
 use super::slab::CompartmentIndex;
 
 /// Maximum time to wait for clients to return their leases. Longer than the time after which a recalled lease is
-/// revoked, so that only leases in use by a job remain.
+/// revoked, so that only leases used by a job remain.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// Number of messages in the outbox of the transfer socket at which no more connections are passed on.
+/// Number of messages in the transfer socket's outbox at which no more connections are passed on.
 const OUTBOX_MAX: usize = 64;
 
-/// Number of permits that a compartment needs, and number of jobs that must wait for one of these permits.
+/// Number of permits that a compartment needs, and number of jobs waiting for one of these permits.
 pub(super) type Needs = (u32, u32);
 
 #[derive(Default)]
 pub(super) struct Handover {
     phase: Phase,
-    /// Needs of each compartment as last reported to the successor. The numbers only decrease.
+    /// Each compartment's needs, as last reported to the successor. The numbers can only decrease.
     held: BTreeMap<CompartmentIndex, Needs>,
-    /// Compartments in which the predecessor needs permits.
+    /// Compartments in which the predecessor still needs permits.
     predecessor: BTreeSet<CompartmentIndex>,
-    /// Socket to the data plane of the other supervisor.
+    /// Socket to the other supervisor's data plane.
     pub(super) transfer: Option<Transfer>,
-    /// Permissions of the tokens, for connections that the predecessor passes on.
+    /// Token permissions, for connections that the predecessor passes on.
     pub(super) tokens: Vec<TokenGrant>,
-    /// Number of upgrades begun so far.
+    /// Number of upgrades that have been started.
     pub(super) attempts: u64,
 }
 
-/// The transfer socket, with the messages that are waiting to be sent.
+/// The transfer socket, and the messages waiting to be sent.
 pub(super) struct Transfer {
     pub(super) socket: OwnedFd,
     pub(super) outbox: Outbox,
@@ -52,28 +52,28 @@ enum Phase {
     None,
     /// The successor is starting.
     Preparing,
-    /// Clients are asked to return their leases.
+    /// Waits for clients to return their leases.
     Switching { since: Time, transfer: OwnedFd, reply: oneshot::Sender<SwitchState> },
-    /// The successor is about to take over. No client is read.
+    /// The successor is about to take over. The data plane does not read from clients.
     Switched,
-    /// The successor serves. If it fails, this supervisor serves again.
+    /// The successor serves clients. If it fails, this supervisor serves them again.
     Released,
-    /// The successor has taken over permanently, and this supervisor exits after its last job.
+    /// The successor has taken over for good, and this supervisor exits after its last job.
     Leaving,
 }
 
 impl Handover {
-    /// Returns true during an upgrade, when operators' commands are refused and no files are lent.
+    /// Returns true during an upgrade. In that time, operator commands are refused and no files are lent.
     pub(super) fn is_under_way(&self) -> bool {
         !matches!(self.phase, Phase::None)
     }
 
-    /// Returns true if this supervisor accepts no more jobs.
+    /// Returns true if this supervisor no longer accepts jobs.
     pub(super) fn has_switched(&self) -> bool {
         matches!(self.phase, Phase::Switched | Phase::Released | Phase::Leaving)
     }
 
-    /// Returns true while no client is read.
+    /// Returns true while the data plane does not read from clients.
     pub(super) fn pauses_reading(&self) -> bool {
         matches!(self.phase, Phase::Switched)
     }
@@ -87,7 +87,7 @@ impl Handover {
         matches!(self.phase, Phase::Leaving)
     }
 
-    /// Returns true if the event loop must check time limits.
+    /// Returns true if the event loop must check timeouts.
     pub(super) fn needs_checks(&self) -> bool {
         matches!(self.phase, Phase::Switching { .. }) || self.is_released()
     }
@@ -110,8 +110,8 @@ impl Handover {
         }
     }
 
-    /// Ends the wait for leases if no lease is idle or the time limit has passed. Returns the channel for the reply.
-    /// `has_idle_leases` is true if any lease is not in use by a job.
+    /// Stops waiting for leases if no lease is idle or the timeout has expired, and returns the channel for the reply.
+    /// `has_idle_leases` is true if at least one lease is not in use by a job.
     pub(super) fn end_wait(
         &mut self,
         now: Time,
@@ -150,7 +150,7 @@ impl Handover {
         self.held.clear();
     }
 
-    /// Records what a compartment needs at the switch.
+    /// Records a compartment's needs at the time of the switch.
     pub(super) fn hold(&mut self, compartment: CompartmentIndex, needs: Needs) {
         self.held.insert(compartment, needs);
     }
@@ -160,7 +160,7 @@ impl Handover {
         self.held.keys().copied().collect()
     }
 
-    /// Updates the needs of a compartment. Returns the new numbers for the successor if they have decreased.
+    /// Updates a compartment's needs. If they have decreased, returns the new numbers to report to the successor.
     pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
         let known = self.held.get_mut(&compartment)?;
         let permits = known.0.min(needs.0 + needs.1);
@@ -179,7 +179,7 @@ impl Handover {
 
     // The successor.
 
-    /// Records the permits that the predecessor needs in a compartment.
+    /// Records the number of permits that the predecessor needs in a compartment.
     pub(super) fn predecessor_holds(&mut self, compartment: CompartmentIndex, permits: u32) {
         let _ = if permits > 0 {
             self.predecessor.insert(compartment)
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn switch_waits_for_idle_leases_within_limit() {
+    fn switch_waits_for_idle_leases_until_timeout() {
         let (mut handover, _receiver) = switching();
         assert!(handover.end_wait(at(1), true).is_none() && !handover.has_switched());
         assert!(handover.needs_checks() && !handover.pauses_reading());
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn needed_permits_only_fall() {
+    fn number_of_needed_permits_only_decreases() {
         let compartment = CompartmentIndex::from_number(3);
         let mut handover = Handover::default();
         assert_eq!(handover.update(compartment, (1, 0)), None);

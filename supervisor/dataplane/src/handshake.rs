@@ -1,10 +1,10 @@
-//! Checks of a peer's hello that are common to clients and workers.
+//! Checks of a peer's HELLO frame, shared by clients and workers.
 
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::limits::truncate;
 
-/// Checks that the supervisor supports one of the protocol versions that a peer announced. If not, returns an
-/// error message that ends with `help`.
+/// Checks that the supervisor supports one of the protocol versions announced by a peer. If not, returns an error
+/// message that ends with `help`.
 pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String> {
     let Hello { version_min, version_max, .. } = *hello;
     if (version_min..=version_max).contains(&PROTOCOL_VERSION) {
@@ -12,7 +12,7 @@ pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String>
     }
     let (name, version) = (truncate(hello.name, 64), truncate(hello.version, 64));
     Err(format!(
-        "{name} {version} speaks the protocol versions {version_min} to {version_max}, this supervisor \
-         speaks version {PROTOCOL_VERSION}: {help}"
+        "{name} {version} supports protocol versions {version_min} to {version_max}, but this supervisor \
+         supports version {PROTOCOL_VERSION}: {help}"
     ))
 }

@@ -1,6 +1,6 @@
-//! Wake-ups from in-process clients. A client signals after it has written to a connection that the data
-//! plane had drained, closed a connection, or read from a full connection. A signal makes a system call only
-//! if the data plane is sleeping on another thread.
+//! Wake-ups from in-process clients. A client signals after it has closed a connection, written to a connection that
+//! the data plane had drained, or read from a full connection. A signal makes a system call only if the data plane is
+//! sleeping on another thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -30,7 +30,7 @@ pub(super) struct InProcessWaker {
     waker: Arc<mio::Waker>,
     /// True if an in-process client has ever connected.
     is_used: bool,
-    /// Reused buffer for the contents of `ReadySet::sessions`.
+    /// Buffer that is reused for the contents of `ReadySet::sessions`.
     buffer: Vec<SessionId>,
 }
 
@@ -72,8 +72,8 @@ impl InProcessWaker {
         Self { ready: Arc::default(), waker, is_used: false, buffer: Vec::new() }
     }
 
-    /// Registers the waker of a client. If the client has already written or closed the connection, signals
-    /// at once.
+    /// Registers a client's waker. If the client has already written to the connection or closed it, the waker signals
+    /// immediately.
     pub(super) fn register_session(&mut self, session: SessionId, end: &in_process::Endpoint) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
@@ -101,8 +101,8 @@ impl InProcessWaker {
             return Poll::Pending;
         }
         let unwanted = ready.parked.replace(Parked::Task(context.waker().clone()));
-        // Must be dropped after the lock is released, because the last waker of a task can own clients, which
-        // signal when they are dropped.
+        // Must be dropped after the lock is released. The last waker of a task can own clients, and clients signal when
+        // they are dropped.
         drop(ready);
         drop(unwanted);
         Poll::Pending
@@ -117,7 +117,7 @@ impl InProcessWaker {
         self.buffer.drain(..).for_each(handle);
     }
 
-    /// Marks the data plane as awake, so that clients do not wake it.
+    /// Marks the data plane as awake, so that clients do not try to wake it.
     pub(super) fn unpark(&self) {
         if self.is_used {
             let unwanted = lock(&self.ready).parked.take();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn client_wakes_only_a_sleeping_data_plane() {
+    fn client_wakes_data_plane_only_while_it_sleeps() {
         let (mut poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         let session = SessionId { index: SessionIndex::from_number(3), epoch: 7 };
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn input_before_registration_prevents_sleep() {
+    fn data_plane_does_not_sleep_after_input_before_registration() {
         let (_poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         there.write(b"a").unwrap();

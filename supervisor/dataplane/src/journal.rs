@@ -21,7 +21,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 
 use super::memory_files::sealed_file;
 
-/// A journal that is lent to a worker.
+/// A journal lent to a worker.
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
@@ -31,7 +31,7 @@ pub(super) struct Journal {
     has_stack_text: bool,
 }
 
-/// Maximum size in bytes of the stacks that a worker writes as text.
+/// Maximum size of the stacks that a worker writes as text, in bytes.
 const STACK_TEXT_BYTES_MAX: usize = 64 * 1024;
 
 /// Gives policy access to the counters in a worker's journal.
@@ -51,8 +51,8 @@ impl JobJournal for JournalClaims {
 const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
-    /// Creates a journal with room for everything that a worker with these [capabilities](capability) can write.
-    /// Unwritten parts of the file take no memory.
+    /// Creates a journal large enough for everything that a worker with these [capabilities](capability) can write.
+    /// Parts of the file that were never written use no memory.
     pub(super) fn make(capabilities: u64) -> io::Result<Self> {
         let has_crash_record = capabilities & capability::CRASH_RECORDS != 0;
         let has_stack_text = capabilities & capability::STACK_TEXT != 0;
@@ -63,7 +63,7 @@ impl Journal {
     }
 
     /// Prepares the file for the stacks that the worker writes as text. Returns a duplicate of the file for the keeper,
-    /// or `None` if the worker does not write its stacks.
+    /// or `None` if the worker does not write stacks.
     pub(super) fn expect_stack_text(&self) -> Option<OwnedFd> {
         let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let (start, bytes) = (crash_record::RECORD_OFFSET as u64, crash_record::RECORD_BYTES as u64);
@@ -73,7 +73,7 @@ impl Journal {
         prepared.then(|| self.file.try_clone().ok()).flatten()
     }
 
-    /// Returns the stacks that the worker has written as text. The text is untrusted.
+    /// Returns the stacks that the worker wrote as text. The text is untrusted.
     pub(super) fn stack_text(&self) -> Option<String> {
         if !self.has_stack_text {
             return None;
@@ -93,8 +93,8 @@ impl Journal {
         self.has_crash_record.then_some(self.file)
     }
 
-    /// Returns the time since the worker's last heartbeat. Returns `None` if there is no heartbeat, or if its
-    /// time is in the future.
+    /// Returns the time since the worker's last heartbeat. Returns `None` if there was no heartbeat, or if its
+    /// timestamp is in the future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
         let beat = Some(self.words.load(HEARTBEAT_OFFSET / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -102,7 +102,7 @@ impl Journal {
         now.checked_sub(Duration::from_nanos(beat))
     }
 
-    /// Returns the number of jobs that the worker has begun, and the frames in the journal. The contents are
+    /// Returns the number of jobs that the worker has started, and the frames in the journal. The contents are
     /// untrusted, so their lengths are limited.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
         let mut head = [0; FRAMES_OFFSET];

@@ -1,5 +1,5 @@
-//! Connection to the keeper: its timeout, the replacement of a lost keeper, and the queue of workers to
-//! start. `wiring/keeper.rs` applies the keeper's reports.
+//! Connection to the keeper. Handles the keeper's timeout, the replacement of a lost keeper, and the queue of workers
+//! to start. `wiring/keeper.rs` applies the keeper's reports.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,21 +18,21 @@ const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 /// Lifetime below which a keeper's death counts as early.
 const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
-/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early
-/// death, up to sixteen times this value.
+/// Delay before a new keeper starts after three consecutive early deaths. Doubles with each further early death, up to
+/// sixteen times this value.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// `None` while the keeper is being replaced. During this time, there are no workers.
+    /// `None` while the keeper is being replaced. There are no workers during that time.
     keeper: Option<Box<Keeper>>,
     since: Time,
     /// Number of consecutive early deaths of keepers.
     early_deaths: u32,
-    /// Time at which a reply was requested, or `None` if no reply is due.
+    /// Time at which the data plane requested a reply, or `None` if no reply is due.
     pinged_at: Option<Time>,
     /// Reports whose handling was deferred.
     deferred_reports: VecDeque<Report>,
-    /// Workers for which no order has been sent to the keeper.
+    /// Workers that the keeper has not been asked to start yet.
     worker_orders: VecDeque<WorkerOrder>,
 }
 
@@ -64,7 +64,7 @@ impl KeeperLink {
         self.keeper.is_none()
     }
 
-    /// Returns the process id of the keeper, or `None` while the keeper is being replaced.
+    /// Returns the keeper's PID, or `None` while the keeper is being replaced.
     pub(super) fn pid(&self) -> Option<u32> {
         self.keeper.as_ref().map(|keeper| keeper.pid())
     }
@@ -75,8 +75,8 @@ impl KeeperLink {
 
     // Orders.
 
-    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being
-    /// replaced, because the replacement reaps all orphans.
+    /// Reaps orphans that have exited (see [`Keeper::reap_orphans`]). Does nothing while the keeper is being replaced,
+    /// because the replacement reaps all orphans.
     pub(super) fn reap_orphans(&mut self) -> bool {
         self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
@@ -103,7 +103,7 @@ impl KeeperLink {
         found.map(|at| self.worker_orders.remove(at)).is_some()
     }
 
-    /// Kills a worker, and pings the keeper to check that it still works.
+    /// Kills a worker, and pings the keeper to check that it is still working.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
             // An error means that the keeper is gone, which the socket also reports.
@@ -112,8 +112,7 @@ impl KeeperLink {
         }
     }
 
-    /// Pings the keeper after an important order. The time limit starts now, unless another reply is already
-    /// due.
+    /// Pings the keeper after an important order. The timeout starts now, unless an earlier reply is still due.
     pub(super) fn ping(&mut self, now: Time) {
         if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.pinged_at = Some(now);
@@ -125,20 +124,20 @@ impl KeeperLink {
         self.pinged_at.is_some()
     }
 
-    /// Restarts the time limit for a reply after the supervisor was paused, because it could not receive
+    /// Restarts the timeout for a reply after the supervisor was paused, because the supervisor could not receive
     /// replies during the pause.
     pub(super) fn restart_timeout(&mut self, now: Time) {
         self.pinged_at = self.pinged_at.map(|_| now);
     }
 
-    /// Kills a keeper that does not reply, because a keeper that is stopped or stuck neither kills workers
-    /// nor reports deaths. Its death closes the socket, which is then handled like a crash of the keeper.
-    /// Returns true if the keeper was killed.
+    /// Kills a keeper that does not reply, because a keeper that is stopped or stuck neither kills workers nor reports
+    /// deaths. The socket closes when the keeper dies, and this is then handled like a crash of the keeper. Returns
+    /// true if the keeper was killed.
     pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
         let is_silent = self.pinged_at.is_some_and(|at| now.since(at) >= PONG_TIMEOUT);
         if is_silent {
             self.pinged_at = None;
-            // Fails only if the keeper has just exited by itself.
+            // Fails only if the keeper has just exited on its own.
             let _ = self.serving().and_then(Keeper::kill_keeper);
         }
         is_silent
@@ -161,8 +160,7 @@ impl KeeperLink {
 
     // Replacement.
 
-    /// Starts to replace a lost keeper. If keepers have died early several times, the new keeper starts after
-    /// a delay.
+    /// Starts replacing a lost keeper. If keepers have died early several times, the new keeper starts after a delay.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
         let is_again = now.since(self.since) < LIFETIME_MIN;
         self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };
@@ -177,8 +175,8 @@ impl KeeperLink {
         self.keeper = Some(keeper);
     }
 
-    /// Shuts down the keeper and all workers, and waits until the keeper has exited. Waits first for a keeper
-    /// that is being started.
+    /// Shuts down the keeper and all workers, and waits for the keeper to exit. If a keeper is being started, waits for
+    /// its start first.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         self.keeper.map_or_else(|| background.last_keeper(), Ok)?.shut_down()
     }

@@ -1,9 +1,9 @@
-//! Leases of memory files. Records the client and the worker of each lease, and decides when a lease ends.
+//! Leases of memory files. Records each lease's client and worker, and decides when a lease ends.
 //!
-//! A lease belongs to one client, one bulkhead and one tenant. The files are lent to the first worker that
-//! gets a job with the lease, and to no other worker. The lease ends when this worker is gone, or when the
-//! job has ended but the worker could still write to the files. So a file in use never contains data of
-//! another client, tenant or worker. If a job goes to a different worker, the payload is sent as bytes.
+//! A lease belongs to one client, one bulkhead and one tenant. The files are lent to the first worker that gets a job
+//! with the lease, and to no other worker. The lease ends when this worker is gone, or when the job has ended but the
+//! worker could still write to the files. A file in use therefore never contains data from another client, tenant or
+//! worker. If a job goes to a different worker, the payload is sent as bytes.
 //!
 //! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the
 //! lease. If the client does not return the lease in time, the lease is revoked.
@@ -47,11 +47,11 @@ const REVOKED_PER_CLIENT_MAX: usize = LEASES_PER_CLIENT_MAX;
 
 const REVOKED: &str = "this lease was recalled, but not returned in time; send the job again";
 const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
-                       send the payload with the job, or ask for another lease";
+                       send the payload with the job, or request another lease";
 
 /// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
 pub(super) enum Effect {
-    /// Creates the files of a lease. The caller must then call [`Leases::files_created`].
+    /// Creates a lease's files. The caller must then call [`Leases::files_created`].
     CreateFiles {
         lease: u64,
         bytes: u64,
@@ -67,11 +67,11 @@ pub(super) enum Effect {
         client: SessionId,
         lease: u64,
     },
-    /// Counts a frame that a correct client would not send.
+    /// Counts a frame that a well-behaved client would not send.
     CountMisuse {
         client: SessionId,
     },
-    /// Asks a worker to unmap the files of a lease.
+    /// Asks a worker to unmap a lease's files.
     EndLoan {
         worker: u64,
         lease: u64,
@@ -103,14 +103,14 @@ pub(super) enum Sent {
     Never,
 }
 
-/// Limits on the memory for files.
+/// Memory limits for files.
 #[derive(Clone, Copy)]
 pub(super) struct Budget {
     /// Maximum total size of all files, in bytes (`max_pooled`).
     pub(super) pooled_bytes_max: u64,
     /// Maximum total size of waiting data and files together, in bytes (`max_buffered`).
     pub(super) buffered_bytes_max: u64,
-    /// Size of the waiting data, not including files, in bytes.
+    /// Total size of the waiting data, not including files, in bytes.
     pub(super) waiting_bytes: u64,
 }
 
@@ -137,8 +137,7 @@ struct Lease {
 
 enum State {
     Creating,
-    /// The files exist. The lease was not offered yet, because the client has not confirmed the previous
-    /// offer.
+    /// The files exist. The lease has not been offered yet, because the client has not confirmed the previous offer.
     Created(Arc<Files>),
     Offered(Arc<Files>),
     Held(Arc<Files>),
@@ -196,14 +195,14 @@ enum BorrowerState {
     Unreachable,
 }
 
-/// Payload of a job in a leased file.
+/// A job's payload in a leased file.
 pub(super) struct LeasedPayload {
     lease: u64,
     files: Arc<Files>,
     bytes: usize,
-    /// Worker that received the payload, as a reference to the file or as bytes.
+    /// Worker that received the payload, either as a reference to the file or as bytes.
     worker: Option<u64>,
-    /// True if the worker received a reference to the file instead of bytes.
+    /// True if the worker received a reference to the file instead of the bytes.
     is_by_name: bool,
     /// Size of the result in the result file, in bytes. `None` if the file contains no result.
     result_bytes: Option<u64>,
@@ -225,8 +224,8 @@ impl LeasedPayload {
         self.is_kept = is_kept;
     }
 
-    /// Records that a worker wrote the result of the job to the result file. Returns false if the file was
-    /// not lent to this worker.
+    /// Records that a worker wrote the job's result to the result file. Returns false if the file was not lent to this
+    /// worker.
     #[must_use]
     pub(super) fn result_written(&mut self, worker: u64, named: LeaseRef) -> bool {
         let is_valid = self.lease == named.lease
@@ -245,20 +244,20 @@ pub(super) struct Leases {
     borrowers: HashMap<u64, Borrower, RandomState>,
     /// Revoked leases that clients may still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker may still read although the client has the job's outcome, because the worker has
-    /// not replied. The first field is the worker's spawn number.
+    /// Files that a worker may still read although the client already has the job's outcome, because the worker has not
+    /// replied. The first field is the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
-    /// Clients with a lease to offer.
+    /// Clients that are waiting for the offer of a lease.
     to_offer: VecDeque<SessionId>,
     effects: VecDeque<Effect>,
-    /// Maximum number of open files of this process.
+    /// Maximum number of files that this process can have open.
     open_files_max: u64,
     last_number: u64,
-    /// Highest lease number of the predecessor, whose clients may still use its leases.
+    /// The predecessor's highest lease number. Clients may still use leases up to this number.
     last_number_before: u64,
-    /// False during an upgrade, so that all clients give back their leases.
+    /// False during an upgrade, so that all clients return their leases.
     is_lending: bool,
-    /// Total size of all live files, in bytes, including files of ended leases that a job still uses.
+    /// Total size of all live files, in bytes. Includes the files of ended leases that a job still uses.
     bytes: u64,
     /// Number of leases that are included in `bytes`.
     live: u64,
@@ -286,7 +285,7 @@ impl Leases {
         self.bytes
     }
 
-    /// Returns true if a client or worker may have files.
+    /// Returns true if a client or a worker may have files.
     pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
@@ -298,7 +297,7 @@ impl Leases {
 
     // Upgrades.
 
-    /// Rejects further requests for leases. The caller must then call [`Leases::recall_all_idle`] regularly.
+    /// Rejects all further lease requests. The caller must then call [`Leases::recall_all_idle`] regularly.
     pub(super) fn stop_lending(&mut self, now: Time) {
         self.is_lending = false;
         for number in self.matching(|lease| matches!(lease.state, State::Created(_))) {
@@ -311,7 +310,7 @@ impl Leases {
         self.is_lending = true;
     }
 
-    /// Recalls all leases that no job uses.
+    /// Recalls all leases that are not in use by a job.
     pub(super) fn recall_all_idle(&mut self, now: Time) {
         if self.by_number.is_empty() {
             return;
@@ -321,22 +320,22 @@ impl Leases {
         self.matching(is_idle).into_iter().for_each(|number| self.recall(now, number));
     }
 
-    /// Returns true if a client has a lease that no job uses.
+    /// Returns true if a client has a lease that is not in use by a job.
     pub(super) fn has_idle(&self) -> bool {
         self.by_number.values().any(|lease| !lease.is_busy)
     }
 
-    /// Returns true if the client has a lease or waits for one.
+    /// Returns true if the client has a lease or is waiting for one.
     pub(super) fn has_any(&self, client: SessionId) -> bool {
         self.of_client(client).next().is_some()
     }
 
-    /// Returns the number of the last lease.
+    /// Returns the most recent lease number.
     pub(super) fn last_number(&self) -> u64 {
         self.last_number
     }
 
-    /// Continues the numbers of a predecessor's leases.
+    /// Continues the predecessor's lease numbers.
     pub(super) fn continue_after(&mut self, number: u64) {
         self.last_number = self.last_number.max(number);
         self.last_number_before = self.last_number;
@@ -358,14 +357,14 @@ impl Leases {
     fn matching(&self, matches: impl Fn(&Lease) -> bool) -> Vec<u64> {
         let matching = self.by_number.iter().filter(|(_, lease)| matches(lease));
         let mut numbers: Vec<u64> = matching.map(|(number, _)| *number).collect();
-        // Sorted, because the order of the effects is visible to clients.
+        // Sorted, because clients can observe the order of the effects.
         numbers.sort_unstable();
         numbers
     }
 
     // Clients.
 
-    /// Handles a lease request that the access rules and the bulkhead allow.
+    /// Handles a lease request that was allowed by the access rules and by the bulkhead.
     pub(super) fn request(
         &mut self,
         now: Time,
@@ -413,7 +412,7 @@ impl Leases {
         self.schedule_offer(client);
     }
 
-    /// Handles the return of a lease.
+    /// Handles a lease that a client has returned.
     pub(super) fn returned(&mut self, client: SessionId, number: u64) {
         if self.known_to(client, number).is_some() {
             self.end(number);
@@ -423,8 +422,8 @@ impl Leases {
         }
     }
 
-    /// Returns a lease that the client knows. If the client has no lease with this number, counts a misuse
-    /// and returns `None`.
+    /// Returns a lease known to the client. If the client has no lease with this number, counts a misuse and returns
+    /// `None`.
     fn known_to(&mut self, client: SessionId, number: u64) -> Option<&mut Lease> {
         let is_sent = |lease: &&mut Lease| {
             lease.client == client && !matches!(lease.state, State::Creating | State::Created(_))
@@ -444,8 +443,8 @@ impl Leases {
 
     // Memory.
 
-    /// Returns true if there is memory for `more` bytes of files. Otherwise, recalls idle leases to make room
-    /// for a later request.
+    /// Returns true if there is enough memory for another `more` bytes of files. Otherwise, recalls idle leases to make
+    /// room for a later request.
     fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
         let most = budget.room();
         if more > most {
@@ -457,8 +456,7 @@ impl Leases {
         over == 0 && !is_full
     }
 
-    /// Recalls idle leases with a total size of at least `bytes`. The leases that have been idle the longest
-    /// are recalled first.
+    /// Recalls idle leases with a total size of at least `bytes`, starting with the longest idle lease.
     fn recall_idle(&mut self, now: Time, bytes: u64) {
         let is_idle = |lease: &Lease| !lease.is_busy && matches!(lease.state, State::Held(_));
         let idle = self.by_number.iter().filter(|(_, lease)| is_idle(lease));
@@ -480,7 +478,7 @@ impl Leases {
         if self.bytes <= budget.room() {
             return;
         }
-        // The file of a waiting job is already charged with the job. Recalled leases count as returned.
+        // The file of a waiting job is already charged to the job. Recalled leases count as returned.
         let sum = |matches: fn(&Lease) -> bool| -> u64 {
             self.by_number.values().filter(|lease| matches(lease)).map(|lease| 2 * lease.bytes).sum()
         };
@@ -493,7 +491,7 @@ impl Leases {
 
     // Offers.
 
-    /// Handles the result of an attempt to create the files of a lease.
+    /// Handles the result of creating a lease's files.
     pub(super) fn files_created(&mut self, number: u64, bytes: u64, created: rustix::io::Result<Files>) {
         match (created, self.by_number.get_mut(&number)) {
             (Ok(files), Some(lease)) if self.is_lending => {
@@ -515,14 +513,14 @@ impl Leases {
     }
 
     fn schedule_offer(&mut self, client: SessionId) {
-        // A client can confirm a lease a thousand times in one iteration, but is listed only once.
+        // A client can confirm a lease a thousand times in one iteration, but must be listed only once.
         if self.to_offer.back() != Some(&client) {
             self.to_offer.push_back(client);
         }
     }
 
-    /// Returns the next lease to offer to a client that has confirmed its previous offer. Must not be called
-    /// while a client's frames are being handled, because a failed write closes the session.
+    /// Returns the next lease to offer to a client that has confirmed its previous offer. Must not be called while a
+    /// client's frames are being handled, because a failed write closes the client's session.
     pub(super) fn next_offer(&mut self) -> Option<Offer> {
         loop {
             let client = self.to_offer.pop_front()?;
@@ -555,7 +553,7 @@ impl Leases {
                 lease.used_at = now;
             }
             _ => {
-                // Drops these references, so that ending the lease frees the files.
+                // Drops these references, so that the files are freed when the lease ends.
                 drop(files);
                 self.end(named.lease);
                 self.effects.push_back(Effect::RejectRequest { client, request });
@@ -566,7 +564,7 @@ impl Leases {
 
     // End of leases.
 
-    /// Recalls a lease from its client. From then on, the files are not lent to another worker.
+    /// Recalls a lease from its client. The files are then no longer lent to other workers.
     fn recall(&mut self, now: Time, number: u64) {
         let Some(lease) = self.by_number.get_mut(&number) else { return };
         let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
@@ -586,7 +584,7 @@ impl Leases {
         }
     }
 
-    /// Ends a lease. Files that a job uses are freed when the job ends.
+    /// Ends a lease. Files that a job is using are freed when the job ends.
     fn end(&mut self, number: u64) {
         let Some(lease) = self.by_number.remove(&number) else { return };
         self.end_loan(lease.loan, number, lease.bytes);
@@ -605,13 +603,13 @@ impl Leases {
         }
     }
 
-    /// Recalls all leases for a bulkhead, because it now needs payload digests.
+    /// Recalls all leases for a bulkhead that now needs payload digests.
     pub(super) fn recall_for_bulkhead(&mut self, now: Time, bulkhead: &str) {
         let numbers = self.matching(|lease| *lease.bulkhead == *bulkhead);
         numbers.into_iter().for_each(|number| self.recall(now, number));
     }
 
-    /// Ends a lease that was not offered, and rejects the lease request.
+    /// Ends a lease that was not offered, and rejects the request for it.
     fn reject_created(&mut self, number: u64) {
         if let Some(Lease { client, request, state: State::Created(_), .. }) = self.by_number.get(&number) {
             self.effects.push_back(Effect::RejectRequest { client: *client, request: *request });
@@ -626,7 +624,7 @@ impl Leases {
             matches!(lease.state, State::Offered(_)) && is_over(lease.used_at, RESPONSE_TIMEOUT)
         }) {
             let client = self.by_number[&number].client;
-            // The client must not wait for further leases.
+            // Rejects the client's other requests, so that the client does not keep waiting for leases.
             for created in
                 self.matching(|lease| lease.client == client && matches!(lease.state, State::Created(_)))
             {
@@ -675,7 +673,7 @@ impl Leases {
         true
     }
 
-    /// Recalls the leases whose files were lent to a dead worker, because these files must not be lent to
+    /// Recalls the leases whose files were lent to a worker that has died, because these files must not be lent to
     /// another worker.
     pub(super) fn worker_gone(&mut self, now: Time, worker: u64) {
         self.borrowers.remove(&worker);
@@ -705,14 +703,14 @@ impl Leases {
         let invalid = |message| Err((RejectReason::Invalid, message));
         let revoked = Err((RejectReason::Overloaded, REVOKED));
         let Some(lease) = self.by_number.get(&named.lease).filter(|lease| lease.client == client) else {
-            // A client that was stopped for a while may not have received the recall.
+            // A client that was stopped for a while may not have received the recall yet.
             let is_revoked = named.lease <= self.last_number_before
                 || self.revoked.get(&client).is_some_and(|numbers| numbers.contains(&named.lease));
             return if is_revoked { revoked } else { invalid(UNKNOWN) };
         };
         match lease.state {
             State::Held(_) | State::Recalled { .. } if !lease.is_busy => {}
-            _ => return invalid("this lease is in use by another job, or the client has not taken it"),
+            _ => return invalid("this lease is in use by another job, or the client has not accepted it"),
         }
         if matches!(lease.state, State::Recalled { at, .. } if now.since(at) >= RESPONSE_TIMEOUT) {
             return revoked;
@@ -722,14 +720,14 @@ impl Leases {
         }
         if inline_bytes > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
             return invalid(
-                "the payload is not in the memory file of the lease, or is too small for a memory file",
+                "the payload is not in the lease's memory file, or is too small for a memory file",
             );
         }
         Ok(())
     }
 
-    /// Marks a lease as used by a job, which must have been validated. Returns the payload, and the worker to
-    /// which the files were lent.
+    /// Marks a lease as used by a job that has already been validated. Returns the payload, and the worker to which the
+    /// files were lent.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;
         let files = lease.state.files()?.clone();
@@ -747,9 +745,9 @@ impl Leases {
         Some((Box::new(payload), lease.loan.worker()))
     }
 
-    /// Returns a job's payload in the form in which it is sent to this worker: as a reference if the worker
-    /// has the file, and as bytes otherwise. If no worker has the files, also returns them, to be lent to
-    /// this worker for its next job. A worker's loans must not exceed `loaned_bytes_max` bytes in total.
+    /// Returns a job's payload in the form in which it is sent to this worker: as a reference if the worker has the
+    /// file, and otherwise as bytes. If no worker has the files yet, also returns them so that they can be lent to this
+    /// worker for its next job. The total size of a worker's loans must not exceed `loaned_bytes_max`.
     pub(super) fn give(
         &self,
         payload: &mut LeasedPayload,
@@ -782,7 +780,7 @@ impl Leases {
         (None, Payload::File(payload.files.payload(), payload.bytes), loan)
     }
 
-    /// Handles the result of an attempt to lend files to a worker.
+    /// Handles the result of lending files to a worker.
     pub(super) fn loan_sent(&mut self, worker: u64, loan: &Loan, sent: Sent) {
         let lease = self.by_number.get_mut(&loan.named.lease);
         let (Some(borrower), Some(lease)) = (self.borrowers.get_mut(&worker), lease) else { return };
@@ -797,19 +795,18 @@ impl Leases {
         }
     }
 
-    /// Ends a worker's access to the files of a job, because the worker has replied or returned the job. It
-    /// no longer reads the payload or writes the result, even if the job is retried and ends in another
-    /// worker.
+    /// Ends a worker's access to the files of a job, because the worker has replied or returned the job. The worker no
+    /// longer reads the payload or writes the result, even if the job is retried and completed by another worker.
     pub(super) fn worker_done(&mut self, worker: u64, job: JobId, payload: Option<&mut LeasedPayload>) {
         if let Some(payload) = payload.filter(|payload| payload.worker == Some(worker)) {
             (payload.worker, payload.is_by_name) = (None, false);
         }
-        // The client may have got the outcome before the worker replied.
+        // The client may have received the outcome before the worker replied.
         self.release_lingering(|borrower, lingering| (borrower, lingering) == (worker, job));
     }
 
-    /// Ends the use of a lease by a job. Returns the location of the result if it is in the result file.
-    /// `is_alive` returns true if a worker still has a link.
+    /// Ends a job's use of a lease. Returns the location of the result if it is in the result file. `is_alive` returns
+    /// true if a worker still has a link.
     pub(super) fn end_job(
         &mut self,
         now: Time,
@@ -819,8 +816,8 @@ impl Leases {
         is_alive: impl Fn(u64) -> bool,
     ) -> Option<LeaseRef> {
         let LeasedPayload { lease: number, files, worker, result_bytes, .. } = payload;
-        // A worker that has not replied may still be running the job, and could write a result after the next
-        // job has begun.
+        // A worker that has not replied may still be running the job, and could write a result after the next job has
+        // started.
         let user = worker.filter(|_| !is_answered);
         if let Some(lease) = self.by_number.get_mut(&number) {
             lease.is_busy = false;

@@ -1,13 +1,12 @@
 //! The data plane: a thread that owns every socket, every bulkhead and every job.
 //!
-//! Each iteration of the event loop takes new events (such as a frame, a death, a timer or a command) and
-//! applies each event to a bulkhead. The loop then performs the actions that policy returns, and writes each
-//! socket once at the end. The data plane itself makes no decisions about jobs. It never blocks or sleeps,
-//! and never formats text or writes logs. Work that can block runs on another thread (`background.rs`).
+//! Each iteration of the event loop receives new events (such as a frame, a death, a timer or a command) and applies
+//! each event to a bulkhead. The loop then performs the actions that policy returns, and writes each socket once at the
+//! end. The data plane itself makes no decisions about jobs. It never blocks or sleeps, and never formats text or
+//! writes logs. Work that can block runs on another thread (`background.rs`).
 //!
-//! From `/proc`, the data plane reads only `stat`, which takes about 7 µs. It does so for the ancestors of a
-//! process that connects for the first time, and for a worker that closed its link a second ago but was not
-//! reported dead.
+//! From `/proc`, the data plane reads only `stat`, which takes about 7 µs. It does this for the ancestors of a process
+//! that connects for the first time, and for a worker that closed its link a second ago but has not been reported dead.
 
 mod acceptor;
 mod background;
@@ -109,8 +108,7 @@ use wiring::samples::SampleSubject;
 /// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as those for stalled peers. Checks run only while a part needs
-/// them.
+/// Interval between periodic checks, such as those for stalled peers. Checks run only while some part needs them.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
@@ -126,7 +124,7 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
-/// Typical size of the header and metadata of a job's frame without names, in bytes.
+/// Typical size of a job frame's header and metadata, not including names, in bytes.
 const FRAME_BYTES: usize = 128;
 
 /// Error message for a peer that sent out-of-band data.
@@ -142,10 +140,10 @@ pub(crate) struct JobData {
     trace: Option<Box<Trace>>,
     payload_bytes: usize,
     priority: Priority,
-    /// Label of the job's tenant in the metrics.
+    /// Label of the job's tenant in metrics.
     label: u32,
     held: HeldPayload,
-    /// Position of the job's frame on its worker's link.
+    /// Position of the job's frame on the worker's link.
     position: JobPosition,
     charge: Charge,
     /// Exit status of the program that ran the job, if known.
@@ -169,7 +167,7 @@ impl JobData {
     }
 }
 
-/// Returns the number of bytes that a job takes on a link. `own` is the total size of its payload and names.
+/// Returns the number of bytes that a job occupies on a link. `own` is the total size of the job's payload and names.
 fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
@@ -177,15 +175,15 @@ fn link_bytes(own: usize) -> u32 {
 /// The parts of a job's payload that the data plane holds.
 #[derive(Default)]
 struct HeldPayload {
-    /// Payload of a waiting job. A large payload of a job that can be repeated is kept until the job ends.
-    /// Counts towards the memory limit for waiting data.
+    /// Payload of a waiting job. If the job can be repeated, a large payload is kept until the job ends. Counts towards
+    /// the memory limit for waiting data.
     payload: Option<Vec<u8>>,
     /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
     /// Set if the payload is in a memory file.
     file: Option<Box<LeasedPayload>>,
-    /// True if the payload may have to be sent again. Always true for small payloads, because a worker can
-    /// die before reading the job.
+    /// True if the payload may have to be sent again. Always true for small payloads, because a worker can die before
+    /// it has read the job.
     is_resendable: bool,
 }
 
@@ -259,7 +257,7 @@ pub struct DataPlane {
     keeper: KeeperLink,
     reporter: Reporter,
     unread_loans: UnreadLoans,
-    // Parts without input and output.
+    // Parts that do not perform I/O.
     bulkheads: Bulkheads,
     commands: CommandQueue,
     compartments: Compartments,
@@ -334,7 +332,7 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Dependencies from which a [`DataPlane`] is built.
+/// Dependencies needed to build a [`DataPlane`].
 pub struct Components {
     /// Initial configuration.
     pub config: Arc<Config>,
@@ -347,17 +345,17 @@ pub struct Components {
     pub keeper: Keeper,
     /// Channels that carry notices to the control plane.
     pub notices: NoticeSender,
-    /// Channel for the spans of sampled jobs, or `None` if tracing is off.
+    /// Channel for spans of sampled jobs, or `None` if tracing is off.
     pub spans: Option<SpanSender>,
-    /// Counters that are shared with the control plane.
+    /// Counters shared with the control plane.
     pub counters: Arc<SharedCounters>,
-    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs one.
+    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs the host program.
     pub host: Option<std::path::PathBuf>,
     /// Sorted names of the tenants with separate metrics.
     pub labels: Arc<[String]>,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
-    /// Cache of processes that are known not to descend from the supervisor.
+    /// Cache of processes known not to be descendants of the supervisor.
     pub unrelated: Arc<UnrelatedProcesses>,
 }
 
@@ -437,7 +435,7 @@ impl DataPlane {
         Ok((plane, command_sender))
     }
 
-    /// Runs until all bulkheads have stopped. Returns the errors of [`DataPlane::run_iteration`] and
+    /// Runs until all bulkheads have stopped. Returns the errors from [`DataPlane::run_iteration`] and
     /// [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
         self.start();
@@ -448,9 +446,9 @@ impl DataPlane {
         self.end()
     }
 
-    /// Starts the first workers. Used instead of [`DataPlane::run`] by a thread that also does other work.
-    /// Such a thread must call [`DataPlane::finish_iteration`] and [`DataPlane::run_iteration`] alternately
-    /// while [`DataPlane::is_running`] returns true.
+    /// Starts the first workers. A thread that also does other work calls this function instead of [`DataPlane::run`].
+    /// Such a thread must call [`DataPlane::finish_iteration`] and [`DataPlane::run_iteration`] alternately while
+    /// [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.threads.mark_started();
         for index in self.compartments.indices() {
@@ -458,7 +456,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns true until all bulkheads have stopped or an essential thread has ended.
+    /// Returns true until all bulkheads have stopped or an essential thread has exited.
     pub fn is_running(&self) -> bool {
         !self.is_over() && self.threads.lost().is_none()
     }
@@ -495,8 +493,8 @@ impl DataPlane {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits at most `wait_time` for events, and applies them. Returns the errors of `epoll_wait(2)`, and an
-    /// error if the keeper can be neither reached nor replaced.
+    /// Waits at most `wait_time` for events, and applies them. Returns the errors from `epoll_wait(2)`, or an error if
+    /// the keeper can be neither reached nor replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
         let wait_time = if may_wait { wait_time } else { Some(Duration::ZERO) };
@@ -546,7 +544,7 @@ impl DataPlane {
     }
 
     fn handle_events(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
-        // Workers and the keeper come first, so that many clients cannot delay heartbeats and reports.
+        // Workers and the keeper come first, so that a large number of clients cannot delay heartbeats and reports.
         for link in self.links.take_unfinished_reads(self.now) {
             self.read_link(link);
         }
@@ -620,8 +618,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not in order with other bytes,
-    /// and the kernel reports them only once.
+    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not ordered relative to other bytes, and
+    /// the kernel reports them only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
@@ -655,11 +653,12 @@ impl DataPlane {
             || self.commands.is_waiting()
             || !self.snapshots.is_empty()
             || !self.job_lists.is_empty();
-        // Reporting a failed spawn can cause further failures, and workers may be waiting to be started.
+        // Reporting a failed spawn can cause further failures, and there may be more workers to start.
         if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
-        // epoll counts in milliseconds. Rounds up, so that the loop does not wake just before the deadline.
+        // epoll has a resolution of one millisecond. Rounds up, so that the loop does not wake just before the
+        // deadline.
         let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
     }
@@ -691,7 +690,7 @@ impl DataPlane {
         }
     }
 
-    /// Schedules the next periodic checks if a part needs them.
+    /// Schedules the next periodic checks if some part needs them.
     fn schedule_checks(&mut self) {
         let needs_checks = self.sessions.needs_checks()
             || self.acceptor.needs_checks()
@@ -709,8 +708,8 @@ impl DataPlane {
         }
     }
 
-    /// Detects a pause of the supervisor. Returns true if timers must not fire before the next iteration, so
-    /// that replies that arrived during the pause are handled first.
+    /// Detects a pause of the supervisor. Returns true if timers must not fire until the next iteration, so that
+    /// replies that arrived during the pause are handled first.
     fn detect_pause(&mut self) -> bool {
         let clock = clock_gettime(ClockId::Boottime);
         let boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
@@ -726,7 +725,7 @@ impl DataPlane {
         true
     }
 
-    /// Reports the start of the supervisor once all compartments have started.
+    /// Reports that the supervisor has started once all compartments have started.
     fn check_started(&mut self) {
         if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.has_started = true;
@@ -747,7 +746,8 @@ impl DataPlane {
         let now = self.now;
         // A late event can refer to a removed compartment.
         let compartment = self.compartments.get_mut(index)?;
-        // Moved out of `self`, because an action can apply another event, which also needs a list of actions.
+        // Moved out of `self`, because performing an action can apply another event, which also needs a list of
+        // actions.
         let mut actions = std::mem::take(&mut self.buffers.actions);
         let job = compartment.policy.apply(now, event, &mut actions);
         for action in actions.drain(..) {
@@ -821,7 +821,7 @@ impl DataPlane {
 
     /// Writes the output of the current iteration, once per connection.
     fn flush_connections(&mut self) {
-        // Disconnecting a client with too many unread bytes cancels its jobs, which produces further output.
+        // Disconnecting a client that has too many unread bytes cancels its jobs, which produces further output.
         loop {
             if let Some(index) = self.sessions.next_dirty() {
                 self.flush_session(index);
@@ -956,7 +956,7 @@ impl DataPlane {
 
     fn run_command(&mut self, command: Command) {
         self.count_http_rejections();
-        // If the sender of a command is gone, the result is dropped.
+        // The result is dropped if the sender of the command is gone.
         match command {
             Command::Listen(listener) => {
                 if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
@@ -1026,7 +1026,7 @@ impl DataPlane {
         let _ = reply.send(result);
     }
 
-    /// Counts the jobs that the HTTP server has rejected, so that the following reads include them.
+    /// Counts the jobs that the HTTP server has rejected, so that they are included in the statistics read next.
     fn count_http_rejections(&mut self) {
         for ((name, priority, reason), count) in self.counters.rejected_jobs.take() {
             let Some(bulkhead) = self.bulkheads.find(&name) else { continue };
@@ -1037,7 +1037,7 @@ impl DataPlane {
         }
     }
 
-    /// Collects the numbers for the metrics.
+    /// Collects the values for the metrics.
     fn scrape(&mut self) -> Scrape {
         Scrape {
             clients: self.sessions.clients() as u64,
@@ -1063,7 +1063,7 @@ impl DataPlane {
         self.is_stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
-    /// Waits at most one second until clients have read their last outcomes, and then shuts down the keeper.
+    /// Waits at most one second for clients to read their last outcomes, and then shuts down the keeper.
     fn shut_down(mut self) {
         self.threads.begin_shutdown();
         self.counters.has_ended.store(true, Ordering::SeqCst);
@@ -1091,7 +1091,7 @@ impl DataPlane {
         self.threads.begin_shutdown();
         self.counters.has_ended.store(true, Ordering::SeqCst);
         self.end_keeper();
-        io::Error::other(format!("the thread or task '{name}' has ended"))
+        io::Error::other(format!("the thread or task '{name}' has exited"))
     }
 
     /// Reads from all clients one last time. All bulkheads have stopped, so every new job is rejected.
@@ -1103,7 +1103,7 @@ impl DataPlane {
         }
         for index in self.sessions.indices() {
             self.read_session(index, usize::MAX);
-            // If a client continues to send, it is disconnected like the others. It has already been sent all
+            // A client that continues to send is disconnected like the others. It has already been sent all its
             // outcomes.
             self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
         }
@@ -1111,12 +1111,12 @@ impl DataPlane {
 
     fn end_keeper(self) {
         if let Err(error) = self.keeper.end(&self.background) {
-            tracing::error!("the keeper ended with an error: {error}");
+            tracing::error!("the keeper exited with an error: {error}");
         }
     }
 }
 
-/// Returns a random-looking number that differs in each run of the supervisor. Used only for jitter.
+/// Returns a number that differs between runs of the supervisor. Used only for jitter.
 fn seed() -> u64 {
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)

@@ -1,6 +1,6 @@
 //! Links to workers: the state of each worker's process and connection.
 //!
-//! This part neither uses sockets nor sends orders to the keeper; the wiring does both.
+//! This module neither uses sockets nor sends orders to the keeper. The wiring does both.
 
 mod read_position;
 mod unsolicited_frames;
@@ -30,13 +30,14 @@ use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::starvation::Watch;
 use super::unread_loans::ReceiverLoans;
 
-/// Maximum time for a worker to exit after closing its link. After this time, it is killed.
+/// Maximum time for a worker to exit after closing its link. A worker that takes longer is killed.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
-/// Maximum number of violations remembered per worker until the worker reports the program's death.
+/// Maximum number of violations remembered per worker. A violation is remembered until the worker reports the program's
+/// death.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of replies for jobs that the worker does not have. A worker that exceeds it is killed.
+/// Maximum number of replies to jobs that the worker does not have. A worker that sends more is killed.
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
@@ -44,7 +45,7 @@ pub(super) struct Link {
     pub(super) worker: WorkerId,
     pub(super) slot: u32,
     pub(super) spawn: u64,
-    /// Program with which the worker was started.
+    /// Program that the worker was started with.
     pub(super) program: Arc<Program>,
     /// Template that forked the worker, or `None` if the worker was not forked.
     pub(super) template: Option<u64>,
@@ -55,12 +56,12 @@ pub(super) struct Link {
     pub(super) read_position: ReadPosition,
     /// Loans that the worker may not have received yet.
     pub(super) unread: ReceiverLoans,
-    /// Journal with replies that the worker has not sent. Read after the worker's death.
+    /// Journal with replies that the worker has not sent yet. Read after the worker's death.
     pub(super) journal: Option<Journal>,
-    /// Stacks that were taken because the worker did not respond, to be added to its crash report.
+    /// Stacks that were recorded because the worker did not respond. They are added to its crash report.
     hang: Option<Hang>,
     process: Process,
-    /// User id of the worker, or `None` if workers have no separate user ids.
+    /// The worker's separate UID, or `None` if workers have no separate UIDs.
     id: Option<u32>,
     end: EndCause,
     reads: ReadState,
@@ -77,14 +78,14 @@ pub(super) struct Link {
 
 /// State of a worker's process.
 enum Process {
-    /// The keeper was ordered to start the process. `output` contains the read ends of its standard output
-    /// and error.
+    /// The keeper has been ordered to start the process. `output` contains the read ends of the process's standard
+    /// output and standard error.
     Ordered { output: Output },
     /// The process is running or has exited.
     Running(Box<Running>),
 }
 
-/// Read ends of a worker's standard output and error.
+/// Read ends of a worker's standard output and standard error.
 pub(super) type Output = (OwnedFd, OwnedFd);
 
 struct Running {
@@ -92,12 +93,12 @@ struct Running {
     pidfd: OwnedFd,
     /// Confinement of the process, as read back from the kernel.
     observed: Observed,
-    /// Set while the processor time of a silent worker is observed.
+    /// Set while the data plane observes the processor time of a silent worker.
     watch: Option<Arc<Watch>>,
-    /// Output of the worker, until it is passed to the control plane.
+    /// The worker's output, until it is passed to the control plane.
     output: Option<Output>,
-    /// Forbidden system calls of programs that the worker started. Each entry contains the process id and the
-    /// number of the system call.
+    /// Forbidden system calls made by programs that the worker started. Each entry contains the PID and the number of
+    /// the system call.
     violations: VecDeque<(u32, u32)>,
 }
 
@@ -112,24 +113,24 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death, if it was not a decision of policy.
+/// Cause of a worker's death, unless policy decided to end the worker.
 enum EndCause {
-    /// No such cause is known.
+    /// No cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
     TmpFull,
-    /// The process has exited. Its death is reported to policy when none of the worker's programs is left.
+    /// The process has exited. Its death is reported to policy once none of the worker's programs is running.
     Dead { death: Death, usage: Usage },
 }
 
 enum Phase {
     AwaitingHello,
     Welcomed {
-        /// Number of replies for jobs that the worker does not have.
+        /// Number of replies to jobs that the worker does not have.
         unknown_replies: u32,
         oversized: Option<Oversized>,
     },
-    /// The worker violated the protocol. Its further frames are ignored.
+    /// The worker violated the protocol. Any further frames from it are ignored.
     ProtocolViolated,
 }
 
@@ -137,7 +138,7 @@ enum Phase {
 /// permit until the worker has sent the whole result.
 pub(super) type Oversized = (JobId, HandlerFailure);
 
-/// A worker that the keeper was ordered to start.
+/// A worker that the keeper has been ordered to start.
 pub(super) struct OrderedWorker {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -199,7 +200,7 @@ impl Link {
         }
     }
 
-    /// Returns true if the process was started, even if it has exited since.
+    /// Returns true if the process was started, even if it has exited in the meantime.
     pub(super) fn is_running(&self) -> bool {
         self.running().is_some()
     }
@@ -223,19 +224,19 @@ impl Link {
         }
     }
 
-    /// Returns the worker's confinement as read back from the kernel.
+    /// Returns the worker's confinement, as read back from the kernel.
     pub(super) fn confinement(&self) -> Option<Confinement> {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Takes the output, and returns it with the process id. Returns `None` if the output was already passed
-    /// to the control plane.
+    /// Takes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
+    /// plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))
     }
 
-    /// Stores the output again after it could not be passed to the control plane.
+    /// Puts the output back after it could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, output: Output) {
         if let Some(running) = self.running_mut() {
             running.output = Some(output);
@@ -252,8 +253,7 @@ impl Link {
         self.running_mut()?.watch.take()
     }
 
-    /// Records a forbidden system call of a process that the worker started. Returns the process id of the
-    /// worker.
+    /// Records a forbidden system call made by a process that the worker started. Returns the worker's PID.
     pub(super) fn add_violation(&mut self, process: u32, call: u32) -> Option<u32> {
         // The keeper reports the start of a process before its violations.
         let Running { pid, violations, .. } = self.running_mut()?;
@@ -264,14 +264,14 @@ impl Link {
         Some(*pid)
     }
 
-    /// Takes the forbidden system call of a process.
+    /// Takes the forbidden system call recorded for a process.
     pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
         let violations = &mut self.running_mut()?.violations;
         let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
         violations.remove(at).map(|(_, call)| call)
     }
 
-    /// Takes the user id of the worker. Returns `None` if workers have no separate user ids.
+    /// Takes the worker's UID. Returns `None` if workers have no separate UIDs.
     pub(super) fn take_id(&mut self) -> Option<u32> {
         self.id.take()
     }
@@ -320,7 +320,7 @@ impl Link {
         matches!(self.reads, ReadState::Closing)
     }
 
-    /// Returns true if everything that the worker sent has been read.
+    /// Returns true if all bytes from the worker have been read.
     pub(super) fn is_closed(&self) -> bool {
         matches!(self.reads, ReadState::Closed { .. })
     }
@@ -332,7 +332,7 @@ impl Link {
 
     // The protocol.
 
-    /// Returns true if the worker has not sent its hello yet.
+    /// Returns true if the worker has not sent its HELLO yet.
     pub(super) fn awaits_hello(&self) -> bool {
         matches!(self.phase, Phase::AwaitingHello)
     }
@@ -342,7 +342,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { .. })
     }
 
-    /// Returns true if the worker has violated the protocol, so that its frames are ignored.
+    /// Returns true if the worker has violated the protocol. Its frames are then ignored.
     pub(super) fn has_violated_protocol(&self) -> bool {
         matches!(self.phase, Phase::ProtocolViolated)
     }
@@ -365,7 +365,7 @@ impl Link {
         self.hang = Some(hang);
     }
 
-    /// Takes the file with the worker's crash record. Returns `None` if the worker writes none.
+    /// Takes the file with the worker's crash record. Returns `None` if the worker does not write crash records.
     pub(super) fn take_crash_record(&mut self) -> Option<OwnedFd> {
         self.journal.take().and_then(Journal::into_crash_record)
     }
@@ -384,25 +384,25 @@ impl Link {
         self.journal.as_ref().filter(|_| self.beats_in_journal).and_then(Journal::since_beat)
     }
 
-    /// Counts a reply for a job that the worker does not have.
+    /// Counts a reply to a job that the worker does not have.
     pub(super) fn count_unknown_reply(&mut self) {
         if let Phase::Welcomed { unknown_replies, .. } = &mut self.phase {
             *unknown_replies = unknown_replies.saturating_add(1);
         }
     }
 
-    /// Returns an error if the worker has sent too many replies for jobs that it does not have. Some are
-    /// tolerated, because replies can be late.
+    /// Returns an error if the worker has sent too many replies to jobs that it does not have. Some are tolerated,
+    /// because replies can be late.
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
             Phase::Welcomed { unknown_replies, .. } if unknown_replies > UNKNOWN_REPLIES_MAX => {
-                Err(format!("the worker sent more than {UNKNOWN_REPLIES_MAX} replies for unknown jobs"))
+                Err(format!("the worker sent more than {UNKNOWN_REPLIES_MAX} replies to unknown jobs"))
             }
             _ => Ok(()),
         }
     }
 
-    /// Records that an oversized result has begun to arrive.
+    /// Records that an oversized result has started to arrive.
     pub(super) fn begin_oversized(&mut self, begun: Oversized) {
         if let Phase::Welcomed { oversized, .. } = &mut self.phase {
             *oversized = Some(begun);
@@ -413,7 +413,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Takes the oversized result, because it has arrived completely.
+    /// Takes the oversized result once it has arrived completely.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),
@@ -422,34 +422,33 @@ impl Link {
     }
 }
 
-/// All links, by index and by spawn number, with work that is deferred to the end of the iteration.
+/// All links, by index and by spawn number, and work deferred to the end of the iteration.
 #[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
-    /// Links, by the spawn number of the worker.
+    /// Links, by the worker's spawn number.
     by_spawn: HashMap<u64, LinkIndex>,
     /// Number of workers and templates started so far.
     spawned: u64,
-    /// Pool of user ids, or `None` if workers have no separate user ids.
+    /// Pool of UIDs, or `None` if workers have no separate UIDs.
     ids: Option<Arc<IdAllocator>>,
-    /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's
-    /// separate user id.
+    /// Dead workers whose descendants are being reaped, by spawn number. The last field is the worker's separate UID.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers, whose descriptors are closed after the clients have got their outcomes.
+    /// Links of dead workers. Their descriptors are closed after the clients have received their outcomes.
     closed: Vec<Link>,
-    /// Links with more input than is read per iteration.
+    /// Links with more input than the data plane reads per iteration.
     unfinished_reads: Vec<LinkIndex>,
-    /// Time at which the next paused link must be read.
+    /// Time at which the next paused link must be read again.
     resume_at: Option<Time>,
-    /// Workers for which no start order could be sent. Reported to policy at the end of the iteration.
+    /// Workers whose start order could not be sent. They are reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// Results for silent workers that needed no check. Reported to policy at the end of the iteration.
+    /// Results for silent workers that did not need a check. They are reported to policy at the end of the iteration.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
-    /// Links with output that must be written.
+    /// Links with output to write.
     dirty: VecDeque<LinkIndex>,
-    /// True if a worker may have closed its link without having been reported dead.
+    /// True if a worker might have closed its link without having been reported dead.
     has_closed: bool,
-    /// True if the output of a worker could not be passed to the control plane because the channel was full.
+    /// True if some worker's output could not be passed to the control plane because the channel was full.
     has_outputs: bool,
 }
 
@@ -483,7 +482,7 @@ impl Links {
         self.by_spawn.get(&spawn).copied()
     }
 
-    /// Returns the link of the worker whose process id is among `pids`.
+    /// Returns the link of the worker whose PID is among `pids`.
     pub(super) fn of_process(&self, pids: &[u32]) -> Option<&Link> {
         self.slab.values().find(|link| link.pid().is_some_and(|pid| pids.contains(&pid)))
     }
@@ -496,7 +495,7 @@ impl Links {
         self.spawned
     }
 
-    /// Adds the link of a worker that the keeper was ordered to start.
+    /// Adds the link of a worker that the keeper has been ordered to start.
     pub(super) fn add(&mut self, link: Link) -> LinkIndex {
         let spawn = link.spawn;
         let index = self.slab.insert(link);
@@ -504,7 +503,7 @@ impl Links {
         index
     }
 
-    /// Removes the link of a dead worker. The user id is not returned to the pool yet.
+    /// Removes a dead worker's link. The UID is not returned to the pool yet.
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
         let Some(link) = self.slab.retire(index) else {
@@ -515,7 +514,7 @@ impl Links {
         Some((index, link))
     }
 
-    /// Stores the link of a dead worker until the end of the iteration.
+    /// Stores a dead worker's link until the end of the iteration.
     pub(super) fn keep_closed(&mut self, link: Link) {
         self.closed.push(link);
     }
@@ -524,47 +523,46 @@ impl Links {
         self.closed.clear();
     }
 
-    /// Returns the spawn numbers of all workers, beginning with those for which `is_first` returns true.
+    /// Returns the spawn numbers of all workers, starting with those for which `is_first` returns true.
     pub(super) fn spawns(&self, is_first: impl Fn(&Link) -> bool) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable_by_key(|spawn| (!self.of_spawn(*spawn).is_some_and(&is_first), *spawn));
         spawns
     }
 
-    /// Takes a user id for a new worker from the pool. Returns `None` if workers have no separate user ids.
+    /// Takes a UID for a new worker from the pool. Returns `None` if workers have no separate UIDs.
     pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
         self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
 
-    /// Returns a worker's user id to the pool. All processes of the worker must have ended.
+    /// Returns a worker's UID to the pool. All processes of the worker must have exited.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
             ids.free(id);
         }
     }
 
-    /// Records that the descendants of a dead worker are being reaped.
+    /// Records that a dead worker's descendants are being reaped.
     pub(super) fn begin_reaping(&mut self, link: &mut Link) {
         self.reaping.insert(link.spawn, (link.compartment, link.worker, link.id.take()));
     }
 
-    /// Returns the dead worker whose descendants have been reaped, and returns its user id to the pool.
+    /// Returns the dead worker whose descendants have been reaped, and releases the worker's UID to the pool.
     pub(super) fn end_reaping(&mut self, spawn: u64) -> Option<(CompartmentIndex, WorkerId)> {
         let (compartment, worker, id) = self.reaping.remove(&spawn)?;
         self.give_back(id);
         Some((compartment, worker))
     }
 
-    /// Returns the spawn numbers of the workers whose descendants are being reaped.
+    /// Returns the spawn numbers of workers whose descendants are being reaped.
     pub(super) fn reaping_spawns(&self) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.reaping.keys().copied().collect();
         spawns.sort_unstable();
         spawns
     }
 
-    /// Defers the report of a failed spawn to the end of the iteration. Reporting it at once could recurse
-    /// deeply, because each report can cause another spawn that fails, for example while no descriptors are
-    /// free.
+    /// Defers the report of a failed spawn to the end of the iteration. Reporting it immediately could recurse deeply,
+    /// because each report can cause another failing spawn, for example when there are no free descriptors.
     pub(super) fn defer_spawn_failure(
         &mut self,
         compartment: CompartmentIndex,
@@ -582,8 +580,8 @@ impl Links {
         !self.failed_spawns.is_empty()
     }
 
-    /// Queues the starvation result of a silent worker that needs no check. The result is reported to policy
-    /// at the end of the iteration.
+    /// Queues the starvation result for a silent worker that does not need a check. The result is reported to policy at
+    /// the end of the iteration.
     pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.starvation_results.push((compartment, worker, true));
     }
@@ -599,7 +597,7 @@ impl Links {
         self.has_outputs = true;
     }
 
-    /// Returns the links whose output may not have been passed to the control plane.
+    /// Returns the links whose output might not have been passed to the control plane yet.
     pub(super) fn take_waiting_outputs(&mut self) -> impl Iterator<Item = LinkIndex> + use<> {
         let count = if std::mem::take(&mut self.has_outputs) { usize::MAX } else { 0 };
         self.slab.indices().take(count)
@@ -618,7 +616,7 @@ impl Links {
         !self.unfinished_reads.is_empty()
     }
 
-    /// Returns the links that must be read now, including paused links whose pause is over.
+    /// Returns the links to read now, including paused links whose pause is over.
     pub(super) fn take_unfinished_reads(&mut self, now: Time) -> Vec<LinkIndex> {
         if self.resume_at.is_some_and(|at| at <= now) {
             self.resume_at = None;
@@ -634,7 +632,7 @@ impl Links {
         std::mem::take(&mut self.unfinished_reads)
     }
 
-    /// Returns the time at which the next paused link must be read.
+    /// Returns the time at which the next paused link must be read again.
     pub(super) fn resume_at(&self) -> Option<Time> {
         self.resume_at
     }
@@ -643,9 +641,8 @@ impl Links {
         self.resume_at = Some(self.resume_at.map_or(at, |before| before.min(at)));
     }
 
-    /// Completes a read from a worker that can run `jobs` jobs at once. Returns `None` if all frames were
-    /// replies to jobs. Otherwise, returns the last status text, and an error message if the worker must be
-    /// killed.
+    /// Completes a read from a worker that can run `jobs` jobs at once. Returns `None` if all frames were replies to
+    /// jobs. Otherwise, returns the last status text, and an error if the worker must be killed.
     pub(super) fn end_read(
         &mut self,
         index: LinkIndex,
@@ -662,19 +659,19 @@ impl Links {
         ended
     }
 
-    /// Records that all bytes that a worker sent have been read.
+    /// Records that all bytes from a worker have been read.
     pub(super) fn set_closed(&mut self, index: LinkIndex, at: Time) {
         self.slab[index].reads = ReadState::Closed { at };
         self.has_closed = true;
     }
 
-    /// Returns true if links or outputs of workers must be checked.
+    /// Returns true if there are links or worker outputs to check.
     pub(super) fn needs_checks(&self) -> bool {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the links whose workers have closed their end without having been reported dead. The flag is
-    /// true if the worker should have exited by now.
+    /// Returns the links whose workers have closed their end without having been reported dead. The flag is true if the
+    /// worker has exceeded the time for exiting.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
             ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),
@@ -702,12 +699,12 @@ impl Links {
         }
     }
 
-    /// Returns the next link whose output must be written. The caller must then call [`Self::flushed`].
+    /// Returns the next link that has output to write. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<LinkIndex> {
         self.dirty.pop_front()
     }
 
-    /// Adds a frame without a payload to the output for a worker.
+    /// Adds a frame without a payload to a worker's output.
     pub(super) fn send(
         &mut self,
         index: LinkIndex,
@@ -720,16 +717,16 @@ impl Links {
         }
     }
 
-    /// Adds a frame without a payload to the output for the worker with this spawn number. Does nothing if
-    /// the worker is gone.
+    /// Adds a frame without a payload to the output of the worker with this spawn number. Does nothing if the worker is
+    /// gone.
     pub(super) fn send_to_spawn(&mut self, spawn: u64, frame: (u8, u64), message: &impl bincode::Encode) {
         if let Some(index) = self.index_of_spawn(spawn) {
             self.send(index, frame, message);
         }
     }
 
-    /// Records that the output of a link was written. `before` is the previous size of the outbox. Returns
-    /// the previously counted size of the outbox, and its current size.
+    /// Records that a link's output was written. `before` is the previous size of the outbox. Returns the previously
+    /// counted size of the outbox, and its current size.
     pub(super) fn flushed(&mut self, index: LinkIndex, before: usize) -> (usize, usize) {
         let link = &mut self.slab[index];
         link.is_dirty = false;

@@ -1,6 +1,6 @@
-//! Memory used by waiting data: incomplete frames, waiting jobs with their names and records, and frames that
-//! workers have not read. All of this memory is charged to holders (see `shares.rs`). When the limit is
-//! exceeded, this part chooses the memory to free, and the wiring frees it.
+//! Memory used by waiting data: incomplete frames, waiting jobs with their names and records, and frames that workers
+//! have not read. All of this memory is charged to holders (see `shares.rs`). When the limit is exceeded, this module
+//! chooses the memory to free, and the wiring frees it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,30 +15,28 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum size of an incomplete frame whose connection can be closed to free memory, in bytes.
+/// Minimum size of an incomplete frame, in bytes, for which its connection can be closed to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed overhead of a waiting job, in bytes: its entries in the tables of this part, of policy and of the
-/// session.
+/// Fixed overhead of a waiting job, in bytes: its entries in the tables of this module, of policy and of the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
-/// Size of a request's entries in the session's table and in the list of waiting jobs, in bytes. Counts each
+/// Total size of a request's entries in the session's table and in the list of waiting jobs, in bytes. Counts each
 /// entry twice, because up to half of a table can be unused.
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Overhead of a tenant with jobs, in bytes: a copy of the name, the counters, and the entry in the fair
-/// queue.
+/// Overhead of a tenant with jobs, in bytes: the copy of its name, its counters, and its entry in the fair queue.
 const TENANT_BYTES: usize = 512;
 
-/// Number that identifies a spool among the connections of its owner. No session has this number.
+/// Number that identifies a spool among its owner's connections. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
-/// Maximum number of outdated entries in a list of waiting jobs, on top of twice the number of waiting jobs.
+/// Maximum number of outdated entries in a list of waiting jobs, in addition to twice the number of waiting jobs.
 const STALE_MAX: usize = 64;
 
-/// Memory charged for a job, and its holder.
+/// Memory charged for a job, and the holder that is charged.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Charge {
     holder: Holder,
@@ -46,7 +44,7 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Size and holder of memory that is not charged to a job, such as an incomplete frame, at the last count.
+/// Size and holder of memory that is not charged to a job, such as an incomplete frame, when it was last counted.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     holder: Holder,
@@ -55,7 +53,7 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// Creates the record of memory that cannot be freed early.
+    /// Creates the record of memory that cannot be freed before its use ends.
     pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Fixed }
     }
@@ -73,15 +71,15 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// The given number of payload bytes in the spool with this index.
+    /// A number of payload bytes (second field) in the spool with this index (first field).
     Spool(usize, usize),
     /// The incomplete frame of this connection.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority class, from this connection in one bulkhead.
+    /// The newest waiting job of the lowest priority class, submitted over one connection to one bulkhead.
     Job(Holder),
 }
 
-/// Reason why memory is charged to a job.
+/// Reason for charging memory to a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChargeKind {
     /// The job is waiting with its payload.
@@ -92,10 +90,10 @@ pub(super) enum ChargeKind {
     Prefetched,
 }
 
-/// Waiting jobs of one connection in one bulkhead, newest last. Entries can be outdated.
+/// Waiting jobs submitted over one connection to one bulkhead, newest last. Entries can be outdated.
 #[derive(Default)]
 struct Waiting {
-    /// Compartments and ids of the jobs, indexed by the code of their priority class.
+    /// Compartments and IDs of the jobs, indexed by the code of their priority class.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
@@ -103,11 +101,11 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder for bytes that workers have not read.
+    /// Holder of the bytes that workers have not read.
     workers: Holder,
-    /// Holder for jobs that the supervisor itself submits (replays).
+    /// Holder of the jobs that the supervisor itself submits (replays).
     own: Holder,
-    /// Payloads of unknown length that are arriving over HTTP, by user or token.
+    /// Payloads of unknown length arriving over HTTP, by user or token.
     spools: Vec<Spool>,
 }
 
@@ -115,7 +113,7 @@ pub(super) struct Memory {
 struct Spool {
     counters: Arc<SpoolCounters>,
     holder: Holder,
-    /// Total size of the payloads at the last count, in bytes.
+    /// Total size of the payloads when last counted, in bytes.
     counted: usize,
 }
 
@@ -123,7 +121,7 @@ impl Memory {
     pub(super) fn new(own_uid: u32, own_spool: Arc<SpoolCounters>) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
-        // The keys do not collide with sessions, because session numbers start at 1.
+        // The keys cannot collide with sessions, because session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
         let mut memory = Self { shares, waiting: HashMap::default(), workers, own, spools: Vec::new() };
         memory.add_spool(Owner::User(own_uid), own_spool);
@@ -145,12 +143,12 @@ impl Memory {
         spools.push(Spool { counters, holder, counted: 0 });
     }
 
-    /// Returns the total memory held in the data plane, in bytes.
+    /// Returns the total size of the memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
         self.shares.held() - self.spools.iter().map(|spool| spool.counted).sum::<usize>()
     }
 
-    /// Returns the total memory held in the data plane and for payloads arriving over HTTP, in bytes.
+    /// Returns the total size of the memory held in the data plane and by payloads arriving over HTTP, in bytes.
     pub(super) fn held_in_all(&self) -> usize {
         self.shares.held()
     }
@@ -161,7 +159,7 @@ impl Memory {
         self.shares.open(owner, connection)
     }
 
-    /// Releases the memory of a closed connection, except the memory of its jobs.
+    /// Releases the memory of a closed connection, except for the memory of its jobs.
     pub(super) fn close(&mut self, connection: Holder, counted: Counted) {
         self.recount(counted, Counted::fixed(connection, 0));
         self.shares.close(connection);
@@ -171,8 +169,8 @@ impl Memory {
         self.shares.leaf(connection, bulkhead)
     }
 
-    /// Returns true if a connection may hold `more` bytes while all holders together may hold `most` bytes.
-    /// Other holders may then have to free memory.
+    /// Returns true if a connection may hold `more` bytes while all holders together may hold `most` bytes. Other
+    /// holders might then have to free memory.
     pub(super) fn can_hold(
         &self,
         connection: Holder,
@@ -183,7 +181,7 @@ impl Memory {
         self.shares.can_hold_share(connection, bulkhead, more, most)
     }
 
-    /// Replaces the size of memory that was counted before.
+    /// Updates the size of memory that was already counted.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
             // Adds before subtracting, so that the holder always has memory and is not removed.
@@ -192,13 +190,13 @@ impl Memory {
         }
     }
 
-    /// Updates the size of the bytes that workers have not read.
+    /// Updates the number of bytes that workers have not read.
     pub(super) fn recount_workers(&mut self, was: usize, is: usize) {
         let holder = self.workers;
         self.recount(Counted::fixed(holder, was), Counted::fixed(holder, is));
     }
 
-    /// Updates the sizes of the payloads that are arriving over HTTP.
+    /// Updates the sizes of payloads that are arriving over HTTP.
     pub(super) fn recount_spools(&mut self) {
         for index in 0..self.spools.len() {
             let SpoolCounters { held, bytes_to_free, .. } = &*self.spools[index].counters;
@@ -214,7 +212,7 @@ impl Memory {
         self.recount(Counted::frame(holder, was), Counted::frame(holder, is));
     }
 
-    /// Asks the control plane to free memory of a spool.
+    /// Asks the control plane to free memory held by a spool.
     pub(super) fn free_spool(&mut self, index: usize, bytes: usize) {
         let spool = &self.spools[index];
         spool.counters.bytes_to_free.fetch_add(bytes, Ordering::Relaxed);
@@ -222,14 +220,14 @@ impl Memory {
         self.recount_spool(index, spool.counted - bytes);
     }
 
-    /// Returns the number of bytes that an owner can hold regardless of the others.
+    /// Returns the number of bytes that an owner can always hold, regardless of other owners.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         self.shares.equal_share(most)
     }
 
     // Jobs.
 
-    /// Charges a job's client for memory in a bulkhead. `connection` is `None` if the client is gone or the
+    /// Charges memory in a bulkhead to the job's client. `connection` is `None` if the client is gone or if the
     /// supervisor itself submitted the job.
     pub(super) fn charge(
         &mut self,
@@ -268,8 +266,8 @@ impl Memory {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(priority.code())];
-        // Removing outdated entries is amortised, because at least as many entries were added since the last
-        // time.
+        // The cost of removing outdated entries is amortised, because at least as many entries have been added since
+        // the last removal.
         if stack.len() >= most {
             stack.retain(|&(compartment, job)| is_waiting(compartment, job));
             stack.shrink_to(most);
@@ -297,8 +295,8 @@ impl Memory {
 
     // Eviction.
 
-    /// Chooses the memory to free if more than `most` bytes are held. `wants` contains the connection and the
-    /// bulkhead that need the memory.
+    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the bulkhead that
+    /// need the memory.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
@@ -317,15 +315,15 @@ impl Memory {
         })
     }
 
-    /// Takes the newest job of the lowest priority class from a holder's list. The entry can be outdated: the
-    /// job may no longer be waiting, and its id may even belong to another job.
+    /// Takes the newest job of the lowest priority class from a holder's list. The entry can be outdated: the job might
+    /// no longer be waiting, and its ID might even belong to another job.
     pub(super) fn pop_waiting(&mut self, holder: Holder) -> Option<(CompartmentIndex, JobId)> {
         self.waiting.get_mut(&holder)?.stacks.iter_mut().find_map(Vec::pop)
     }
 }
 
 impl Charge {
-    /// Returns true if the job is waiting and this holder is charged for it.
+    /// Returns true if the job is waiting and its memory is charged to this holder.
     pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
         self.is_waiting && self.holder == holder
     }
@@ -341,7 +339,7 @@ pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
 }
 
 impl JobData {
-    /// Returns the memory that a waiting job holds, in bytes.
+    /// Returns the amount of memory that a waiting job holds, in bytes.
     fn footprint(&self) -> usize {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
@@ -373,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn newest_low_priority_job_of_largest_client_is_evicted_first() {
+    fn evicts_newest_low_priority_job_of_largest_client_first() {
         let mut memory = Memory::new(0, Arc::default());
         let (small, large) = (memory.open(Owner::User(1), 1), memory.open(Owner::User(2), 2));
         let mut jobs = vec![charge_waiting(&mut memory, small, 1, Priority::default())];
@@ -393,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn only_as_many_spooled_bytes_as_necessary_are_evicted() {
+    fn evicts_only_as_many_spooled_bytes_as_necessary() {
         let own = Arc::new(SpoolCounters::default());
         let mut memory = Memory::new(0, own.clone());
         own.held.store(1000, Ordering::Relaxed);
@@ -406,14 +404,18 @@ mod tests {
     }
 
     #[test]
-    fn unused_spool_of_a_token_is_removed() {
+    fn removes_unused_spool_of_a_token() {
         let mut memory = Memory::new(0, Arc::default());
         let first = Arc::new(SpoolCounters::default());
         first.held.store(100, Ordering::Relaxed);
         memory.add_spool(Owner::Token(1), first.clone());
         memory.recount_spools();
         memory.add_spool(Owner::Token(2), Arc::default());
-        assert_eq!((memory.spools.len(), memory.held_in_all()), (2, 100), "the own spool is unused as well");
+        assert_eq!(
+            (memory.spools.len(), memory.held_in_all()),
+            (2, 100),
+            "the supervisor's own unused spool must be removed too"
+        );
         first.held.store(0, Ordering::Relaxed);
         drop(first);
         memory.recount_spools();

@@ -1,7 +1,7 @@
 //! Creates, lends and frees the files of leases. [`bulkhead_shared::memory_files`] explains their purpose.
 //!
-//! The supervisor does not map the files. Each file is open twice: for writing by one side and for reading by
-//! the other. The file mode prevents other processes from opening the file again.
+//! The supervisor does not map the files. Each file is opened twice, for writing by one side and for reading by the
+//! other. The file mode prevents other processes from opening the file again.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};
@@ -15,7 +15,7 @@ use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// User id that no process has. Becomes the owner of the files if the supervisor may change owners.
+/// UID that no process has. Becomes the owner of the files if the supervisor can change owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
 /// A memory file that is open for writing and for reading.
@@ -31,8 +31,8 @@ impl File {
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
         let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
-        // Without the right to change the owner, the supervisor's user remains the owner, and a worker of
-        // this user can open the file again.
+        // If the supervisor cannot change the owner, its own user remains the owner, and a worker that runs as this
+        // user can open the file again.
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
@@ -57,7 +57,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Creates the files and allocates the memory of the payload file, which is slow.
+    /// Creates the files and allocates the memory of the payload file. Allocating is slow.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
@@ -68,23 +68,23 @@ impl Files {
         self.bytes
     }
 
-    /// Returns the descriptors that are sent to the client.
+    /// Returns the descriptors to send to the client.
     pub(super) fn of_client(&self) -> [BorrowedFd<'_>; FILES_PER_LEASE] {
         [self.payload.written.as_fd(), self.result.read.as_fd()]
     }
 
-    /// Returns the descriptors that are sent to a worker.
+    /// Returns the descriptors to send to a worker.
     pub(super) fn of_worker(&self) -> [BorrowedFd<'_>; FILES_PER_LEASE] {
         [self.payload.read.as_fd(), self.result.written.as_fd()]
     }
 
-    /// Returns a descriptor for reading the payload, to send it as bytes.
+    /// Returns a descriptor from which the payload can be read and sent as bytes.
     pub(super) fn payload(&self) -> Arc<OwnedFd> {
         self.payload.read.clone()
     }
 
-    /// Frees the memory of the files, even if other processes have mapped them, which is slow. A client that
-    /// has copied a result can check the file's mode to find out whether the result was complete (see
+    /// Frees the memory of the files, even if other processes have mapped them. This is slow. A client that has copied
+    /// a result can check the file's mode to find out whether the result was complete (see
     /// [`bulkhead_shared::memory_files::is_whole`]).
     pub(super) fn free(self) {
         let empty = |file: &File| {
@@ -98,7 +98,7 @@ impl Files {
     }
 }
 
-/// Returns a frame that announces the files sent with it.
+/// Returns a frame that announces the files sent along with it.
 pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
@@ -108,8 +108,8 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Enco
     Ok(frame)
 }
 
-/// Sends a frame together with the files that it announces, at most as many as a lease has. The socket must
-/// be empty, so that it normally has room. Returns the number of bytes sent.
+/// Sends a frame along with the files that it announces. A frame announces at most the files of one lease. The socket
+/// must be empty, so that it normally has room. Returns the number of bytes sent.
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),
@@ -122,5 +122,5 @@ pub(super) fn lend(
     control.push(SendAncillaryMessage::ScmRights(files));
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&frame)], &mut control, flags)?;
-    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("only a part of the frame was sent")) }
+    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("only part of the frame was sent")) }
 }

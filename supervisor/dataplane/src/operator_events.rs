@@ -1,5 +1,5 @@
-//! Converts the operator events of policy to events of the admin API. Events are values; another thread
-//! formats them as text.
+//! Converts policy's operator events to events of the admin API. Events are values; another thread formats them as
+//! text.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
 use bulkhead_policy::{BreakerState, Death, JobOutcome, JobView, KillReason, OperatorEvent, Transition};
@@ -7,7 +7,7 @@ use bulkhead_shared::Verdict;
 
 use super::JobData;
 
-/// Returns the event for a job that crashed or exceeded its deadline while running.
+/// Returns the event about a job that crashed while running or exceeded its deadline.
 pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<EventKind> {
     let JobOutcome { job, record, verdict, .. } = answer;
     if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -44,7 +44,7 @@ pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<Even
     })
 }
 
-/// Returns the event about a job that an operator cancels.
+/// Returns the event about a job cancelled by an operator.
 pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind {
     let record = view.record;
     EventKind::JobCancelled {
@@ -57,7 +57,7 @@ pub(super) fn job_cancelled_event(view: &JobView<'_, Box<JobData>>) -> EventKind
     }
 }
 
-/// Returns the exit status or the signal of a death.
+/// Returns the exit status or the signal with which a process died.
 fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
@@ -67,7 +67,7 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     }
 }
 
-/// Converts an operator event of policy. `job_names` contains the operation and tenant of the event's job.
+/// Converts an operator event from policy. `job_names` contains the operation and tenant of the job in the event.
 pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();
@@ -179,7 +179,7 @@ fn breaker_event(transition: &Transition) -> (Severity, EventKind) {
         [transition.failure_rate, transition.slow_rate].map(|rate| Some(rounded(rate)));
     let severity = match transition.to {
         BreakerState::Open => Severity::Critical,
-        // An operator has forced the breaker open.
+        // An operator forced the breaker open.
         BreakerState::ForcedOpen => Severity::Warning,
         BreakerState::HalfOpen | BreakerState::Closed => Severity::Info,
     };

@@ -1,5 +1,5 @@
-//! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for
-//! unresponsive workers or clients.
+//! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for unresponsive
+//! workers or clients.
 
 use std::time::Duration;
 
@@ -14,8 +14,7 @@ const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct PauseDetector {
-    /// Difference in nanoseconds between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of
-    /// the data plane.
+    /// Difference in nanoseconds between `CLOCK_BOOTTIME`, which includes suspended time, and the data plane's clock.
     suspended_ns: Option<u64>,
     reported_at: Option<Time>,
     /// True if a pause was detected in the previous iteration.
@@ -23,10 +22,10 @@ pub(super) struct PauseDetector {
 }
 
 impl PauseDetector {
-    /// Checks at the beginning of an iteration whether the supervisor was paused. `due` is the time at which
-    /// the iteration should have started, and `boot_ns` the time since boot, including suspended time. While
-    /// the machine is suspended, the clock of the data plane stands still, and so do all deadlines. After a
-    /// pause, returns its length, and an event unless one was sent a short time ago.
+    /// Checks at the beginning of an iteration whether the supervisor was paused. `due` is the time at which the
+    /// iteration should have started. `boot_ns` is the time since boot, including suspended time. While the machine is
+    /// suspended, the data plane's clock stands still, and so do all deadlines. After a pause, returns its length. Also
+    /// returns an event, unless one was sent a short time ago.
     pub(super) fn detect(
         &mut self,
         now: Time,
@@ -59,7 +58,7 @@ mod tests {
         Time::ZERO + Duration::from_millis(ms)
     }
 
-    /// Checks for a pause on a machine that has been suspended for a total of `suspended_ms`.
+    /// Checks for a pause on a machine that has been suspended for `suspended_ms` in total.
     fn detect(
         detector: &mut PauseDetector,
         now_ms: u64,
@@ -70,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn late_iteration_is_reported_once() {
+    fn reports_late_iteration_once() {
         let mut detector = PauseDetector::default();
         assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second does not count as a pause");
         let pause = detect(&mut detector, 2600, 0, 2000).unwrap();
@@ -87,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn suspension_of_the_machine_is_reported() {
+    fn reports_suspension_of_the_machine() {
         let mut detector = PauseDetector::default();
         assert!(
             detect(&mut detector, 1000, 100, 1000).is_none(),

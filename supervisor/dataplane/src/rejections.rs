@@ -1,6 +1,6 @@
-//! Reports rejected clients to operators, for the jobs socket, the admin socket and individual jobs. The
-//! first rejection is reported at once. Later ones are counted and reported at intervals, so that the number
-//! of events does not grow with the number of clients.
+//! Reports rejected clients to operators, for the jobs socket, the admin socket and individual jobs. The first
+//! rejection is reported immediately. Later ones are counted and reported at intervals, so that the number of events
+//! does not grow with the number of clients.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use bulkhead_shared::RejectReason;
 
 use super::slab::BulkheadIndex;
 
-/// Minimum interval between events about the same user or the same bulkhead's workers.
+/// Minimum interval between events about the same user or about the same bulkhead's workers.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum number of users and bulkheads reported separately. Other users are reported together.
+/// Maximum number of users and bulkheads that are reported separately. All other users are reported together.
 const SUBJECTS_MAX: usize = 64;
 
 /// Group of clients whose rejections are reported together.
@@ -41,7 +41,7 @@ struct Reported {
 pub(super) struct RejectionReports(HashMap<Subject, Reported>);
 
 impl RejectionReports {
-    /// Returns the group of clients with which a rejection is reported.
+    /// Returns the group of clients to which a rejection belongs.
     fn subject(
         &self,
         refusal: &ClientRejection,
@@ -57,8 +57,8 @@ impl RejectionReports {
         if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }
 
-    /// Records a rejection. Returns an event if one is due. `worker` returns the bulkhead with a worker among
-    /// the given ancestors of a process.
+    /// Records a rejection. Returns an event if one is due. `worker` returns the bulkhead to which a worker among the
+    /// given ancestors of a process belongs.
     pub(super) fn add(
         &mut self,
         now: Time,
@@ -107,7 +107,7 @@ impl RejectionReports {
     }
 }
 
-/// Event about one or more rejections, with the bulkhead if the clients were workers.
+/// Event about one or more rejections. Contains the bulkhead if the clients were workers.
 pub(super) type RejectionEvent = (Option<BulkheadIndex>, Severity, EventKind);
 
 impl Subject {
@@ -117,14 +117,15 @@ impl Subject {
         let pid = refusal.peer.and_then(|peer| peer.pid);
         let message = refusal.message.to_string();
         match self {
-            // A correct worker does not connect to this socket.
+            // A well-behaved worker does not connect to this socket.
             Self::Worker(bulkhead) => {
                 let what = EventKind::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
                 (bulkhead, Severity::Critical, what)
             }
             Self::User(_) | Self::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
-                // The other clients disconnected before they were identified, like probes of the socket.
+                // The other clients disconnected before they were identified, for example because they only probed the
+                // socket.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
                 let what = EventKind::AccessRefused { socket, uid, gid, pid, reason, message, refused };
                 (None, severity, what)
@@ -152,14 +153,14 @@ mod tests {
     }
 
     #[test]
-    fn rejections_of_many_users_are_reported_at_intervals() {
+    fn reports_rejections_of_many_users_at_intervals() {
         let mut rejections = RejectionReports::default();
         let mut reported = 0;
         for n in 0..100_000u32 {
             let event = rejections.add(Time::ZERO, SocketKind::Jobs, refusal(n % 1000, &[]), |_| None);
             reported += event.as_ref().map_or(0, count);
         }
-        // All users beyond the maximum share an entry.
+        // All users beyond the maximum share one entry.
         assert_eq!((reported as usize, rejections.0.len()), (SUBJECTS_MAX + 1, SUBJECTS_MAX + 1));
         assert!(rejections.due(Time::ZERO).is_empty());
         let later = Time::ZERO + REPEAT_INTERVAL;
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn rejected_workers_are_reported_separately_from_users() {
+    fn reports_rejected_workers_separately_from_users() {
         let mut rejections = RejectionReports::default();
         for uid in 0..100 {
             rejections.add(Time::ZERO, SocketKind::Jobs, refusal(uid, &[]), |_| None);

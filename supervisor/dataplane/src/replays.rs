@@ -1,5 +1,5 @@
-//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a new worker, and does
-//! not affect any statistics. The bulkhead must be configured, but can be in any state.
+//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a new worker, and does not
+//! affect any statistics. The job's bulkhead must be configured, but can be in any state.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ struct Replay {
     compartment: CompartmentIndex,
     stage: Stage,
     pid: Option<u32>,
-    /// Cause of the worker's or program's death, or `None` if it is alive.
+    /// Cause of death of the worker or program, or `None` if it is still alive.
     cause: Option<Cause>,
     end: Option<(Result<Verdict, String>, Duration)>,
     done: oneshot::Sender<ReplayResult>,
@@ -29,15 +29,15 @@ struct Replay {
 enum Stage {
     /// The worker is starting.
     Starting(ReplayRequest),
-    /// The worker is ready, and the job must be submitted.
+    /// The worker is ready, and the job must be submitted next.
     Ready(ReplayRequest),
     /// The worker is running the job.
     Running,
-    /// The job has ended, and the worker is exiting.
+    /// The job is finished, and the worker is exiting.
     Ending,
 }
 
-/// Next step of a replay, performed in its compartment.
+/// Next step of a replay, to be performed in its compartment.
 pub(super) enum Step {
     Submit(CompartmentIndex, ReplayRequest),
     Stop(CompartmentIndex),
@@ -70,7 +70,7 @@ impl Replays {
         self.0.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
-    /// Handles an operator event about a replay's compartment.
+    /// Handles an operator event about the compartment of a replay.
     pub(super) fn note(&mut self, compartment: CompartmentIndex, note: OperatorEvent) {
         let Some(replay) = self.of(compartment) else { return };
         match note {
@@ -91,7 +91,7 @@ impl Replays {
         }
     }
 
-    /// Records the death of the program that ran a replayed job. The worker continues.
+    /// Records the death of the program that ran a replayed job. The worker continues to run.
     pub(super) fn program_died(&mut self, compartment: CompartmentIndex, cause: Cause) {
         if let Some(replay) = self.of(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = Some(cause);
@@ -107,8 +107,8 @@ impl Replays {
         }
     }
 
-    /// Returns the next step of a replay. The caller must perform it before the next call, and must call this
-    /// function until no step is left, because a replay that ends at once causes no further event.
+    /// Returns the next step of a replay. The caller must perform it before the next call, and must call this function
+    /// until no step is left, because a replay that ends immediately does not cause another event.
     pub(super) fn next_step(&mut self, is_stopped: impl Fn(CompartmentIndex) -> bool) -> Option<Step> {
         if let Some(at) = self.0.iter().position(|replay| is_stopped(replay.compartment)) {
             let replay = self.0.remove(at);
@@ -139,7 +139,7 @@ impl Replay {
 
     fn fail_unread(&mut self) {
         let how = self.cause.as_ref().map_or("the worker was stopped", |cause| &cause.message);
-        self.fail(format!("the worker ended before receiving the job: {how}"));
+        self.fail(format!("the worker terminated before it received the job: {how}"));
     }
 
     fn finish(self) {
@@ -152,7 +152,7 @@ impl Replay {
     }
 }
 
-/// Returns limits for one worker that runs one job. The timeouts are unchanged, and the job cannot be
+/// Returns limits for a single worker that runs a single job. The timeouts are unchanged, and the job cannot be
 /// rejected.
 pub(super) fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn replay_runs_the_job_and_removes_its_compartment() {
+    fn replay_runs_job_and_removes_its_compartment() {
         let (mut replays, compartment, mut result) = replay();
         assert!(replays.next_step(|_| false).is_none());
         let worker = WorkerId { place: 0, generation: 1 };
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_death_before_the_job_ends_the_replay() {
+    fn replay_ends_if_worker_dies_before_running_the_job() {
         let (mut replays, compartment, _result) = replay();
         let worker = WorkerId { place: 0, generation: 1 };
         replays.note(

@@ -1,5 +1,5 @@
-//! Sends events, notices and the output of workers to the control plane. Never formats text or blocks. If a
-//! channel is full, the message is dropped and counted.
+//! Sends events, notices and worker output to the control plane. Never formats text or blocks. If a channel is full,
+//! the message is dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,8 +13,7 @@ use bulkhead_policy::OperatorEvent;
 pub(super) struct Reporter {
     notices: NoticeSender,
     counters: Arc<SharedCounters>,
-    /// True while events of individual compartments are suppressed, because a command applies to the whole
-    /// bulkhead.
+    /// True while events about individual compartments are suppressed, because a command applies to the whole bulkhead.
     is_quiet: bool,
 }
 
@@ -33,12 +32,12 @@ impl Reporter {
         self.notices.send_milestone(milestone);
     }
 
-    /// Passes the output of a worker to the control plane. If the channel is full, returns the output.
+    /// Passes a worker's output to the control plane. If the channel is full, returns the output to the caller.
     pub(super) fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         self.notices.send_output(output)
     }
 
-    /// Tells the control plane that the states of bulkheads may have changed.
+    /// Notifies the control plane that the states of bulkheads may have changed.
     pub(super) fn states_have_changed(&self) {
         self.counters.revision.fetch_add(1, Ordering::SeqCst);
     }
@@ -59,8 +58,8 @@ impl Reporter {
         self.event(Event::new(severity, Some(bulkhead.clone()), what));
     }
 
-    /// Reports an event about one compartment. Adds the tenant if the compartment belongs to one, and the
-    /// crash report if there is one about this event.
+    /// Reports an event about one compartment. Adds the tenant if the compartment belongs to one, and the crash report
+    /// if there is one about this event.
     pub(super) fn compartment_event(
         &mut self,
         severity: Severity,
@@ -72,18 +71,18 @@ impl Reporter {
         self.event(Event { tenant: tenant.clone(), report, ..event });
     }
 
-    /// Reports a problem of the supervisor itself.
+    /// Reports a problem with the supervisor itself.
     pub(super) fn trouble(&mut self, what: &str, detail: &str) {
         let trouble = EventKind::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
         self.supervisor_event(Severity::Critical, trouble);
     }
 
-    /// Sets whether events of individual compartments are suppressed.
+    /// Sets whether events about individual compartments are suppressed.
     pub(super) fn set_quiet(&mut self, is_quiet: bool) {
         self.is_quiet = is_quiet;
     }
 
-    /// Returns true if an operator event must not be reported, because one event already covers all tenants.
+    /// Returns true if an operator event must not be reported, because a single event already covers all tenants.
     pub(super) fn is_suppressed(&self, note: &OperatorEvent) -> bool {
         self.is_quiet
             && matches!(note, OperatorEvent::Draining | OperatorEvent::Resumed | OperatorEvent::Breaker(_))

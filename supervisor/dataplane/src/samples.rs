@@ -1,7 +1,7 @@
 //! Stack samples of workers that are still running a job at its deadline, or that are about to be killed because they
 //! do not respond.
 //!
-//! The keeper needs some milliseconds for a sample. In the meantime, for at most [`SAMPLE_TIMEOUT`], the supervisor
+//! The keeper needs a few milliseconds for a sample. In the meantime, for at most [`SAMPLE_TIMEOUT`], the supervisor
 //! neither cancels the job nor kills the worker. `wiring/samples.rs` sends the orders and the reports.
 
 use std::collections::HashMap;
@@ -13,13 +13,13 @@ use bulkhead_shared::JobId;
 
 use super::slab::BulkheadIndex;
 
-/// Maximum delay of a cancellation or a kill.
+/// Maximum delay of a cancellation or kill.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Minimum interval between samples of workers in the same bulkhead.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// An action that is delayed until a worker has been sampled.
+/// An action delayed until a worker has been sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeldAction {
     Cancel(JobId),
@@ -35,11 +35,11 @@ struct Running<S> {
 
 /// Samples in progress.
 pub(super) struct Samples<S> {
-    /// Samples by spawn number of the worker.
+    /// Samples, by the worker's spawn number.
     running: HashMap<u64, Running<S>>,
-    /// Time of the last sample in each bulkhead.
+    /// Time of the most recent sample in each bulkhead.
     last: HashMap<BulkheadIndex, Time>,
-    /// Report about the late job whose outcome is being sent.
+    /// Crash report about the late job whose outcome is being sent.
     report: Option<CrashId>,
 }
 
@@ -48,8 +48,8 @@ impl<S> Samples<S> {
         Self { running: HashMap::new(), last: HashMap::new(), report: None }
     }
 
-    /// Returns true if the worker can be sampled now. If so, no other worker of the bulkhead can be sampled for one
-    /// second.
+    /// Returns true if the worker can be sampled now. In that case, no other worker in the bulkhead can be sampled for
+    /// one second.
     pub(super) fn admit(&mut self, now: Time, bulkhead: BulkheadIndex, spawn: u64) -> bool {
         let is_early = self.last.get(&bulkhead).is_some_and(|last| now < *last + INTERVAL);
         if is_early || self.running.contains_key(&spawn) {
@@ -64,8 +64,8 @@ impl<S> Samples<S> {
         self.running.insert(spawn, Running { due, subject, held: Vec::new() });
     }
 
-    /// Delays an action until the worker has been sampled. Returns false if there is no sample in progress, and the
-    /// caller must perform the action now.
+    /// Delays an action until the worker has been sampled. Returns false if there is no sample in progress. The caller
+    /// must then perform the action immediately.
     pub(super) fn hold(&mut self, spawn: u64, action: HeldAction) -> bool {
         let Some(running) = self.running.get_mut(&spawn) else { return false };
         if !running.held.contains(&action) {
@@ -74,7 +74,7 @@ impl<S> Samples<S> {
         true
     }
 
-    /// Ends a sample. Returns its subject and the delayed actions, or `None` if the sample has already ended.
+    /// Ends a sample. Returns the sample's subject and the delayed actions, or `None` if the sample has already ended.
     pub(super) fn finish(&mut self, spawn: u64) -> Option<(S, Vec<HeldAction>)> {
         self.running.remove(&spawn).map(|running| (running.subject, running.held))
     }
@@ -85,17 +85,18 @@ impl<S> Samples<S> {
         late.next().map(|(spawn, _)| *spawn)
     }
 
-    /// Returns the next time at which a sample takes too long.
+    /// Returns the next time at which a sample will have taken too long.
     pub(super) fn next_due(&self) -> Option<Time> {
         self.running.values().map(|running| running.due).min()
     }
 
-    /// Sets the report about the late job whose outcome is being sent. `None` if the job has no report.
+    /// Sets the crash report about the late job whose outcome is being sent. `None` if there is no report about the
+    /// job.
     pub(super) fn set_report(&mut self, report: Option<CrashId>) {
         self.report = report;
     }
 
-    /// Returns the report about the late job whose outcome is being sent.
+    /// Returns the crash report about the late job whose outcome is being sent.
     pub(super) fn report(&self) -> Option<CrashId> {
         self.report
     }
@@ -118,20 +119,20 @@ mod tests {
     }
 
     #[test]
-    fn each_bulkhead_is_sampled_at_most_once_per_second() {
+    fn samples_each_bulkhead_at_most_once_per_second() {
         let mut samples = Samples::<()>::new();
         let [first, second] = [0, 1].map(BulkheadIndex::from_number);
         assert!(samples.admit(START, first, 1));
         assert!(!samples.admit(after(999), first, 2) && samples.admit(after(999), second, 3));
         assert!(samples.admit(after(1000), first, 2));
         samples.begin(after(1000), 2, ());
-        assert!(!samples.admit(after(3000), first, 2), "the stacks are being taken");
+        assert!(!samples.admit(after(3000), first, 2), "a sample of this worker is in progress");
         samples.forget(first);
         assert!(samples.admit(after(1001), first, 4));
     }
 
     #[test]
-    fn actions_on_worker_are_delayed_during_its_sample() {
+    fn delays_actions_on_worker_during_its_sample() {
         let mut samples = Samples::new();
         samples.begin(START, 1, "subject");
         let cancel = HeldAction::Cancel(JobId(7));
@@ -142,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn sample_ends_after_the_time_limit() {
+    fn sample_ends_after_timeout() {
         let mut samples = Samples::new();
         samples.begin(START, 1, ());
         samples.begin(after(5), 2, ());

@@ -1,6 +1,6 @@
 //! Client connections: their states, timeouts and requests, and the order in which they are read and written.
 //!
-//! This part does not use sockets. The wiring moves bytes between the endpoints and a session's buffers.
+//! This module does not use sockets. The wiring moves bytes between the endpoints and a session's buffers.
 
 pub(super) mod endpoint;
 mod fair_queue;
@@ -36,23 +36,23 @@ use super::unread_loans::ReceiverLoans;
 use endpoint::ClientEndpoint;
 use fair_queue::{FairQueue, QUANTUM_BYTES, QueueState, read_cost};
 
-/// Time limit for a client's hello.
+/// Maximum time to wait for a client's HELLO.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time limit for receiving a whole frame, counted from its first byte.
+/// Maximum time to receive a whole frame, counted from its first byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time for which a client with pending output may read nothing.
+/// Maximum time for which a client with pending output can leave it unread.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Size of a client's send backlog above which the client is not read, in bytes.
+/// Size of a client's send backlog above which the data plane stops reading from the client, in bytes.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// Maximum number of jobs listed in GOAWAY. A client with more jobs gets GOAWAY later, when enough of them have
+/// Maximum number of jobs listed in GOAWAY. A client with more jobs is sent GOAWAY later, when enough of its jobs have
 /// ended.
 const GOAWAY_JOBS_MAX: usize = 4096;
 
-/// Maximum time for which a client without jobs can keep its connection after GOAWAY.
+/// Maximum time for which a client without jobs can keep its connection open after GOAWAY.
 const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time for a client without jobs to read its last outcomes after an upgrade. The old supervisor exits only
@@ -76,15 +76,15 @@ pub(super) struct Session {
     pub(super) phase: Phase,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Holder to which the client's memory is charged.
+    /// Holder that is charged for the client's memory.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received or, if there is none, of the last job.
+    /// Bulkhead of the large frame that is being received or, if there is no such frame, of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    /// Memory files lent to the client that it may not have received yet.
+    /// Memory files that were lent to the client but might not have been received yet.
     pub(super) unread: ReceiverLoans,
-    /// Compartments and ids of the client's jobs, by request number.
+    /// Compartments and IDs of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory of the frame that is being received, as it was last counted.
+    /// Memory of the frame that is being received, as last counted.
     pub(super) counted_frame: Counted,
     epoch: u64,
     /// State of the connection in the fair queue.
@@ -96,20 +96,19 @@ pub(super) struct Session {
     frames_begun: u64,
     unread_since: Option<Time>,
     is_dirty: bool,
-    /// True if the client is not being read because its send backlog is too large.
+    /// True if the data plane does not read from the client because the client's send backlog is too large.
     is_paused: bool,
-    /// Permit of a client that the control plane accepted. Such a client does not count as a client of the
-    /// jobs socket.
+    /// Permit of a client accepted by the control plane. Such a client does not count as a client of the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
-    /// True if the inbox begins with a request that this supervisor leaves to its successor. The client is not read
-    /// further.
+    /// True if the inbox begins with a request that this supervisor leaves to its successor. The data plane then stops
+    /// reading from the client.
     pub(super) is_held_back: bool,
-    /// True if the client understands GOAWAY.
+    /// True if the client supports GOAWAY.
     takes_goaway: bool,
     /// True if GOAWAY was sent. Further requests are dropped.
     pub(super) is_going_away: bool,
-    /// Time since which the client has had no jobs, if another supervisor has taken over but the connection cannot
-    /// move.
+    /// Time since which the client has had no jobs. Set if another supervisor has taken over but the connection cannot
+    /// be moved to it.
     left_over_since: Option<Time>,
     /// Number of SUBMIT frames handled so far, including those of rejected jobs.
     submits: u64,
@@ -131,24 +130,24 @@ pub(super) enum Phase {
 /// Protocol violation that ends the session, with the reason and the message for the client.
 pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
 
-/// Identity of a client, with its permissions.
+/// Identity and permissions of a client.
 pub(super) struct Client {
     /// Process that opened the connection, or `None` if unknown.
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
     pub(super) owner: Owner,
-    /// Permit of a client that the control plane accepted.
+    /// Permit of a client accepted by the control plane.
     pub(super) permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Client {
-    /// Returns the identity of a client that the control plane accepted.
+    /// Returns the identity of a client accepted by the control plane.
     pub(super) fn over_http(client: HttpClient, permit: OwnedSemaphorePermit) -> Self {
         let (grant, owner) = identity_of(client);
         Self { peer: None, grant, owner, permit: Some(permit) }
     }
 
-    /// Returns the identity of a client that the control plane of the previous supervisor accepted. That control plane
+    /// Returns the identity of a client accepted by the control plane of the previous supervisor. That control plane
     /// limits the number of such connections.
     pub(super) fn passed_on(client: HttpClient) -> Self {
         let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().ok();
@@ -165,7 +164,7 @@ fn identity_of(client: HttpClient) -> (Grant, Owner) {
 }
 
 impl Session {
-    /// Returns the state of the connection, for another supervisor.
+    /// Returns the state of the connection, to be passed on to another supervisor.
     pub(super) fn state(&self) -> SessionState {
         let client = match (self.owner, &self.permit) {
             (Owner::Token(id), _) => SessionClient::Token { id },
@@ -188,7 +187,7 @@ impl Session {
         self.inbox = Inbox::with_partial(unread.to_vec());
     }
 
-    /// Returns a short name of the client, for lists of jobs.
+    /// Returns a short name for the client, used in job lists.
     pub(super) fn client_name(&self) -> Text {
         match (self.peer, self.owner, &self.end) {
             (_, _, ClientEndpoint::InProcess(_)) => "application".into(),
@@ -199,8 +198,8 @@ impl Session {
         }
     }
 
-    /// Extends the timeouts by the length of a pause of the supervisor, during which the client could make no
-    /// progress.
+    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not make any progress
+    /// during the pause.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
             Phase::AwaitingHello { since } => Some(since),
@@ -213,7 +212,7 @@ impl Session {
     /// Returns true if the client has no jobs and no data is in transit.
     fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
-        // A session with new input is not idle.
+        // A session with unread input is not idle.
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
@@ -221,7 +220,7 @@ impl Session {
     /// jobs would have to wait.
     pub(super) fn can_go_away(&self) -> bool {
         let has_jobs = (1..=GOAWAY_JOBS_MAX).contains(&self.requests.len());
-        // A large frame that is still arriving has been counted, but is no request yet.
+        // A large frame that is still arriving has been counted, but is not a request yet.
         let is_complete = has_jobs && !self.inbox.is_within_large();
         self.takes_goaway && !self.is_going_away && self.phase == Phase::Open && is_complete
     }
@@ -230,8 +229,8 @@ impl Session {
         self.submits += 1;
     }
 
-    /// Returns true if a client without jobs has kept its connection for too long. Until all outcomes are read, the
-    /// time limit is longer. Input does not extend the limit, because otherwise a client could keep the old
+    /// Returns true if a client without jobs has kept its connection open for too long. Until the client has read all
+    /// outcomes, the time limit is longer. Input does not extend the limit. Otherwise, a client could keep the old
     /// supervisor from exiting. Must be called repeatedly after GOAWAY, and once another supervisor has taken over.
     pub(super) fn is_left_over(&mut self, now: Time) -> bool {
         if !self.requests.is_empty() || self.inbox.is_storing() {
@@ -248,7 +247,7 @@ impl Session {
         self.queue_state.is_read_closed()
     }
 
-    /// Pauses reading if the client's send backlog is too large. Returns true in that case.
+    /// Pauses reading if the client's send backlog is too large. Returns true if reading was paused.
     pub(super) fn pause_if_behind(&mut self) -> bool {
         let is_behind = self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE;
         self.is_paused |= is_behind;
@@ -268,18 +267,18 @@ pub(super) struct Sessions {
     slab: Slab<SessionIndex, Session>,
     /// Epoch of the newest session. Each session has a unique epoch.
     last_epoch: u64,
-    /// Number of clients, without clients of the control plane.
+    /// Number of clients, excluding clients accepted by the control plane.
     clients: usize,
-    /// Clients that have input.
+    /// Clients with input to read.
     fair_queue: FairQueue,
-    /// Low-priority clients that have input, and the time budget for reading them.
+    /// Low-priority clients with input to read, and the time budget for reading from them.
     low_priority: FairQueue,
     low_priority_budget: TimeBudget,
-    /// Total size of unread output of all clients, in bytes.
+    /// Total size of all clients' unread output, in bytes.
     unread_bytes: usize,
-    /// Sessions with output that must be written.
+    /// Sessions with output to write.
     dirty: VecDeque<SessionIndex>,
-    /// True if a session may have a running timeout.
+    /// True if a session might have a running timeout.
     needs_checks: bool,
 }
 
@@ -289,10 +288,10 @@ owns_slab!(Sessions, SessionIndex, Session);
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum AfterFlush {
     Keep,
-    /// All output for a rejected client was sent, so the connection must be shut down.
+    /// All output for a rejected client has been sent, so its connection must be shut down.
     Finish,
-    /// A client has too many unread bytes, so its session must be closed. This can be another session than
-    /// the written one.
+    /// A client has too many unread bytes, so its session must be closed. This session can be a different one from the
+    /// session whose output was written.
     CloseBehind(SessionIndex),
 }
 
@@ -362,10 +361,10 @@ impl Sessions {
         })
     }
 
-    /// Removes a session. Returns the session, and the memory counted for its current frame.
+    /// Removes a session. Returns the session, and the memory counted for its incomplete frame.
     pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
         let session = self.slab.retire(index)?;
-        // The next session with this index must not be flushed in place of this one.
+        // Otherwise, the next session with this index could be flushed in place of this one.
         self.dirty.retain(|dirty| *dirty != index);
         self.unread_bytes -= session.counted_unread;
         self.clients -= usize::from(session.permit.is_none());
@@ -373,12 +372,12 @@ impl Sessions {
         Some((session, counted))
     }
 
-    /// Returns the number of clients, without clients of the control plane.
+    /// Returns the number of clients, excluding clients accepted by the control plane.
     pub(super) fn clients(&self) -> usize {
         self.clients
     }
 
-    /// Returns the total size of unread output of all clients, in bytes.
+    /// Returns the total size of all clients' unread output, in bytes.
     pub(super) fn unread_bytes(&self) -> usize {
         self.unread_bytes
     }
@@ -387,7 +386,7 @@ impl Sessions {
         SessionId { index, epoch: self.slab[index].epoch }
     }
 
-    /// Returns the session with this id, or `None` if it was closed.
+    /// Returns the session with this ID, or `None` if the session was closed.
     #[inline]
     pub(super) fn of(&self, id: SessionId) -> Option<&Session> {
         self.slab.get(id.index).filter(|session| session.epoch == id.epoch)
@@ -406,12 +405,12 @@ impl Sessions {
         self.slab.iter().find(|(_, session)| session.holder == holder).map(|(index, _)| index)
     }
 
-    /// Returns the idle connection that must be closed to make room for a new client of `owner`. The
-    /// connection belongs to the user with the most connections. Returns `None` if `owner` would then have
-    /// more connections than that user, or if that user has no idle connection. A single user can therefore
-    /// have all connections, but loses idle ones when another user connects.
+    /// Returns the idle connection to close to make room for a new client of `owner`. The connection belongs to the
+    /// user with the most connections. Returns `None` if `owner` would then have more connections than that user, or if
+    /// that user has no idle connection. A single user can therefore have all connections, but loses idle ones when
+    /// another user connects.
     fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
-        // Clients of the control plane have separate permits and are not counted.
+        // Clients accepted by the control plane have separate permits and are not counted.
         let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
         clients().for_each(|(_, session)| *counts.entry(session.owner).or_insert(0_usize) += 1);
@@ -425,8 +424,8 @@ impl Sessions {
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }
 
-    /// Returns the idle connection that must be closed to make room for a new client of `owner`, if any. Returns the
-    /// message for the client if there are `clients_max` clients and none can be closed.
+    /// Returns the idle connection to close to make room for a new client of `owner`, if one must be closed. If there
+    /// are already `clients_max` clients and no connection can be closed, returns the error message for the client.
     pub(super) fn find_room(
         &self,
         owner: Owner,
@@ -438,14 +437,14 @@ impl Sessions {
         }
         self.idle_session_for(owner).map(Some).ok_or_else(|| {
             format!(
-                "{clients_max} clients are already connected, the maximum that max_clients and the limit on open files \
-                 allow; try again later"
+                "{clients_max} clients are already connected, which is the maximum that max_clients and the limit on \
+                 open files allow; try again later"
             )
         })
     }
 
-    /// Rejects a client: sends the reason, and then closes the session. Returns false if the session is
-    /// already closing.
+    /// Rejects a client. Sends the reason, and then closes the session. Returns false if the session is already being
+    /// closed.
     pub(super) fn reject(&mut self, index: SessionIndex, reason: RejectReason, message: &str) -> bool {
         let Some(session) = self.slab.get_mut(index) else { return false };
         if session.phase == Phase::Closing {
@@ -471,7 +470,7 @@ impl Sessions {
         }
     }
 
-    /// Schedules reads from all clients whose requests were held back.
+    /// Schedules reads from all clients with held-back requests.
     pub(super) fn read_held_back(&mut self) {
         self.slab.values_mut().for_each(|session| session.left_over_since = None);
         let held_back = |(index, session): (SessionIndex, &Session)| session.is_held_back.then_some(index);
@@ -481,12 +480,12 @@ impl Sessions {
         }
     }
 
-    /// Returns true if a client has input, not counting low-priority clients.
+    /// Returns true if any client other than the low-priority clients has input.
     pub(super) fn has_input(&self) -> bool {
         !self.fair_queue.is_empty()
     }
 
-    /// Returns true if a low-priority client has input and the time budget allows reading it.
+    /// Returns true if a low-priority client has input and there is time budget left for reading it.
     pub(super) fn can_read_low_priority(&mut self, now: Time) -> bool {
         !self.low_priority.is_empty() && self.low_priority_budget.has_time(now)
     }
@@ -496,7 +495,7 @@ impl Sessions {
         (!self.low_priority.is_empty()).then(|| self.low_priority_budget.resume_at())
     }
 
-    /// Charges the time since `began` to the time budget for reading low-priority clients.
+    /// Charges the time since `began` to the time budget for reading from low-priority clients.
     pub(super) fn charge_low_priority(&mut self, began: Instant) {
         self.low_priority_budget.charge(began);
     }
@@ -515,23 +514,23 @@ impl Sessions {
         }
     }
 
-    /// Completes a read from a client, and returns its cost. The cost counts even if the session is gone, so
-    /// that clients cannot avoid the limits by disconnecting. `frames_before` is the value of
-    /// [`Inbox::frames_begun`] before the read.
+    /// Completes a read from a client, and returns its cost. The cost is charged even if the session is gone, so that
+    /// clients cannot avoid the limits by disconnecting. `frames_before` is the value of [`Inbox::frames_begun`] before
+    /// the read.
     pub(super) fn end_read(&mut self, index: SessionIndex, bytes: usize, frames_before: u64) -> usize {
         let Some(session) = self.slab.get_mut(index) else { return read_cost(bytes, 0) };
         let frames = session.inbox.frames_begun().saturating_sub(frames_before) as usize;
         session.queue_state.end_read(bytes, frames)
     }
 
-    /// Records the result of a read, if the session remains open.
+    /// Records the result of a read if the session is still open.
     pub(super) fn received(&mut self, index: SessionIndex, received: Received, now: Time) {
         let session = &mut self.slab[index];
         session.active_at = now;
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
         session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
-            // The request has arrived completely, and waits for the end of the client's jobs.
+            // The request has arrived completely, and is waiting for the client's jobs to end.
             _ if session.is_held_back => None,
             (true, Some(since)) if !is_another => Some(since),
             (true, _) => Some(now),
@@ -544,15 +543,15 @@ impl Sessions {
         }
     }
 
-    /// Records that the client has closed its side. Other bytes may have arrived before the end of the
-    /// stream, and the event loop does not report them again, so the connection must be read to the end.
+    /// Records that the client has closed its side. Bytes that arrived before the end of the stream are not reported
+    /// again by the event loop, so the connection must be read to the end.
     pub(super) fn peer_closed(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.queue_state.close_read();
         }
     }
 
-    /// Handles a signal from an in-process client, which has written, read or closed the connection.
+    /// Handles a signal from an in-process client that has read from the connection, written to it, or closed it.
     pub(super) fn in_process_signalled(&mut self, id: SessionId) {
         let Some(session) = self.of_mut(id) else { return };
         let ClientEndpoint::InProcess(end) = &session.end else { return };
@@ -572,8 +571,8 @@ impl Sessions {
         }
     }
 
-    /// Returns the memory of the incomplete frame at the last count, and its current memory. `leaf` returns
-    /// the holder of a connection in a bulkhead.
+    /// Returns the size of the incomplete frame in memory, both as last counted and now. `leaf` returns the holder for
+    /// a connection in a bulkhead.
     pub(super) fn count_frame(
         &mut self,
         index: SessionIndex,
@@ -582,8 +581,7 @@ impl Sessions {
         let session = self.slab.get_mut(index)?;
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
-        // A frame can be discarded only if the connection has no jobs, because the connection is closed along
-        // with it.
+        // A frame can be discarded only if its connection has no jobs, because the connection is closed as well.
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
         let holder = match session.frame_for.filter(|_| is_large) {
             Some(bulkhead) => leaf(session.holder, bulkhead),
@@ -598,7 +596,7 @@ impl Sessions {
 
     // Requests.
 
-    /// Records the job of a request number, so that the client can cancel it.
+    /// Records the job that belongs to a request number, so that the client can cancel it.
     pub(super) fn record_request(
         &mut self,
         id: SessionId,
@@ -660,17 +658,17 @@ impl Sessions {
         }
     }
 
-    /// Returns the next session whose output must be written. The caller must then call [`Self::flushed`].
+    /// Returns the next session that has output to write. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<SessionIndex> {
         self.dirty.pop_front()
     }
 
-    /// Sends GOAWAY, which asks a client to open another connection.
+    /// Sends GOAWAY, which asks a client to open a new connection.
     pub(super) fn send_goaway(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.is_going_away = true;
             self.needs_checks = true;
-            // The held-back request is dropped as well. The client submits it over the other connection.
+            // The held-back request is dropped as well. The client submits it again over the new connection.
             session.is_held_back = false;
             let taken: Vec<u8> = session.requests.keys().flat_map(|number| number.to_le_bytes()).collect();
             let payload = Payload::Copied(&taken);
@@ -690,8 +688,8 @@ impl Sessions {
         }
     }
 
-    /// Records that `before - waiting_bytes` bytes of the output were written. `result_bytes_max` is the
-    /// maximum size of a result, and `buffered_bytes_max` the memory budget.
+    /// Records that `before - waiting_bytes` bytes of the output were written. `result_bytes_max` is the maximum size
+    /// of a result, and `buffered_bytes_max` is the memory budget.
     pub(super) fn flushed(
         &mut self,
         index: SessionIndex,
@@ -728,9 +726,9 @@ impl Sessions {
         }
     }
 
-    /// Chooses a client to disconnect because of its unread output. This is the given client if its output
-    /// exceeds the maximum size of a result by more than 16 MiB. If the total output of all clients exceeds
-    /// the memory budget, it is the client with the most unread output.
+    /// Chooses a client to disconnect because of its unread output. The given client is chosen if its output exceeds
+    /// the maximum size of a result by more than 16 MiB. If the total output of all clients exceeds the memory budget,
+    /// the client with the most unread output is chosen.
     fn enforce_unread_limit(
         &self,
         index: SessionIndex,
@@ -751,13 +749,13 @@ impl Sessions {
 
     // Timeouts.
 
-    /// Returns true if a session may have a running timeout.
+    /// Returns true if a session might have a running timeout.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }
 
-    /// Returns the clients that have exceeded a time limit. Clients with a message must be rejected. Clients without a
-    /// message must be disconnected: they do not read their output, or do not leave after GOAWAY.
+    /// Returns the clients that have exceeded a timeout. Clients with a message must be rejected. Clients without a
+    /// message must be disconnected, because they do not read their output or did not disconnect after GOAWAY.
     pub(super) fn check_timeouts(&mut self, now: Time) -> Vec<(SessionIndex, Option<&'static str>)> {
         let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
         let (mut late, mut is_any_watched) = (Vec::new(), false);

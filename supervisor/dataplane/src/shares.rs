@@ -1,11 +1,10 @@
-//! Shares of the memory for waiting data. Counts the memory of each holder, and chooses which holder must
-//! free memory when another one needs it.
+//! Shares of the memory for waiting data. Tracks how much memory each holder has, and chooses which holder must free
+//! memory when another one needs it.
 //!
-//! Holders form a tree: users, connections of a user, and bulkheads in which a connection has jobs. A single
-//! holder can have all the memory. When the memory is exhausted, a holder with less than an equal share of
-//! its parent's memory can still get some. The holder that exceeds its equal share the most must then free
-//! memory: incomplete frames first, then waiting jobs. This module only counts and chooses; it frees no
-//! memory itself.
+//! Holders form a tree: users, a user's connections, and the bulkheads in which a connection has jobs. A single holder
+//! can have all the memory. When the memory is exhausted, a holder with less than an equal share of its parent's memory
+//! can still get some. The holder that exceeds its equal share the most must then free memory: incomplete frames first,
+//! then waiting jobs. This module only counts and chooses; it does not free any memory.
 
 use super::slab::{BulkheadIndex, SlabIndex};
 use std::collections::{BTreeSet, HashMap};
@@ -23,7 +22,7 @@ const ROOT: Holder = Holder(0);
 pub(super) enum Owner {
     /// All clients of this user.
     User(u32),
-    /// Jobs over HTTP with the token of this number.
+    /// Jobs submitted over HTTP with the token of this number.
     Token(u32),
     /// Frames that workers have not read. Their memory cannot be freed.
     Workers,
@@ -36,17 +35,17 @@ pub(super) enum Kind {
     Frame,
     /// A waiting job, which can be rejected.
     Job,
-    /// Memory that cannot be freed early.
+    /// Memory that cannot be freed before its use ends.
     Fixed,
 }
 
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// The incomplete frame of a connection. The holder is the connection, or the bulkhead to which the frame
-    /// is charged.
+    /// The incomplete frame on a connection. The holder is the connection, or the bulkhead to which the frame is
+    /// charged.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority class, from one connection in one bulkhead.
+    /// The newest waiting job of the lowest priority class, submitted over one connection to one bulkhead.
     Job(Holder),
 }
 
@@ -67,7 +66,7 @@ impl Bytes {
 #[derive(Default)]
 struct Node {
     parent: Holder,
-    /// Key of this node in the `children` of its parent.
+    /// Key of this node in its parent's `children`.
     key: u64,
     held: Bytes,
     children: HashMap<u64, Holder, RandomState>,
@@ -75,7 +74,7 @@ struct Node {
     active: usize,
     /// Child nodes that hold memory, ordered by size. Maintained only while memory is short.
     order: BTreeSet<(usize, Holder)>,
-    /// True if the node must be kept even without memory.
+    /// True if the node must be kept even if it holds no memory.
     is_open: bool,
 }
 
@@ -93,7 +92,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a connection of an owner. The node is kept at least until [`Shares::close`] is called.
+    /// Adds a connection for an owner. The node is kept at least until [`Shares::close`] is called.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -117,8 +116,8 @@ impl Shares {
         }
     }
 
-    /// Returns the holder of a connection in a bulkhead. The node is kept until the connection is closed and
-    /// its memory is released.
+    /// Returns the holder for a connection in a bulkhead. The node is kept until the connection is closed and its
+    /// memory is released.
     pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
         self.child(connection, bulkhead.number() as u64)
     }
@@ -133,14 +132,14 @@ impl Shares {
 
     pub(super) fn subtract(&mut self, holder: Holder, kind: Kind, bytes: usize) {
         self.change(holder, Bytes::of(kind, bytes), |held, by| {
-            debug_assert!(*held >= by, "more bytes are returned than were held");
+            debug_assert!(*held >= by, "more bytes were released than were held");
             *held = held.saturating_sub(by);
         });
         self.forget(holder);
     }
 
-    /// Returns true if a connection may hold `more` bytes for a bulkhead: if there is enough memory, or if at
-    /// some level of the tree the holder would stay within an equal share, so that another holder must free
+    /// Returns true if a connection may hold `more` bytes for a bulkhead. This is the case if there is enough memory,
+    /// or if at some level of the tree the holder would stay within an equal share, so that another holder must free
     /// memory.
     pub(super) fn can_hold_share(
         &self,
@@ -152,8 +151,8 @@ impl Shares {
         self.held().saturating_add(more) <= most || self.scope(connection, bulkhead, more, most).is_some()
     }
 
-    /// Finds the highest level of the tree at which the holder would stay within an equal share after adding
-    /// `more` bytes. Returns the parent at this level, whose other children must free memory.
+    /// Finds the highest level of the tree at which the holder would stay within an equal share after adding `more`
+    /// bytes. Returns the parent at this level. The parent's other children must free memory.
     fn scope(
         &self,
         connection: Holder,
@@ -180,25 +179,25 @@ impl Shares {
         levels.iter().find(|level| is_within(level)).map(|&(parent, _)| parent)
     }
 
-    /// Returns the memory that the children of a holder share, in bytes.
+    /// Returns the amount of memory that a holder's children share, in bytes.
     fn room(&self, parent: Holder, most: usize) -> usize {
         if parent == ROOT { most } else { self.bytes(parent).all.min(most) }
     }
 
-    /// Returns the connection of a holder, which is the holder itself if it is a connection.
+    /// Returns the connection that a holder belongs to. Returns the holder itself if it is a connection.
     pub(super) fn connection(&self, holder: Holder) -> Holder {
         let parent = self.nodes[holder.0 as usize].parent;
         if self.nodes[parent.0 as usize].parent == ROOT { holder } else { parent }
     }
 
-    /// Returns the number of bytes that an owner can hold regardless of the others.
+    /// Returns the number of bytes that an owner can always hold, regardless of other owners.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         most / self.nodes[0].active.max(1)
     }
 
-    /// Chooses the memory to free if more than `most` bytes are held. `wants` contains the connection and the
-    /// bulkhead that need the memory. Returns `None` if the limit is not exceeded, or if the holders that
-    /// exceed their equal share have no memory that can be freed.
+    /// Chooses memory to free if more than `most` bytes are held. `wants` contains the connection and the bulkhead that
+    /// need the memory. Returns `None` if the limit is not exceeded, or if the holders that exceed their equal share
+    /// have no memory that can be freed.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
@@ -218,8 +217,8 @@ impl Shares {
         self.eviction_below(scope.unwrap_or(ROOT), most).or_else(|| self.eviction_below(ROOT, most))
     }
 
-    /// Chooses the memory to free from the child that exceeds its equal share the most: its largest frame, or
-    /// else a job.
+    /// Chooses memory to free from the child that exceeds its equal share the most: its largest frame, or a job if it
+    /// has no frame.
     fn eviction_below(&self, parent: Holder, most: usize) -> Option<Eviction> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
         let mut over = self.largest_first(parent).take_while(|&child| self.bytes(child).all > share);
@@ -298,20 +297,20 @@ impl Shares {
         }
     }
 
-    /// Removes an empty holder, and all ancestors that become empty.
+    /// Removes an empty holder, and all ancestors that become empty as a result.
     fn forget(&mut self, holder: Holder) {
         let mut at = holder;
         while at != ROOT {
             let node = &self.nodes[at.0 as usize];
             let (key, parent) = (node.key, node.parent);
-            // The node of a bulkhead is kept while the connection is open.
+            // A bulkhead's node is kept while the connection is open.
             let is_kept = node.is_open || self.nodes[parent.0 as usize].is_open && parent != ROOT;
             if is_kept || node.held.all > 0 || !node.children.is_empty() {
                 return;
             }
             let above = self.node(parent);
             if above.children.get(&key) != Some(&at) {
-                debug_assert!(false, "a holder is removed twice");
+                debug_assert!(false, "the holder was already removed");
                 return;
             }
             above.children.remove(&key);

@@ -56,9 +56,9 @@ macro_rules! owns_slab {
 pub(super) use owns_slab;
 
 indices! {
-    /// Index of the session of a client.
+    /// Index of a client's session.
     SessionIndex;
-    /// Index of the link to a worker.
+    /// Index of a worker's link.
     LinkIndex;
     /// Index of a bulkhead.
     BulkheadIndex;
@@ -74,13 +74,12 @@ pub(super) struct SessionId {
     pub(super) epoch: u64,
 }
 
-/// Table of values by index. The index of a removed value is reused, either at once or after
-/// [`Slab::recycle`].
+/// Table of values by index. The index of a removed value is reused, either immediately or after [`Slab::recycle`].
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Indices that become free at the end of the iteration. They are not reused earlier, because events for
-    /// the previous values may be pending.
+    /// Indices that become free at the end of the iteration. They are not reused earlier, because events for the
+    /// previous values might be pending.
     freed: Vec<I>,
     index: PhantomData<I>,
 }
@@ -120,14 +119,14 @@ impl<I: SlabIndex, T> Slab<I, T> {
         self.places.get_mut(index.number())?.as_mut()
     }
 
-    /// Removes a value. The index can be reused at once.
+    /// Removes a value. The index can be reused immediately.
     pub(super) fn remove(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.free.push(index);
         Some(value)
     }
 
-    /// Removes a value. Its index is not reused before [`Slab::recycle`].
+    /// Removes a value. Its index is not reused until [`Slab::recycle`] is called.
     pub(super) fn retire(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.freed.push(index);
@@ -139,8 +138,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
         self.free.append(&mut self.freed);
     }
 
-    /// Returns all indices of the table, including those without a value. The iterator does not borrow the
-    /// table.
+    /// Returns all indices in the table, including those without a value. The iterator does not borrow the table.
     pub(super) fn indices(&self) -> impl Iterator<Item = I> + use<I, T> {
         (0..self.places.len()).map(I::from_number)
     }
@@ -159,7 +157,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
     }
 }
 
-/// Panics if the value of the index was removed.
+/// Panics if the value at the index was removed.
 impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     type Output = T;
 

@@ -1,5 +1,5 @@
-//! Spans of jobs. If tracing is on, each sampled job gets a span in its caller's trace, and the worker gets
-//! the context of this span. The data plane only records the span; another thread formats it.
+//! Spans of jobs. If tracing is on, each sampled job gets a span in its caller's trace, and the worker is sent the
+//! context of this span. The data plane only records the span; another thread formats it.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;
@@ -19,7 +19,7 @@ use super::JobData;
 
 /// Trace context of a job.
 pub(super) struct Trace {
-    /// Trace context that the client sent.
+    /// Trace context sent by the client.
     given: Traceparent,
     /// Span of the job, or `None` if the job is not sampled.
     span: Option<OpenSpan>,
@@ -33,12 +33,12 @@ struct OpenSpan {
 }
 
 impl Trace {
-    /// Returns the trace id, which consists of 32 hexadecimal digits.
+    /// Returns the trace ID, which consists of 32 hexadecimal digits.
     pub(super) fn id(&self) -> &str {
         self.given.trace_id()
     }
 
-    /// Returns the context for the worker: that of the job's span, or the client's context if there is no
+    /// Returns the context to send to the worker: the context of the job's span, or the client's context if there is no
     /// span.
     pub(super) fn outgoing(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
@@ -60,8 +60,8 @@ pub(super) struct Spans {
     counters: Arc<SharedCounters>,
 }
 
-/// Generator of span ids (SplitMix64). Starts at a random state, so that other participants of a trace are
-/// unlikely to use the same ids.
+/// Generator of span IDs (SplitMix64). Starts in a random state, so that other participants in a trace are unlikely to
+/// use the same IDs.
 struct SpanIds(u64);
 
 impl SpanIds {
@@ -135,8 +135,8 @@ impl Spans {
     pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
-        // Reserves a place in the channel first. Without one, the span is only counted, and need not be
-        // created.
+        // Reserves a place in the channel first. If the channel is full, the span is only counted and does not have to
+        // be created.
         let Ok(place) = sender.try_reserve() else {
             self.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
@@ -168,7 +168,7 @@ mod tests {
         drawn.sort_unstable();
         drawn.dedup();
         assert_eq!(drawn.len(), 100_000);
-        // The only state whose mixed value is zero.
+        // This is the only state whose mixed value is zero.
         assert_eq!(SpanIds(0_u64.wrapping_sub(0x9e37_79b9_7f4a_7c15)).next(), NonZeroU64::MIN);
     }
 }

@@ -1,6 +1,5 @@
-//! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each
-//! thread was ready without running. The background thread reads these files at policy's request, and policy
-//! decides.
+//! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each thread was
+//! ready without running. The background thread reads these files at policy's request, and policy decides.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -8,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// Maximum number of threads that are examined per worker.
+/// Maximum number of threads examined per worker.
 const THREADS_MAX: usize = 256;
 
 /// Number of checks of silent workers per heartbeat interval.
@@ -29,15 +28,15 @@ struct SchedStats {
 #[derive(Clone, Copy, Debug, Default)]
 struct Thread {
     ran_ns: u64,
-    /// Total time during which the thread was ready but not running, in nanoseconds. The kernel adds a wait
-    /// when it ends.
+    /// Total time during which the thread was ready but not running, in nanoseconds. The kernel adds a wait only when
+    /// it ends.
     waited_ns: u64,
     /// True if the thread is running or ready to run.
     is_ready: bool,
 }
 
-/// Rounds the time of a worker's last heartbeat up to a quarter of the heartbeat interval, so that workers
-/// with similar times are checked together, with a single wake-up.
+/// Rounds the time of a worker's last heartbeat up to a multiple of a quarter of the heartbeat interval. Workers with
+/// similar times are then checked together, with a single wake-up.
 pub(super) fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
     let grid = u64::try_from(heartbeat.as_nanos() / CHECKS_PER_HEARTBEAT).unwrap_or(u64::MAX).max(1);
     let at = now - since;
@@ -49,7 +48,7 @@ impl Watch {
         Self { pid, begun: OnceLock::new() }
     }
 
-    /// Records the current statistics, to be compared later.
+    /// Records the current statistics for a later comparison.
     pub(super) fn begin(&self) {
         self.begun.get_or_init(|| SchedStats::of(self.pid));
     }
@@ -76,19 +75,20 @@ impl SchedStats {
 }
 
 impl Thread {
-    /// Returns how long the thread was ready but not running during the last `passed`.
+    /// Returns how long the thread was ready but not running between `before` and `self`, which were recorded `passed`
+    /// apart.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
         if self.is_ready && before.is_ready {
-            // The kernel's statistics do not include a wait that has not ended.
+            // The kernel's statistics do not include a wait that is still in progress.
             return passed.saturating_sub(since(self.ran_ns, before.ran_ns)).max(waited);
         }
         waited
     }
 }
 
-/// Returns the statistics of all threads of a process, by thread id. Empty if the kernel provides none.
+/// Returns the statistics of all threads of a process, by thread ID. Empty if the kernel does not provide any.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let stats = |entry: std::fs::DirEntry| {
@@ -100,7 +100,7 @@ fn threads(pid: u32) -> HashMap<u32, Thread> {
 }
 
 impl Thread {
-    /// Parses the files `schedstat` and `stat` of a thread.
+    /// Parses the contents of a thread's `schedstat` and `stat` files.
     fn read(schedstat: &str, stat: &str) -> Option<Self> {
         let mut stats = schedstat.split(' ').map(str::parse);
         // The name before the state can contain any character, even a parenthesis.
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_with_similar_heartbeat_times_are_checked_together() {
+    fn checks_workers_with_similar_heartbeat_times_together() {
         let (second, ms) = (Duration::from_secs(1), Duration::from_millis);
         let now = Time::ZERO + ms(10_000);
         let of = |since| beat_at(now, ms(since), second);
@@ -142,8 +142,7 @@ mod tests {
             eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
         }
-        // No thread has waited for half of this hour. The current thread is running, so its state is
-        // overwritten.
+        // No thread has waited for half of this hour. The current thread is running, so its state is overwritten.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;
         }
@@ -153,9 +152,9 @@ mod tests {
         assert!(!watch.is_starved(), "there are no earlier statistics to compare with");
     }
 
-    /// The arguments are numbers of seconds within a window of ten seconds.
+    /// The arguments are numbers of seconds within a ten-second window.
     #[test]
-    fn thread_is_starved_if_mostly_ready_without_running() {
+    fn thread_that_is_ready_but_rarely_runs_is_starved() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {
             let thread = |seconds: [u64; 2], is_ready| {
                 let [ran_ns, waited_ns] = seconds.map(|seconds| (7 + seconds) * 1_000_000_000);
@@ -170,16 +169,16 @@ mod tests {
             now.is_starved_since(&before)
         };
         assert!(after(1, 5, [false, false]), "the thread waited and is sleeping again");
-        assert!(after(0, 0, [true, true]), "the thread has been waiting all the time");
+        assert!(after(0, 0, [true, true]), "the thread has been waiting the whole time");
         assert!(after(3, 1, [true, true]));
         assert!(!after(0, 4, [false, false]), "the thread slept for more than half of the time");
-        assert!(!after(10, 0, [true, true]), "the thread has been running all the time");
+        assert!(!after(10, 0, [true, true]), "the thread has been running the whole time");
         assert!(!after(6, 0, [true, true]));
-        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "the thread may have slept");
+        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "the thread might have slept");
     }
 
     #[test]
-    fn scheduling_statistics_are_parsed_for_any_thread_name() {
+    fn parses_scheduling_statistics_for_any_thread_name() {
         let read = |stat| Thread::read("12 34 5\n", stat);
         let thread = read("7 (a) S b) R 1 2 3\n").unwrap();
         assert_eq!((thread.ran_ns, thread.waited_ns, thread.is_ready), (12, 34, true));

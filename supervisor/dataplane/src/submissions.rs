@@ -14,7 +14,7 @@ use bulkhead_shared::{Priority, RejectReason};
 pub(super) struct SubmitExtensions {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
-    /// Location of the payload, if it is in a memory file.
+    /// Location of the payload, if the payload is in a memory file.
     pub(super) leased: Option<LeaseRef>,
 }
 
@@ -28,7 +28,7 @@ pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
     Traceparent::parse(text)
 }
 
-/// Checks the form of a submission. Returns its extensions, or the reason for rejecting the job.
+/// Checks the form of a submission. Returns its extensions, or the reason why the job is rejected.
 pub(super) fn check_form(
     submit: &Submit<'_>,
     extensions: &Extensions<'_>,
@@ -44,11 +44,13 @@ pub(super) fn check_form(
         return invalid("the names of the operation and the tenant must not contain a NUL byte".into());
     }
     if Priority::from_code(submit.priority).is_none() {
-        return invalid(format!("there is no priority {}", submit.priority));
+        return invalid(format!("unknown priority {}", submit.priority));
     }
     let run_limit = extensions.get(tag::RUN_LIMIT).map(decode_run_limit);
     if run_limit == Some(None) {
-        return invalid("the run limit must be a number of microseconds in 8 bytes, at least 1".into());
+        return invalid(
+            "the run limit must be a number of microseconds, encoded in 8 bytes and at least 1".into(),
+        );
     }
     let leased = match extensions.get(tag::LEASE).map(LeaseRef::from_bytes) {
         Some(None) => return invalid("the name of a lease must have 16 bytes".into()),

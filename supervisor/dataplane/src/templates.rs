@@ -1,10 +1,10 @@
-//! Templates (`start.mode = "fork"`): processes from which the workers of a compartment are forked. Policy
-//! knows nothing about templates. A worker that policy starts waits here until the template is ready. If the
-//! template exits before it is ready, the worker's start fails.
+//! Templates (`start.mode = "fork"`): processes from which a compartment's workers are forked. Policy does not know
+//! about templates. A worker that policy starts waits here until the template is ready. If the template exits before it
+//! is ready, the worker's start fails.
 //!
-//! A template is started when a worker needs one. It is replaced when an operator restarts the bulkhead, when
-//! workers must run another program, or when many forked workers have died by a signal. In the last case, an
-//! attacker may have guessed the addresses, which all forked workers share.
+//! A template is started when a worker needs one. It is replaced when an operator restarts the bulkhead, when workers
+//! must run another program, or when many forked workers have been killed by a signal. In the last case, an attacker
+//! may be guessing addresses, which are the same in all forked workers.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,8 +18,8 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of forked workers that died by a signal after which the template is replaced. The template and its
-/// workers share addresses and stack canaries.
+/// Number of forked workers killed by a signal after which the template is replaced. The template and its workers share
+/// addresses and stack canaries.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
@@ -27,11 +27,10 @@ pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
     /// Templates that can fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
-    /// User ids of templates that have exited but whose descendants have not, by spawn number.
+    /// UIDs of templates that have exited but still have descendants, by spawn number.
     leaving: HashMap<u64, u32>,
     effects: VecDeque<Effect>,
-    /// True if a template may be starting, or if the output of a template may not have been passed to the
-    /// control plane.
+    /// True if a template might be starting, or if a template's output might not have been passed to the control plane.
     needs_checks: bool,
 }
 
@@ -39,24 +38,24 @@ struct Template {
     order: TemplateOrder,
     phase: Phase,
     pid: Option<u32>,
-    /// Workers that are waiting for the template, with their slots.
+    /// Workers waiting for the template, with their slots.
     waiting: Vec<(WorkerId, u32)>,
-    /// Last status message that the template sent.
+    /// Most recent status message from the template.
     last_status: Option<String>,
-    /// Number of forked workers that died by a signal.
+    /// Number of forked workers killed by a signal.
     signal_deaths: u32,
 }
 
-/// Data of a template that the keeper was ordered to start.
+/// Data of a template that the keeper has been ordered to start.
 pub(super) struct TemplateOrder {
-    /// Compartment of the template. Can be removed before the template exits, which then forks no more
-    /// workers.
+    /// Compartment of the template. The compartment can be removed before the template exits. The template then does
+    /// not fork any more workers.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time until the template is ready, and maximum length of each extension.
+    /// Maximum time until the template must be ready, and maximum length of each extension.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
-    /// User id of the template, or `None` if templates have no separate user ids.
+    /// The template's separate UID, or `None` if templates have no separate UIDs.
     pub(super) id: Option<u32>,
     pub(super) output: Option<Output>,
 }
@@ -80,7 +79,7 @@ pub(super) enum Effect {
     OrderWorker(CompartmentIndex, WorkerId, u32),
     /// Reports to policy that a worker could not be started.
     FailSpawn(CompartmentIndex, WorkerId, String),
-    /// Returns a user id to the pool of user ids.
+    /// Returns a UID to the UID pool.
     ReleaseId(u32),
 }
 
@@ -107,7 +106,7 @@ impl Templates {
 
     // Forking.
 
-    /// Requests a template for forking a worker of this program.
+    /// Requests a template from which a worker for this program can be forked.
     pub(super) fn fork(
         &mut self,
         compartment: CompartmentIndex,
@@ -126,8 +125,8 @@ impl Templates {
         }
     }
 
-    /// Adds a template that the keeper was ordered to start. `waiting` contains the workers that wait for the
-    /// template.
+    /// Adds a template that the keeper has been ordered to start. `waiting` contains the workers that are waiting for
+    /// the template.
     pub(super) fn add(&mut self, now: Time, spawn: u64, order: TemplateOrder, waiting: Vec<(WorkerId, u32)>) {
         self.current.insert(order.compartment, spawn);
         let phase = Phase::Starting { until: now + order.ready };
@@ -136,7 +135,7 @@ impl Templates {
         self.needs_checks = true;
     }
 
-    /// Ends the template of a compartment. Forked workers continue to run. Returns the workers that were
+    /// Ends a compartment's template. Workers that were forked from it continue to run. Returns the workers that were
     /// waiting for the template.
     pub(super) fn end(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.current.remove(&compartment) else { return Vec::new() };
@@ -145,14 +144,13 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends the template of a compartment, and starts the workers that were waiting for it again.
+    /// Ends a compartment's template, and restarts the workers that were waiting for it.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
     }
 
-    /// Removes a worker from those that wait for a template. If the worker was waiting, returns the reason
-    /// why its start failed.
+    /// Stops a worker from waiting for a template. If the worker was waiting, returns the reason why its start failed.
     pub(super) fn cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let templates = self.by_spawn.values_mut();
         templates.filter(|template| template.order.compartment == compartment).find_map(|template| {
@@ -180,7 +178,7 @@ impl Templates {
         true
     }
 
-    /// Handles the failure to start a template. Returns false if `spawn` does not belong to a template.
+    /// Handles a failure to start a template. Returns false if `spawn` does not belong to a template.
     pub(super) fn failed(&mut self, spawn: u64, message: &str) -> bool {
         let Some(template) = self.remove(spawn) else { return false };
         self.effects.extend(template.order.id.map(Effect::ReleaseId));
@@ -195,7 +193,7 @@ impl Templates {
         let how = match death {
             _ if template.phase == Phase::TimedOut => "was not ready within `start.ready`".to_owned(),
             Some(death) => format!("ended: {death}"),
-            None => "ended with the keeper".to_owned(),
+            None => "died together with the keeper".to_owned(),
         };
         let program = template.order.program.path_for_messages();
         let message = format!("the template of {program} {how}{}", template.status_suffix());
@@ -215,7 +213,7 @@ impl Templates {
         self.effects.extend(id.map(Effect::ReleaseId));
     }
 
-    /// Handles the loss of the keeper, with which all templates have died.
+    /// Handles the loss of the keeper. All templates have died with it.
     pub(super) fn keeper_lost(&mut self) {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable();
@@ -246,8 +244,7 @@ impl Templates {
         }
     }
 
-    /// Ends a template whose temporary folder is too large. `bytes` does not include the folders of its
-    /// workers.
+    /// Ends a template whose temporary folder is too large. `bytes` does not include the folders of its workers.
     pub(super) fn check_temporary_folder(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         if template.order.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most) {
@@ -298,7 +295,7 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Takes the output of started templates that was not passed to the control plane.
+    /// Takes the output of started templates that has not been passed to the control plane yet.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
             let pid = template.pid?;
@@ -309,7 +306,7 @@ impl Templates {
         outputs.collect()
     }
 
-    /// Stores the output of a template again after it could not be passed to the control plane.
+    /// Puts a template's output back after it could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, spawn: u64, output: Output) {
         if let Some(template) = self.by_spawn.get_mut(&spawn) {
             template.order.output = Some(output);
@@ -356,7 +353,7 @@ mod tests {
         Arc::new(Program::new(&config.bulkheads[0], None, &support))
     }
 
-    /// Returns a fixture in which template 10 has been starting since `now`, and a worker waits for it.
+    /// Returns a fixture in which template 10 has been starting since `now` and a worker is waiting for it.
     fn starting(now: Time) -> (Templates, Arc<Program>) {
         let (mut templates, program) = (Templates::default(), program());
         assert_eq!(templates.fork(compartment(), &program, (worker(1), 0)), Fork::NoTemplate);
@@ -377,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_workers_are_ordered_when_the_template_is_ready() {
+    fn starts_waiting_workers_when_template_is_ready() {
         let (mut templates, program) = starting(at(0));
         assert_eq!(templates.fork(compartment(), &program, (worker(2), 1)), Fork::Waits);
         assert!(templates.spawned(at(1), 10, 99) && !templates.spawned(at(1), 11, 99));
@@ -390,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn template_that_is_not_ready_in_time_is_killed() {
+    fn kills_template_that_is_not_ready_in_time() {
         let (mut templates, _) = starting(at(0));
         templates.spawned(at(1), 10, 99);
         templates.message(at(4), 10, TemplateReport::Extend(Duration::from_secs(60)));
@@ -407,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_waiting_for_a_template_can_be_cancelled() {
+    fn cancels_worker_that_is_waiting_for_a_template() {
         let (mut templates, _) = starting(at(0));
         templates.message(at(1), 10, TemplateReport::Status("loading".into()));
         let message = templates.cancel(compartment(), worker(1));
@@ -416,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn many_deaths_by_signal_replace_the_template() {
+    fn replaces_template_after_many_deaths_by_signal() {
         let (mut templates, program) = starting(at(0));
         templates.message(at(1), 10, TemplateReport::Ready);
         effects(&mut templates);
@@ -431,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn keeper_loss_releases_user_ids_of_templates() {
+    fn releases_user_ids_of_templates_when_keeper_is_lost() {
         let (mut templates, _) = starting(at(0));
         templates.keeper_lost();
         let all = effects(&mut templates);

@@ -1,22 +1,22 @@
-//! Time budgets for work that clients can cause in large amounts at little cost, and that can be delayed:
-//! accepting connections, cleaning up closed connections, and replying to rejected frames. Each budget is a
-//! fixed share of the time of one processor. Without budgets, the data plane would never sleep under such
-//! load, which would slow down workers and clients on a machine without an idle processor.
+//! Time budgets for work that can be delayed and that clients can cause in large amounts at little cost: accepting
+//! connections, cleaning up closed connections, and replying to rejected frames. Each budget is a fixed share of one
+//! processor's time. Without budgets, the data plane would never sleep under such load. On a machine without an idle
+//! processor, this would slow down workers and clients.
 
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// Maximum budget that can accumulate, in nanoseconds. Enough to accept about two dozen connections at once.
-/// Other work can be delayed by this time.
+/// Maximum budget that can accumulate, in nanoseconds. Enough to accept about two dozen connections in a row. Other
+/// work can be delayed by this time.
 const BALANCE_NS_MAX: i64 = 250_000;
 
-/// Maximum time charged for one piece of work. A longer time usually means that the thread was interrupted.
+/// Maximum time charged for one piece of work. If more time has passed, the thread was most likely interrupted.
 const CHARGE_MAX: Duration = Duration::from_millis(1);
 
 /// Time budget for one kind of work.
 pub(super) struct TimeBudget {
-    /// Reciprocal of the share of processor time.
+    /// Reciprocal of the share of a processor's time.
     divisor: i64,
     /// Remaining time, in nanoseconds. While it is negative, the work must pause.
     remaining_ns: i64,
@@ -29,7 +29,7 @@ impl TimeBudget {
         Self { divisor, remaining_ns: BALANCE_NS_MAX, filled_at: Time::ZERO }
     }
 
-    /// Refills the budget. Returns true if time is left.
+    /// Refills the budget. Returns true if there is time left.
     pub(super) fn has_time(&mut self, now: Time) -> bool {
         let passed = i64::try_from(now.since(self.filled_at).as_nanos()).unwrap_or(i64::MAX);
         self.remaining_ns = (self.remaining_ns.saturating_add(passed / self.divisor)).min(BALANCE_NS_MAX);
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_gets_exactly_its_share_of_the_time() {
+    fn work_gets_exactly_its_share_of_time() {
         let mut budget = TimeBudget::one_in(4);
         let (mut now, mut worked) = (Time::ZERO + Duration::from_secs(60), Duration::ZERO);
         let end = now + Duration::from_secs(10);
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_budget_accumulates_only_up_to_a_maximum() {
+    fn unused_budget_accumulates_up_to_a_maximum() {
         let mut budget = TimeBudget::one_in(8);
         let now = Time::ZERO + Duration::from_secs(3600);
         let piece = Duration::from_micros(10);
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn charge_for_a_single_piece_of_work_is_limited() {
+    fn limits_charge_for_a_single_piece_of_work() {
         let mut budget = TimeBudget::one_in(4);
         let now = Time::ZERO + Duration::from_secs(1);
         assert!(budget.has_time(now));

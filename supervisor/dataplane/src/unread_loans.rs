@@ -1,10 +1,10 @@
-//! Limits the descriptors in transit: memory files in messages that their receivers have not read.
+//! Limits the number of descriptors in transit. These are memory files in messages that their receivers have not read.
 //!
-//! An unprivileged supervisor can have only as many descriptors in transit, to all receivers together, as its
-//! limit of open files allows. A single receiver that never reads could exhaust this limit, and then no
-//! descriptor could be sent to the keeper. So each receiver gets only a few descriptors until the kernel
-//! reports that it has read everything, and all receivers together can use only a part of the limit. When a
-//! connection is closed, its unread loans count until the peer has also closed it.
+//! The descriptors that an unprivileged supervisor has in transit, to all receivers together, cannot exceed its limit
+//! on open files. A single receiver that never reads could exhaust this limit, and then no descriptor could be sent to
+//! the keeper. Each receiver is therefore sent only a few descriptors until the kernel reports that it has read
+//! everything, and all receivers together can use only part of the limit. When a connection is closed, its unread loans
+//! still count until the peer has closed the connection too.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -13,11 +13,11 @@ use bulkhead_linux::unread;
 /// Maximum number of unread loans per receiver.
 const UNREAD_MAX: u8 = 4;
 
-/// Number of loans that a receiver may not have read.
+/// Number of loans that a receiver might not have read yet.
 #[derive(Debug, Default)]
 pub(super) struct ReceiverLoans(u8);
 
-/// Loans that receivers may not have read.
+/// Loans that receivers might not have read yet.
 #[derive(Debug)]
 pub(super) struct UnreadLoans {
     unread: usize,
@@ -40,18 +40,18 @@ impl UnreadLoans {
         receiver.0 < UNREAD_MAX && self.unread < self.most
     }
 
-    /// Counts a loan that was sent.
+    /// Counts a loan that has been sent.
     pub(super) fn lent(&mut self, receiver: &mut ReceiverLoans) {
         receiver.0 += 1;
         self.unread += 1;
     }
 
-    /// Stops counting the loans of a receiver, because its connection was passed on to another process.
+    /// Stops counting a receiver's loans, because its connection was passed on to another process.
     pub(super) fn forget(&mut self, receiver: &mut ReceiverLoans) {
         self.unread -= usize::from(std::mem::take(receiver).0);
     }
 
-    /// Prepares a connection for closing. Loans that the receiver has not read still count as in transit.
+    /// Prepares a connection for being closed. Loans that the receiver has not read still count as in transit.
     pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) {
         let left = std::mem::take(receiver);
         if left.0 == 0 {
@@ -59,7 +59,7 @@ impl UnreadLoans {
         }
         match socket.as_fd().try_clone_to_owned() {
             Ok(kept) if !is_read(&kept) => {
-                // For the receiver, this has the same effect as closing the socket.
+                // For the receiver, the effect is the same as if the socket were closed.
                 let _ = rustix::net::shutdown(&kept, rustix::net::Shutdown::Both);
                 self.closed.push((kept, left));
             }
@@ -94,9 +94,9 @@ mod tests {
 
     use super::*;
 
-    /// A new connection does not help, because the closed connection's unread loans still count.
+    /// A new connection does not help, because the unread loans of the closed connection still count.
     #[test]
-    fn receiver_that_does_not_read_gets_few_loans() {
+    fn receiver_that_does_not_read_is_sent_few_loans() {
         let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));
         let mut others = Vec::new();
         for _ in 0..2 {
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn receiver_that_reads_gets_any_number_of_loans() {
+    fn receiver_that_reads_is_sent_any_number_of_loans() {
         let mut lends = UnreadLoans::new(1);
         let (mut here, mut there) = UnixStream::pair().unwrap();
         let mut unread = ReceiverLoans::default();

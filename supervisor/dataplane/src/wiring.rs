@@ -1,4 +1,4 @@
-//! Connects the parts of the data plane with each other, the sockets and the event loop. Each file performs
+//! Connects the parts of the data plane with each other, with the sockets and with the event loop. Each file performs
 //! the effects of one part.
 
 mod commands;

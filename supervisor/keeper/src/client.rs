@@ -44,19 +44,19 @@ const ORPHANS_PER_CALL_MAX: usize = 64;
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         "exec" if error.kind() == io::ErrorKind::ArgumentListTooLong => {
-            " (the arguments, `env` and the content of `env_files` are too large together)"
+            " (the total size of the arguments, `env` and the content of `env_files` is too large)"
         }
         _ if step.starts_with("env_files") => "",
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
         "exec" | "working directory" => INACCESSIBLE_PATH_ADVICE,
         _ if step.starts_with("mount namespace: show") => INACCESSIBLE_PATH_ADVICE,
-        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own needs CAP_SYS_RESOURCE)",
+        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own requires CAP_SYS_RESOURCE)",
         _ => "",
     }
 }
 
 const INACCESSIBLE_PATH_ADVICE: &str =
-    " (check that the worker's user can access the path and every directory above)";
+    " (check that the worker's user can access the path and every directory above it)";
 
 /// The supervisor's handle to a keeper process.
 ///
@@ -72,7 +72,7 @@ pub struct Keeper {
     /// Workers whose pidfd was lost because this process had reached its file descriptor limit. These workers
     /// are killed and reported as failed.
     without_pidfd: HashSet<u64>,
-    /// Subordinate user ids for workers. If this keeper is lost, the ids are sent to the next keeper.
+    /// Subordinate user IDs for workers. If this keeper is lost, the IDs are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
     /// Descriptor that this keeper and its replacements keep open.
     lifeline: Option<Arc<OwnedFd>>,
@@ -86,7 +86,7 @@ enum KeeperProcess {
     Detached(DetachedKeeper),
 }
 
-/// Starts a replacement for a lost keeper, with the same program, subordinate user ids and lifeline.
+/// Starts a replacement for a lost keeper, with the same program, subordinate user IDs and lifeline.
 #[derive(Clone, Debug)]
 pub struct KeeperLauncher {
     program: PathBuf,
@@ -101,7 +101,7 @@ impl KeeperLauncher {
         &self.program
     }
 
-    /// Starts the keeper, and sends it the subordinate user ids for workers and the lifeline.
+    /// Starts the keeper, and sends it the subordinate user IDs for workers and the lifeline.
     pub fn start(&self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
@@ -130,8 +130,8 @@ impl Keeper {
     /// application. If the keeper is killed, its guard kills the processes left behind. The keeper exits when
     /// this process exits, or when the handle is dropped.
     ///
-    /// `program` must have the same version as this library. If its first argument is [`KEEPER_ARGUMENT`],
-    /// `program` must call [`crate::run_as_keeper`] first in `main`.
+    /// `program` must have the same version as this library. In `main`, `program` must first check whether its first
+    /// argument is [`KEEPER_ARGUMENT`] and, if so, call [`crate::run_as_keeper`].
     ///
     /// Blocks until the keeper is running, usually for about ten milliseconds.
     pub fn start_detached(program: &Path) -> io::Result<(Self, ProbeResult)> {
@@ -144,9 +144,9 @@ impl Keeper {
         Ok((Self::new(KeeperProcess::Detached(process), program, socket), found))
     }
 
-    /// Starts `program` as the keeper. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`crate::run_as_keeper`]. The usual program is `/proc/self/exe`. The keeper sends [`Report::Started`]
-    /// when it is ready.
+    /// Starts `program` as the keeper. `program` must call [`crate::run_as_keeper`] if its first argument is
+    /// [`KEEPER_ARGUMENT`]. The usual program is `/proc/self/exe`. The keeper sends [`Report::Started`] when it is
+    /// ready.
     pub fn start(program: &Path) -> io::Result<Self> {
         let (socket, theirs) = socket::pair()?;
         let mut command = Command::new(program);
@@ -177,8 +177,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// Sends the keeper a descriptor that it keeps open until it has killed all workers and exits. Later
-    /// keepers get it as well.
+    /// Sends the keeper a descriptor, which the keeper keeps open until it has killed all workers and exits.
+    /// Replacement keepers receive the descriptor as well.
     pub fn send_lifeline(&mut self, lifeline: Arc<OwnedFd>) -> io::Result<()> {
         self.send_order(Order::Lifeline.encode()?, vec![lifeline.try_clone()?])?;
         self.lifeline = Some(lifeline);
@@ -196,7 +196,7 @@ impl Keeper {
         }
     }
 
-    /// Returns the pid of the keeper.
+    /// Returns the PID of the keeper.
     pub fn pid(&self) -> u32 {
         match &self.process {
             KeeperProcess::Child(process) => process.id(),
@@ -278,7 +278,7 @@ impl Keeper {
         self.send_order(Order::Sample { worker, job }.encode()?, descriptors)
     }
 
-    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within milliseconds.
+    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within a few milliseconds.
     pub fn ping(&mut self) -> io::Result<()> {
         self.send_order(Order::Ping.encode()?, Vec::new())
     }
@@ -320,14 +320,14 @@ impl Keeper {
 
     /// Returns the next report, or `None` if no report has arrived.
     ///
-    /// After any error, the keeper must be replaced, and its workers die; see [`reap_after_keeper`].
+    /// After any error, the keeper must be replaced and its workers are lost; see [`reap_after_keeper`].
     /// [`io::ErrorKind::UnexpectedEof`] means that the keeper has exited.
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
             match socket::receive(&self.socket, &mut self.buffer)? {
                 Received::Nothing => return Ok(None),
                 Received::Closed => {
-                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has ended"));
+                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has exited"));
                 }
                 Received::Message(length, descriptors) => {
                     if let Some(report) = self.decode_report(length, descriptors)? {
@@ -395,9 +395,8 @@ impl Keeper {
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
     }
 
-    /// Orders the keeper to kill all workers with their descendants and then to exit. Waits until the keeper
-    /// has exited, which usually takes some milliseconds, but can take up to a minute if processes cannot be
-    /// killed.
+    /// Orders the keeper to kill all workers with their descendants and then to exit. Waits until the keeper has
+    /// exited, which usually takes a few milliseconds, but can take up to a minute if processes cannot be killed.
     pub fn shut_down(self) -> io::Result<()> {
         let Self { process, socket, .. } = self;
         drop(socket);
@@ -416,7 +415,7 @@ impl Keeper {
             return if status.success() {
                 Ok(())
             } else {
-                Err(io::Error::other(format!("the keeper ended with {status}")))
+                Err(io::Error::other(format!("the keeper failed: {status}")))
             };
         }
         process.kill()?;
@@ -448,8 +447,8 @@ pub fn become_subreaper() -> io::Result<()> {
 /// Kills a lost keeper and **all other descendants of this process**, and waits until none is left. Start the
 /// next keeper after this call; otherwise, this call would kill it as well.
 ///
-/// The calling program must have called [`become_subreaper`] and must have no other children, because this
-/// function kills and reaps all children. Blocks, usually for some milliseconds.
+/// The calling program must have called [`become_subreaper`] and must have no other children, because this function
+/// kills and reaps all children. Usually blocks for a few milliseconds.
 ///
 /// If the keeper was started by [`Keeper::start_detached`], the guard kills only the processes that belong to
 /// the keeper.

@@ -1,10 +1,10 @@
 //! The keeper, which starts, watches and kills all workers, and the supervisor's end of the connection to the
 //! keeper.
 //!
-//! The keeper is the supervisor's own program, started again with a hidden argument. Orders and reports go
-//! over one `SOCK_SEQPACKET` socket. The keeper knows nothing of jobs, bulkheads or restarts, and leaves all
-//! decisions to the supervisor. When the supervisor is gone for any reason, the keeper sees the end of file
-//! on the socket, kills all descendants, and exits.
+//! The keeper is the supervisor's own program, started again with a hidden argument. Orders and reports go over one
+//! `SOCK_SEQPACKET` socket. The keeper knows nothing about jobs, bulkheads or restarts, and leaves all decisions to
+//! the supervisor. When the supervisor is gone for any reason, the keeper reads end of file from the socket, kills all
+//! descendants, and exits.
 //!
 //! - [`client`](Keeper): the supervisor's end.
 //! - `client::detached`: the supervisor's end in an application that embeds a supervisor; `process::guard`:
@@ -13,22 +13,21 @@
 //!   workers in small steps.
 //! - `spawn`: the fork, and a table of the steps that the child executes before `execve`.
 //! - `confine`: the layers of confinement.
-//! - `subordinate_ids`: user ids for workers if the supervisor has no privileges.
+//! - `subordinate_ids`: user IDs for workers if the supervisor has no privileges.
 //! - `probe`: the layers that this machine supports.
-//! - `wait`: waits for the children of one keeper thread, and determines how they ended.
+//! - `wait`: waits for the children of one keeper thread, and determines why they exited.
 //! - `protocol`: orders, reports, and the socket for whole messages with descriptors.
 //!
 //! # Why the keeper has two threads
-//! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child
-//! of the thread that forked it. So the second thread forks the workers. The first thread waits with
-//! `__WNOTHREAD`, and thereby sees exactly the processes that dead workers left behind. `ECHILD` means that
-//! no such process is left, so the keeper need not scan all processes of the machine. The first thread blocks
-//! during each fork. So the two threads never run at the same time, and a process is known before the first
-//! thread can wait for it.
+//! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child of the
+//! thread that forked it. So the second thread forks the workers. The first thread waits with `__WNOTHREAD`, and
+//! thereby sees exactly the processes that dead workers left behind. `ECHILD` means that no such process is left, so
+//! the keeper does not need to scan all processes on the machine. The first thread blocks during each fork. So the two
+//! threads never run at the same time, and a process is known before the first thread can wait for it.
 //!
-//! Each worker is a child subreaper as well, so its orphans become its children. They are reparented to the
-//! keeper only when the worker dies. So every process that the keeper inherits was left behind by a dead
-//! worker, and is killed.
+//! Each worker is a child subreaper as well, so its orphans become its children. They are reparented to the keeper
+//! only when the worker dies. Every process that the keeper inherits was therefore left behind by a dead worker, and
+//! is killed.
 
 mod client;
 mod confine;

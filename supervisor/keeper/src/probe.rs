@@ -30,8 +30,8 @@ impl LayerSupport {
     }
 }
 
-/// Tries all layers of confinement. Usually takes some milliseconds. A trial that blocks is stopped after a
-/// few seconds.
+/// Tries all layers of confinement. Usually takes a few milliseconds. A trial that blocks is stopped after a few
+/// seconds.
 pub fn probe() -> Vec<LayerSupport> {
     let mut layers = landlock::probe();
     layers.extend(probe_seccomp());
@@ -75,7 +75,7 @@ fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
 /// under the profile `default`.
 pub const TREE_END: &str = "tree end";
 
-/// Checks that each worker can have a pid namespace, and a `/proc` for this namespace.
+/// Checks that each worker can be given a PID namespace, and a `/proc` for this namespace.
 fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     let has = |name: &str| is_available(layers, name);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
@@ -175,7 +175,7 @@ fn probe_descriptors() -> [LayerSupport; 3] {
     ]
 }
 
-/// Checks that a Unix socket provides a pidfd of its peer, and not only the peer's pid.
+/// Checks that a Unix socket provides a pidfd of its peer, and not only the peer's PID.
 fn peer_pidfd() -> Result<(), Errno> {
     let (socket, _peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
@@ -205,13 +205,13 @@ fn probe_capabilities() -> [LayerSupport; 3] {
         LayerSupport::of(
             "CAP_SYS_RESOURCE",
             tried(CapabilitySet::SYS_RESOURCE),
-            "needed only for limits above the supervisor's own: raise the supervisor's (ulimit -H, LimitNOFILE=)",
+            "needed only for limits above the supervisor's own: raise the supervisor's limits (ulimit -H, LimitNOFILE=)",
         ),
     ]
 }
 
-/// Checks the privileges for starting a worker as another user, giving it a folder, and inspecting and
-/// killing it.
+/// Checks for the privileges to start a worker as another user, give the worker a folder, and inspect and kill the
+/// worker.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [
         ("CAP_SETUID", CapabilitySet::SETUID),
@@ -253,7 +253,7 @@ fn probe_stacks() -> LayerSupport {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
     let is_root = rustix::process::geteuid().is_root();
     let can_trace = capabilities(None).is_ok_and(|own| own.effective.contains(CapabilitySet::SYS_PTRACE));
-    // The process does not exist, so any other error than ESRCH comes from a filter or a security module.
+    // The process does not exist, so any error other than ESRCH comes from a filter or a security module.
     let filtered =
         nix::sys::ptrace::seize(nix::unistd::Pid::from_raw(i32::MAX), nix::sys::ptrace::Options::empty());
     let (tried, what_to_do) = if scope.trim() == "3" {
@@ -319,8 +319,8 @@ mod tests {
         };
         let mounts = || std::fs::read("/proc/thread-self/mountinfo").unwrap();
         let before = (namespaces(), mounts());
-        // Other tests in this process open and close descriptors, so the measurement is repeated until they
-        // do not disturb it.
+        // Other tests in this process open and close descriptors, so the measurement is repeated until it is
+        // undisturbed.
         let is_flat = || {
             let before = descriptors_open();
             (0..5).for_each(|_| drop(probe()));

@@ -1,4 +1,4 @@
-//! The keeper process: a loop that handles orders, starting workers, forbidden system calls and exited
+//! The keeper process: a loop that handles orders, workers that are starting, forbidden system calls and exited
 //! processes.
 //!
 //! The keeper kills and reaps every worker, but never restarts one. It never blocks on the supervisor, on a
@@ -68,16 +68,16 @@ const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// iteration.
 const EVENTS_MAX: usize = 64;
 
-// The token of a worker's descriptor consists of the process id and one of the following bits.
+// The token of a worker's descriptor consists of the process ID and one of the following bits.
 /// Token bit for the seccomp listener.
 const LISTENER: usize = 1 << 32;
 /// Token bit for the pidfd.
 const EXIT: usize = 1 << 33;
-/// Token bit for the status pipe of the first process in a pid namespace.
+/// Token bit for the status pipe of the first process in a PID namespace.
 const STATUS: usize = 1 << 34;
 /// Token bit for the socket of a template.
 const TEMPLATE: usize = 1 << 35;
-/// Token bit for the socket of the first process in a template's pid namespace.
+/// Token bit for the socket of the first process in a template's PID namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
@@ -87,7 +87,7 @@ const WATCHED: usize = 1 << 37;
 /// Token with which the sampling thread wakes the loop.
 const SAMPLED: usize = 1 << 38;
 
-// The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.
+// The token of a worker's progress socket is the process ID alone. No worker has the PID 0 or 1.
 const ORDERS: usize = 0;
 const SIGCHLD: usize = 1;
 
@@ -108,7 +108,7 @@ pub fn run_as_keeper() -> ! {
     let result = guard.and_then(set_up).and_then(EventLoop::start).and_then(EventLoop::run);
     if let Err(error) = &result {
         // Standard error is inherited from the supervisor. If it is closed, the error cannot be reported.
-        let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
+        let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to manage the workers: {error}");
     }
     std::process::exit(i32::from(result.is_err()))
 }
@@ -136,8 +136,8 @@ fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_block
     poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
 }
 
-/// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is
-/// being forked can have a copy, which stays registered. Ignores errors, because no caller could handle them.
+/// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is being forked
+/// may hold a copy, which stays registered. Ignores errors, because no caller could handle them.
 fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
@@ -151,7 +151,7 @@ struct Child {
     rlimits: Vec<Rlimit>,
     /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
-    /// Pid of the worker, once it is known. In a pid namespace, the worker is a child of the process that the
+    /// PID of the worker, once it is known. In a PID namespace, the worker is a child of the process that the
     /// keeper forked.
     process: u32,
     /// Descriptor that receives notifications of forbidden system calls.
@@ -162,13 +162,13 @@ struct Child {
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     observed: Observed,
-    /// Pipe on which the first process of a pid namespace reports how the worker ended.
+    /// Pipe on which the first process of a PID namespace reports how the worker exited.
     status: Option<OwnedFd>,
     /// Set if this child is a template.
     template: Option<Template>,
-    /// Set if this child is a template in a pid namespace, which its workers share.
+    /// Set if this child is a template in a PID namespace, which its workers share.
     namespace: Option<TemplateNamespace>,
-    /// Set if this child is a worker in a template's pid namespace.
+    /// Set if this child is a worker in a template's PID namespace.
     member: Option<NamespaceMember>,
 }
 
@@ -203,7 +203,7 @@ impl Child {
         }
     }
 
-    /// Determines how the worker ended, from the exit status and what the keeper knows about the worker.
+    /// Determines why the worker exited, from the exit status and the keeper's own record of the worker.
     fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
         match (exit, self.violation) {
@@ -217,7 +217,7 @@ impl Child {
         }
     }
 
-    /// Returns the descriptors on which a template and the first process of a pid namespace send reports,
+    /// Returns the descriptors on which a template and the first process of a PID namespace send reports,
     /// each with its token bit. All descriptors must be registered, because otherwise the keeper would miss
     /// exits.
     fn report_descriptors(&self) -> impl Iterator<Item = (&OwnedFd, usize)> {
@@ -258,7 +258,7 @@ enum Stage {
     Running,
     /// The start was reported as failed. The child only has to be reaped.
     Failed,
-    /// The worker's exit was reported, but the first process of the worker's pid namespace is still running.
+    /// The worker's exit was reported, but the first process of the worker's PID namespace is still running.
     Ended,
 }
 
@@ -269,12 +269,12 @@ struct EventLoop {
     watched: Option<WatchedProcesses>,
     sigchld: SignalFd,
     forker: Forker,
-    /// User namespace with the subordinate ids. `None` if the supervisor has not sent one.
+    /// User namespace with the subordinate IDs. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
     /// Descriptor whose other end reports the exit of this process.
     lifeline: Option<OwnedFd>,
     children: HashMap<u32, Child>,
-    /// Pids of workers, by spawn number.
+    /// PIDs of workers, by spawn number.
     by_worker: HashMap<u64, u32>,
     templates: BTreeSet<u32>,
     own_status: observe::KeeperStatus,
@@ -287,9 +287,9 @@ struct EventLoop {
     priority: PriorityBoost,
     samples: Samples,
     outbox: Outbox,
-    /// True if the socket can contain unread orders.
+    /// True if the socket may contain unread orders.
     has_orders: bool,
-    /// True if the outbox waits for the socket to become writable.
+    /// True if the outbox is waiting for the socket to become writable.
     is_blocked: bool,
     order_buffer: Vec<u8>,
 }
@@ -351,7 +351,7 @@ impl EventLoop {
             }
         };
         self.priority.raise();
-        // The processes in a pid namespace die together with the namespace's first process.
+        // The processes in a PID namespace die together with the namespace's first process.
         for (&pid, _) in self.children.iter().filter(|(_, child)| child.member.is_none()) {
             wait::kill_group(pid);
         }
@@ -372,8 +372,8 @@ impl EventLoop {
         }
         for event in events.iter() {
             match event.token().0 {
-                // The event can also mean that the socket is closed or writable. In that case, receiving an
-                // order finds none.
+                // The event can also mean that the socket is closed or writable. In that case, there is no order to
+                // receive.
                 ORDERS => self.has_orders = true,
                 WATCHED if self.watched.is_some() => return Ok(false),
                 SAMPLED => {}
@@ -449,7 +449,7 @@ impl EventLoop {
         let refused = || {
             io::Error::new(
                 io::ErrorKind::InvalidData,
-                "the keeper received an order that its version does not know",
+                "the keeper received an order that its version does not support",
             )
         };
         match Order::decode(message).ok_or_else(refused)? {
@@ -466,7 +466,7 @@ impl EventLoop {
             Order::Namespace => self.subordinate_namespace = descriptors.into_iter().next().map(Arc::new),
             Order::Lifeline => self.lifeline = descriptors.into_iter().next(),
             Order::Kill { worker } => {
-                // A child in the table has not been reaped, so the pid is valid.
+                // A child in the table has not been reaped, so the PID is valid.
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_namespace = |child: &Child| child.namespace.is_some() || child.member.is_some();
                     if !self.children.get(&pid).is_some_and(is_in_namespace) {

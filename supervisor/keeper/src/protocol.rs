@@ -1,7 +1,7 @@
 //! Messages between supervisor and keeper.
 //!
-//! - `orders`: orders of the supervisor, and their encoding.
-//! - `reports`: reports of the keeper.
+//! - `orders`: orders from the supervisor, and their encoding.
+//! - `reports`: reports from the keeper.
 //! - [`confinement`]: the requested confinement of a worker, and the confinement read back from the kernel.
 //! - `layer_support`: the layers of confinement that this machine supports.
 //! - `guard`: arguments and message of the guard of an embedded supervisor.

@@ -38,11 +38,11 @@ const PROC_FILE_BYTES_MAX: u64 = 1 << 20;
 /// Number of bytes below the stack pointer that functions without a frame can use (x86-64).
 const RED_ZONE_BYTES: u64 = 128;
 
-/// Pause between checks whether threads have stopped, and whether the worker has written its text.
+/// Interval between checks for stopped threads, and for text from the worker.
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record in the file, behind the total size of all records.
+/// Offset of the first record in the file, after the total size of all records.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
 /// Worker to sample, and files that receive the stacks.
@@ -57,7 +57,7 @@ pub(crate) struct SampleRequest {
     pub(crate) text: Option<OwnedFd>,
 }
 
-/// Process id, with the start time that distinguishes the process from later processes with the same id.
+/// Process ID, with the start time that distinguishes the process from later processes with the same ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ProcessStart {
     id: u32,
@@ -65,12 +65,12 @@ pub(crate) struct ProcessStart {
 }
 
 impl ProcessStart {
-    /// Returns `None` if no process has this id.
+    /// Returns `None` if no process has this ID.
     pub(crate) fn of(id: u32) -> Option<Self> {
         Some(Self { id, started: start_time(id)? })
     }
 
-    /// Returns true if the id still refers to this process.
+    /// Returns true if the ID still refers to this process.
     fn is_current(self) -> bool {
         Self::of(self.id) == Some(self)
     }
@@ -111,7 +111,7 @@ impl SampleRequest {
 }
 
 /// Returns the descendants of a process, parents before children. Faster than [`descendants_of`], which reads all
-/// processes of the machine.
+/// processes on the machine.
 fn descendants(root: u32) -> Vec<u32> {
     let mut found = vec![root];
     let mut next = 0;
@@ -177,7 +177,7 @@ struct Tracee {
 
 impl Drop for Tracee {
     fn drop(&mut self) {
-        // Fails if the thread has not stopped. The kernel releases such threads when the calling thread ends.
+        // Fails if the thread has not stopped. The kernel releases such threads when the calling thread exits.
         let _ = ptrace::detach(pid(self.id), None);
     }
 }
@@ -254,11 +254,11 @@ fn pid(id: u32) -> Pid {
     Pid::from_raw(id.cast_signed())
 }
 
-/// Attaches to a thread and requests that it stops.
+/// Attaches to a thread and requests it to stop.
 fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
     ptrace::seize(pid(id), ptrace::Options::empty())?;
     let tracee = Tracee { id };
-    // From here on, the thread's id cannot be reused.
+    // From here on, the thread's ID cannot be reused.
     let is_thread = std::fs::exists(format!("/proc/{}/task/{id}", process.id)).unwrap_or(false);
     if !is_thread || !process.is_current() {
         return Err(Errno::ESRCH);
@@ -267,7 +267,7 @@ fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
     Ok(tracee)
 }
 
-/// Returns true if the thread has ended.
+/// Returns true if the thread has exited.
 fn is_dead(header: &Header) -> bool {
     matches!(header.state, 0 | b'Z' | b'X')
 }
@@ -300,7 +300,7 @@ fn registers(id: u32) -> Option<Registers> {
     Some(Registers { all, stack_pointer: found.sp })
 }
 
-/// Returns the stack from the red zone to the end of its mapping, and sets its start in the header.
+/// Returns the stack from the red zone to the end of its mapping, and stores its start address in the header.
 fn read_stack(id: u32, stack_pointer: u64, maps: &[u8], header: &mut Header) -> Vec<u8> {
     let start = stack_pointer.saturating_sub(RED_ZONE_BYTES);
     let Some(end) = mapping_end(maps, stack_pointer) else { return Vec::new() };
@@ -314,7 +314,7 @@ fn read_stack(id: u32, stack_pointer: u64, maps: &[u8], header: &mut Header) -> 
 
 /// Returns the end of the mapping that contains an address.
 fn mapping_end(maps: &[u8], address: u64) -> Option<u64> {
-    // The lines are sorted. The mapping of a stack can have grown downwards meanwhile.
+    // The lines are sorted. The mapping of a stack may have grown downwards in the meantime.
     maps.split(|byte| *byte == b'\n').find_map(|line| {
         let range = std::str::from_utf8(line.split(|byte| *byte == b' ').next()?).ok()?;
         let end = u64::from_str_radix(range.split_once('-')?.1, 16).ok()?;
@@ -339,7 +339,7 @@ fn executable_mappings(maps: &[u8]) -> Vec<u8> {
     lines
 }
 
-/// Returns the ids of the threads of a process, the first thread first.
+/// Returns the thread IDs of a process, starting with the first thread.
 fn threads_of(process: u32) -> Vec<u32> {
     let entries = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let mut threads: Vec<u32> =

@@ -1,9 +1,9 @@
 //! The fork, and the steps of the child until it executes the worker's program.
 //!
-//! The child contains only the forking thread, and locks that other threads held at the fork stay locked
-//! forever. So between the fork and `execve`, the child makes only raw system calls on prepared data,
-//! allocates nothing and cannot panic. [`steps`] contains a table of these steps. If a step fails, the worker
-//! does not start, and the supervisor gets the name of the step.
+//! The child contains only the forking thread, and locks that other threads held at the time of the fork stay locked
+//! forever. So between the fork and `execve`, the child makes only raw system calls on prepared data, allocates
+//! nothing and cannot panic. [`steps`] contains a table of these steps. If a step fails, the worker does not start,
+//! and the supervisor receives the name of the step.
 //!
 //! - `prepared`, `confinement`: everything that the child needs, prepared before the fork.
 //! - `forker`: the thread that forks. `clone`: the system call.
@@ -12,7 +12,7 @@
 //! - `program_rules`: the Landlock rules that the host of `exec` programs receives.
 //! - `mounts`: a private root folder, a private `/proc`, and paths that the worker's user cannot reach.
 //! - `user_namespace`: the fork into an existing user namespace.
-//! - `init`: the first process of a pid namespace, which is the parent of the worker or of a template.
+//! - `init`: the first process of a PID namespace, which is the parent of the worker or of a template.
 #![expect(unsafe_code, reason = "fork, execve and the calls in a forked child have no safe wrapper")]
 
 mod child;
@@ -55,7 +55,7 @@ const SECCOMP_STEP: &str = "seccomp";
 /// Exit code of a child that failed before `execve`. Not reported by the keeper.
 const FAILED_EXIT_CODE: i32 = 127;
 
-/// Error of a worker's start: the failed step and the error number.
+/// Error from starting a worker: the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SpawnError {
     pub(crate) step: String,
@@ -72,12 +72,12 @@ impl SpawnError {
     }
 }
 
-/// Checks that the first process of a template's pid namespace can list its children.
+/// Checks that the first process of a template's PID namespace can list its children.
 pub(crate) fn can_list_children() -> Result<(), Errno> {
     init::template::open_children().map(drop)
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process without running anything that the parent registered.
+    // SAFETY: exits without running exit handlers that the parent has registered.
     unsafe { libc::_exit(code) }
 }

@@ -1,7 +1,7 @@
-//! Worker ids for a supervisor without privileges: the ids that `/etc/subuid` and `/etc/subgid` assign to its
+//! Worker IDs for an unprivileged supervisor: the IDs that `/etc/subuid` and `/etc/subgid` assign to the supervisor's
 //! user.
 //!
-//! A single user namespace contains all of these ids and the supervisor's own user. It is created once at
+//! A single user namespace contains all of these IDs and the supervisor's own user. It is created once at
 //! startup, with the help of `newuidmap` and `newgidmap`, which have the rights that the user lacks. A
 //! worker's process enters the namespace before it executes the program. Inside, it has the same rights that
 //! a worker started by root has on the machine.
@@ -37,29 +37,29 @@ const CHILD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of bytes of a program's error output that are included in an error message.
 const STDERR_BYTES_MAX: u64 = 512;
 
-/// A range of ids, with both ends included.
+/// A range of IDs, with both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct IdRange {
     first: u32,
     last: u32,
 }
 
-/// A user namespace with subordinate ids for workers.
+/// A user namespace with subordinate IDs for workers.
 #[derive(Debug)]
 pub struct SubordinateIds {
-    /// First id of the range, both for users and for groups.
+    /// First ID of the range, both for users and for groups.
     pub first: u32,
-    /// Last id of the range.
+    /// Last ID of the range.
     pub last: u32,
     namespace: OwnedFd,
 }
 
 impl SubordinateIds {
-    /// Finds the subordinate ids of this user and creates the user namespace. The error message says how to
+    /// Finds the subordinate IDs of this user and creates the user namespace. The error message says how to
     /// fix the problem.
     ///
-    /// Forks once and runs two programs, which takes some milliseconds. Must be called before the process has
-    /// a second thread.
+    /// Forks once and runs two programs, which takes a few milliseconds. Must be called before the process has a
+    /// second thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
             return Err("root does not need subordinate ids".to_owned());
@@ -67,8 +67,7 @@ impl SubordinateIds {
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} disables subordinate ids", DISABLED_LAYERS));
         }
-        // The keeper would need a right that no namespace gives, in order to list the descriptors of another
-        // user's process.
+        // Listing the descriptors of another user's process would require a right that no namespace grants.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err(
                 "the kernel does not count descriptors of other users' processes: run kernel 6.2 or later"
@@ -89,12 +88,12 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over the ids and the user namespace that the guard created.
+    /// Takes over the IDs and the user namespace that the guard created.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
 
-    /// Returns a new descriptor of the user namespace.
+    /// Returns a new descriptor for the user namespace.
     pub(crate) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()
     }
@@ -113,7 +112,7 @@ fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     text.lines().filter_map(range).collect()
 }
 
-/// Returns the largest range of ids that is contained in both lists.
+/// Returns the largest range of IDs that is contained in both lists.
 fn largest_common(users: &[IdRange], groups: &[IdRange]) -> Option<IdRange> {
     let both = |one: &IdRange, other: &IdRange| IdRange {
         first: one.first.max(other.first),
@@ -123,7 +122,7 @@ fn largest_common(users: &[IdRange], groups: &[IdRange]) -> Option<IdRange> {
     all.filter(|range| range.first <= range.last).max_by_key(|range| range.last - range.first)
 }
 
-/// Creates a user namespace with this process's own user and group, and with the ids of `range`.
+/// Creates a user namespace with this process's own user and group, and with the IDs of `range`.
 fn create_namespace(programs: &[(&str, u32)], range: IdRange) -> Result<OwnedFd, String> {
     let child =
         NamespaceHolder::start().map_err(|error| format!("failed to create a user namespace: {error}"))?;
@@ -134,7 +133,7 @@ fn create_namespace(programs: &[(&str, u32)], range: IdRange) -> Result<OwnedFd,
     Ok(namespace.map_err(|error| format!("failed to open the new user namespace: {error}"))?.into())
 }
 
-/// Runs `newuidmap` or `newgidmap` to write an id map. Maps each id to itself.
+/// Runs `newuidmap` or `newgidmap` to write an ID map. Maps each ID to itself.
 fn run_map_program(
     program: &str,
     pid: i32,
@@ -153,7 +152,7 @@ fn run_map_program(
         _ => format!("failed to run {program}: {error}"),
     })?;
     if !exits_within(&running, MAP_TIMEOUT).map_err(|error| format!("{program}: {error}"))? {
-        let _ = running.kill(); // The program can have exited by now.
+        let _ = running.kill(); // The program may have exited by now.
         let _ = running.wait();
         return Err(format!("{program} took more than {MAP_TIMEOUT:?}"));
     }
@@ -163,14 +162,14 @@ fn run_map_program(
     }
     let mut message = Vec::new();
     if let Some(stderr) = running.stderr.take() {
-        let _ = stderr.take(STDERR_BYTES_MAX).read_to_end(&mut message); // Output that cannot be read is left out.
+        let _ = stderr.take(STDERR_BYTES_MAX).read_to_end(&mut message); // Output that cannot be read is omitted.
     }
     let message = String::from_utf8_lossy(&message).trim().replace('\n', "; ");
     let hint = match rustix::thread::no_new_privs() {
         Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in the unit)",
         _ => "",
     };
-    Err(format!("{program} ended with {status}: {message}{hint}"))
+    Err(format!("{program} failed with {status}: {message}{hint}"))
 }
 
 /// A child process that keeps a user namespace alive. Dropping this value kills the child.
@@ -203,7 +202,7 @@ impl NamespaceHolder {
 
 impl Drop for NamespaceHolder {
     fn drop(&mut self) {
-        // SAFETY: the child has not been waited for, so the pid still belongs to it.
+        // SAFETY: the child has not been waited for, so the PID still belongs to it.
         unsafe { libc::kill(self.pid, libc::SIGKILL) };
         let _ = wait_for_exit_code(self.pid); // Fails only if there is no such child.
     }
@@ -255,6 +254,6 @@ mod tests {
         let failed = |program| run_map_program(program, 1, 0, range).unwrap_err();
         assert!(failed("newuidmap-of-nowhere").contains("install the package uidmap"));
         let why = failed("false");
-        assert!(why.starts_with("false ended with"), "{why}");
+        assert!(why.starts_with("false failed with"), "{why}");
     }
 }

@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::protocol::{Exit, Usage};
 
-/// Interval between scans of all processes of the machine while all descendants are being killed.
+/// Interval between scans of all processes on the machine while all descendants are being killed.
 const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Pause between checks for processes that have died.
@@ -22,11 +22,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Result of waiting for a child.
 #[derive(Debug)]
 pub(crate) enum Waited {
-    /// There is no child with the requested pid, or no child at all.
+    /// There is no child with the requested PID, or no child at all.
     NoChild,
     /// There are children, but none of them has changed its state.
     NoChange,
-    /// A child has exited, and its pid can be reused.
+    /// A child has exited, and its PID can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
     /// A child has stopped because it asked to be traced by its parent, which only hostile programs do.
     Stopped { pid: u32 },
@@ -80,7 +80,7 @@ pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<boo
     wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
 
-/// Sends SIGKILL to a child that has not been waited for. The pid therefore still belongs to the child.
+/// Sends SIGKILL to a child that has not been waited for. The PID therefore still belongs to the child.
 pub(crate) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         // Fails only if the child is already dead or has changed its user. The keeper can do nothing else in
@@ -89,11 +89,11 @@ pub(crate) fn kill_child(pid: u32) {
     }
 }
 
-/// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead, but must not
-/// have been reaped.
+/// Sends SIGKILL to a worker and to the process group that it leads. The worker may be dead, but must not have been
+/// reaped.
 ///
-/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This
-/// ends most fork bombs before a scan, during which the keeper would compete with them for processor time.
+/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This stops most
+/// fork bombs before a scan, during which the keeper would compete with them for processor time.
 pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // Fails if the worker does not lead a process group yet. In that case, there is no other process to

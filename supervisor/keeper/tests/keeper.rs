@@ -83,7 +83,7 @@ impl Fixture {
             Report::Started { scan_always } => {
                 if scan_always {
                     println!(
-                        "NOTE: this kernel cannot distinguish orphans, so that every death scans /proc ... "
+                        "NOTE: this kernel cannot distinguish orphans, so every exit triggers a scan of /proc ... "
                     );
                 }
             }
@@ -126,7 +126,7 @@ impl Fixture {
         Worker { number: self.workers, link, stdout }
     }
 
-    /// Runs a shell script in a worker. Returns the worker and its pid.
+    /// Runs a shell script in a worker. Returns the worker and its PID.
     fn run(&mut self, script: &str) -> (Worker, u32) {
         let worker = self.order(shell(script));
         match self.next() {
@@ -178,7 +178,7 @@ fn shell(script: &str) -> SpawnOrder<'_> {
 }
 
 impl Worker {
-    /// Reads a line that contains a pid from the worker's output.
+    /// Reads a line that contains a PID from the worker's output.
     fn read_pid(&mut self) -> u32 {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -214,12 +214,12 @@ fn is_alive(pid: u32) -> bool {
 fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
+        assert!(start.elapsed() < limit, "timed out after {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Script that starts a process in a separate session, prints the pid of this process, and exits when the
+/// Script that starts a process in a separate session, prints the PID of this process, and exits when the
 /// link is closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
@@ -314,7 +314,7 @@ fn inherited_descriptors() {
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
         // The dynamic loader opens some descriptors, and closes them.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
-        wait_until("descriptors 0 to 3 are open, and no other", TIMEOUT, || open_files_of(pid) == expected);
+        wait_until("only descriptors 0 to 3 are open", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
         // The kernel reports the exec before the new environment is in place.
@@ -378,7 +378,7 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers that have orphans. Returns the workers, and the pids of workers and orphans.
+/// Starts workers that have orphans. Returns the workers, and the PIDs of workers and orphans.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -435,7 +435,7 @@ fn killed_detached_keeper() {
     let mut fixture = Fixture::start_detached();
     let (_workers, pids) = start_workers_with_orphans(&mut fixture, 20);
     fixture.signal_keeper(Signal::KILL);
-    wait_until("the keeper's end is reported", TIMEOUT, || fixture.keeper.receive().is_err());
+    wait_until("the keeper's exit is reported", TIMEOUT, || fixture.keeper.receive().is_err());
     let launcher = fixture.keeper.launcher();
     keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_alive(pid)));
@@ -458,7 +458,7 @@ fn killed_guard() {
     let stat = fs::read_to_string(format!("/proc/{}/stat", fixture.keeper.pid())).unwrap();
     let guard = stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap().parse().unwrap();
     send(guard, Signal::KILL);
-    wait_until("the keeper's end is reported", TIMEOUT, || fixture.keeper.receive().is_err());
+    wait_until("the keeper's exit is reported", TIMEOUT, || fixture.keeper.receive().is_err());
     keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_alive(pid)));
 }
@@ -496,7 +496,7 @@ fn prompt_exit_reports() {
     let dead: HashSet<u64> = (0..all.len())
         .map(|_| match fixture.next() {
             Report::Exited { worker, exit: Exit::Signal { number: 9, .. }, .. } => worker,
-            other => panic!("not all deaths are reported: {other:?}"),
+            other => panic!("not all exits are reported: {other:?}"),
         })
         .collect();
     assert_eq!(dead.len(), all.len());
@@ -635,7 +635,7 @@ fn unread_reports() {
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);
-        wait_until("the keeper takes orders", TIMEOUT, || {
+        wait_until("the keeper accepts orders", TIMEOUT, || {
             fixture.keeper.flush().unwrap();
             !fixture.keeper.has_pending_orders()
         });

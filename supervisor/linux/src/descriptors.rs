@@ -7,7 +7,7 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// Closes all descriptors from `first` on, except those in `kept`. Allocates no memory.
+/// Closes all descriptors numbered `first` or higher, except those in `kept`. Allocates no memory.
 ///
 /// # Safety
 ///

@@ -1,4 +1,4 @@
-//! Errors of raw system calls. No function allocates memory, so all can be used between `fork` and `execve`.
+//! Errors of raw system calls. No function allocates memory, so all functions can be used between `fork` and `execve`.
 
 use std::io;
 

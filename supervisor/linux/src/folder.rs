@@ -54,8 +54,8 @@ pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder. Can run in several processes and threads at the same time. Returns false if `entries_max` entries
-/// were not enough.
+/// Empties a folder. Can run in several processes and threads at the same time. Returns false if entries are left
+/// after `entries_max` have been processed.
 ///
 /// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree
 /// of a million levels needs no more descriptors than a flat folder, and no recursion.

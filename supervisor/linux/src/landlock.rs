@@ -1,5 +1,5 @@
-//! Landlock's system calls, with access rights as numbers. No function allocates memory, so all can be used between
-//! `fork` and `execve`.
+//! Landlock's system calls, with access rights as numbers. No function allocates memory, so all functions can be used
+//! between `fork` and `execve`.
 #![expect(unsafe_code, reason = "these system calls have no safe wrapper without an allocation")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know fewer
-/// fields, and accept further ones if they are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know
+/// fewer fields, and accept additional fields if these are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {
@@ -17,7 +17,7 @@ pub struct HandledAccess {
     pub files: u64,
     /// Rights for TCP sockets.
     pub network: u64,
-    /// Scopes, which restrict access to processes and sockets outside of the sandbox.
+    /// Scopes, which restrict access to processes and sockets outside the sandbox.
     pub scopes: u64,
 }
 
@@ -26,7 +26,7 @@ pub struct HandledAccess {
 pub fn abi_version() -> Result<u32> {
     const VERSION: libc::c_uint = 1;
     let nothing = std::ptr::null::<libc::c_void>();
-    // SAFETY: with this flag the call uses no memory and creates no descriptor.
+    // SAFETY: with this flag, the call uses no memory and creates no descriptor.
     let result = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, nothing, 0_usize, VERSION) };
     if result > 0 { Ok(result as u32) } else { Err(errno::last()) }
 }

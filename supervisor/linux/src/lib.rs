@@ -1,19 +1,19 @@
-//! Kernel interfaces for several crates: process trees, socket peers, waits, names and numbers.
+//! Kernel interfaces that several crates use: process trees, socket peers, waits, names and numbers.
 //!
-//! This crate knows nothing of workers or jobs, keeps no global state, and makes no decisions.
+//! This crate knows nothing about workers or jobs, keeps no global state, and makes no decisions.
 //!
 //! - [`process_tree`]: finds and kills the descendants of this process.
 //! - [`peer`]: identifies the process at the other end of a socket.
 //! - [`descriptors`]: closes descriptors by number.
 //! - [`scm_rights`]: sockets that refuse passed descriptors.
 //! - [`packets`]: non-blocking exchange of whole messages with descriptors.
-//! - [`listener`]: takes over listeners of a service manager, and closes TCP listeners without connection resets.
+//! - [`listener`]: takes over listeners from a service manager, and closes TCP listeners without connection resets.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
 //! - [`folder`]: empties a folder with untrusted content.
 //! - [`liveness`]: a descriptor that reports the exit of another program.
-//! - [`landlock`]: the system calls of Landlock.
+//! - [`landlock`]: Landlock's system calls.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.
-//! - [`scheduler`]: the scheduler's time slice of a thread.
+//! - [`scheduler`]: the scheduler time slice of a thread.
 //! - [`secret_file`]: reads files with secrets, and checks their owner and mode.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.

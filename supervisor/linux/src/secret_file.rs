@@ -12,7 +12,7 @@ use zeroize::Zeroizing;
 
 use crate::errno;
 
-/// Maximum size of the value of an environment variable that comes from a file, in bytes.
+/// Maximum size, in bytes, of the value of an environment variable that is read from a file.
 pub const VARIABLE_BYTES_MAX: usize = 64 * 1024;
 
 /// Mode bits that a secret file must not have: write permission for the group, and any permission for others.
@@ -73,7 +73,7 @@ impl fmt::Display for SecretFileError {
                 write!(f, "has the mode {mode:04o}, so other users can read or change it")
             }
             Self::TooLarge(max) => write!(f, "is larger than {max} bytes"),
-            Self::Nul => f.write_str("contains a NUL byte, which no environment variable can have"),
+            Self::Nul => f.write_str("contains a NUL byte, which an environment variable cannot contain"),
         }
     }
 }
@@ -101,8 +101,8 @@ pub fn read(path: &Path, max: usize) -> Result<Secret, SecretFileError> {
     if content.len() > max { Err(SecretFileError::TooLarge(max)) } else { Ok(content) }
 }
 
-/// Reads the value of an environment variable from a file: the content without a final newline, at most
-/// [`VARIABLE_BYTES_MAX`] bytes without NUL.
+/// Reads the value of an environment variable from a file. The value is the content without a final newline. It can
+/// have at most [`VARIABLE_BYTES_MAX`] bytes, and must not contain a NUL byte.
 pub fn read_variable(path: &Path) -> Result<Secret, SecretFileError> {
     const TOO_LARGE: SecretFileError = SecretFileError::TooLarge(VARIABLE_BYTES_MAX);
     // Allows for a newline, which does not count.

@@ -17,10 +17,10 @@ pub struct SharedWords {
 }
 
 // SAFETY: the mapping is not tied to a thread, and all accesses are atomic.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for SharedWords {}
 // SAFETY: as for `Send`.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
@@ -33,7 +33,7 @@ impl SharedWords {
         let bytes = count * size_of::<u64>();
         let is_sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
         if !is_sealed || rustix::fs::fstat(&file)?.st_size < bytes as i64 {
-            return Err(io::Error::other("the file is too short, or not sealed"));
+            return Err(io::Error::other("the memory file is too short or not sealed"));
         }
         if !membarrier_query().contains_command(MembarrierCommand::GlobalExpedited) {
             return Err(io::ErrorKind::Unsupported.into());
@@ -44,16 +44,16 @@ impl SharedWords {
         // mapping, and the seal prevents it from shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        let base = NonNull::new(base.cast())
+            .ok_or_else(|| io::Error::other("the kernel mapped the memory file at address 0"))?;
         Ok(Self { base, count })
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
-        assert!(at < self.count, "word {at} of {}", self.count);
-        // SAFETY: the address is within the mapping, which is page-aligned and lives as long as this value.
-        // All accesses of this process are atomic. Accesses of the other process are outside of this
-        // program's memory model.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        assert!(at < self.count, "index {at} is out of range for {} words", self.count);
+        // SAFETY: the address is within the mapping, which is page-aligned and lives as long as this value. All
+        // accesses by this process are atomic. Accesses by the other process are outside this program's memory model.
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             self.base.add(at).as_ref()
         }
@@ -67,8 +67,8 @@ impl SharedWords {
     /// Stores a number at index `at`, then loads the number at index `from`.
     ///
     /// If the other process stores at `from` and then loads at `at`, at least one side sees the other's store. The
-    /// other process must keep its load behind its store, with a fence or by registering for global expedited barriers
-    /// (`membarrier(2)`).
+    /// other process must prevent its load from moving before its store, with a fence or by registering for global
+    /// expedited barriers (`membarrier(2)`).
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);
@@ -80,7 +80,7 @@ impl SharedWords {
 
 impl Drop for SharedWords {
     fn drop(&mut self) {
-        // SAFETY: mapped by this value with this length, and nothing borrows from the mapping any more.
+        // SAFETY: mapped by this value with this length, and nothing borrows from the mapping any longer.
         #[expect(unsafe_code, reason = "munmap(2) has no safe wrapper")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.count * size_of::<u64>()) };
     }

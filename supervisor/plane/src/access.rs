@@ -1,6 +1,5 @@
-//! Permissions of clients (`[[access]]`). The identity of a client of a socket is determined once, when it
-//! connects. Each job then only checks the rules that match its client. Requests over TCP identify themselves by
-//! a token.
+//! Permissions of clients (`[[access]]`). A socket client is identified once, when it connects. After that, each job is
+//! checked only against the rules that match its client. Requests over TCP are identified by a token.
 
 use std::collections::HashSet;
 use std::io;
@@ -15,20 +14,19 @@ use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 
 /// Permissions of all clients of the jobs socket.
 pub struct Access {
-    /// User id of the supervisor.
+    /// The supervisor's UID.
     own_uid: u32,
-    /// True if jobs over HTTP can be rejected by the rules of a token.
+    /// True if jobs submitted over HTTP can be rejected by a token's rules.
     has_tokens: bool,
-    /// Access rules in the order of the file. They also apply to root and the supervisor's user. Without any
-    /// rule, only these two users have access, and have no restrictions.
+    /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
+    /// If there are no rules, only these two users have access, without any restrictions.
     rules: Vec<Arc<AccessRule>>,
-    /// Cache of processes that are known not to descend from the supervisor. Without it, this check would be
-    /// the main cost of a new connection.
+    /// Cache of processes known not to be descendants of the supervisor. Without the cache, this check would be the
+    /// main cost of a new connection.
     unrelated: Arc<UnrelatedProcesses>,
 }
 
-/// A rule of `[[access]]`. The rule contains names of bulkheads, because a reload can add and remove
-/// bulkheads.
+/// A rule in `[[access]]`. The rule contains the names of bulkheads, because a reload can add and remove bulkheads.
 #[derive(Debug)]
 pub struct AccessRule {
     who: Who,
@@ -40,7 +38,7 @@ pub struct AccessRule {
 pub enum Grant {
     /// The client can use all bulkheads and all tenants.
     Unrestricted,
-    /// The client can do everything that at least one of these rules allows.
+    /// The client can do everything that is allowed by at least one of these rules.
     Rules(Arc<[Arc<AccessRule>]>),
 }
 
@@ -53,7 +51,7 @@ impl Grant {
 /// Sender of jobs over HTTP.
 #[derive(Clone, Debug)]
 pub enum HttpClient {
-    /// User of the admin socket, or holder of the admin token. Without restrictions.
+    /// User of the admin socket, or holder of the admin token. Unrestricted.
     Operator {
         uid: u32,
     },
@@ -66,11 +64,11 @@ pub struct TokenGrant {
     /// Number that identifies the token.
     pub id: u32,
     pub role: Role,
-    /// Rules for jobs. A job needs the permission of at least one of them.
+    /// Rules for jobs. A job must be allowed by at least one of them.
     pub rules: Arc<[Arc<AccessRule>]>,
 }
 
-/// All tokens of `[[access]]`.
+/// All tokens in `[[access]]`.
 #[derive(Debug, Default)]
 pub struct Tokens(Vec<(Token, TokenGrant)>);
 
@@ -100,8 +98,8 @@ impl Tokens {
         self.0.iter().any(|(_, grant)| grant.id == id)
     }
 
-    /// Returns the permissions of the token `secret`. Compares each token in constant time, and always compares
-    /// all of them.
+    /// Returns the permissions of the token with this `secret`. Compares each token in constant time, and always
+    /// compares all of them.
     pub fn find(&self, secret: &[u8]) -> Option<&TokenGrant> {
         let given = Token::new(secret);
         self.0.iter().fold(None, |found, (token, grant)| if *token == given { Some(grant) } else { found })
@@ -120,7 +118,7 @@ impl Access {
         }
     }
 
-    /// Replaces the cache of unrelated processes, to keep its entries after a reload.
+    /// Replaces the cache of unrelated processes. Used to keep the cache's entries after a reload.
     pub fn with_unrelated(self, unrelated: Arc<UnrelatedProcesses>) -> Self {
         Self { unrelated, ..self }
     }
@@ -140,12 +138,12 @@ impl Access {
         peer.uid == self.own_uid
     }
 
-    /// Rejects the peer if it is a worker or descends from one.
+    /// Rejects the peer if it is a worker or a descendant of one.
     pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), ClientRejection> {
         peer_check::check_descent(socket, peer, &self.unrelated)
     }
 
-    /// Returns the permissions of the client at the other end of `socket`, or a rejection if it has none.
+    /// Returns the permissions of the client at the other end of `socket`. Rejects a client that has no permissions.
     pub fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, ClientRejection> {
         let (uid, own, rules) = (peer.uid, self.own_uid, &self.rules);
         if rules.is_empty() {
@@ -201,8 +199,8 @@ fn matching_rules(
     Ok(rules.iter().filter(matches).cloned().collect())
 }
 
-/// Returns the reason why the rules do not allow a client to submit a job, or `None` if they do. Only clients
-/// with access to all bulkheads can learn whether a bulkhead exists.
+/// Returns the reason why the rules do not allow a client to submit a job, or `None` if they allow it. Only clients
+/// with access to all bulkheads can find out whether a bulkhead exists.
 pub fn rejection_message(
     rules: &[Arc<AccessRule>],
     (name, exists): (&str, bool),
@@ -213,8 +211,7 @@ pub fn rejection_message(
     if allowing.peek().is_none() {
         return Some(format!("you have no access to a bulkhead named '{name}'"));
     }
-    // If the bulkhead does not exist, the tenant is not checked, because the caller rejects the job as
-    // `not_found`.
+    // If the bulkhead does not exist, the tenant is not checked, because the caller rejects the job as `not_found`.
     if !exists || allowing.any(|rule| rule.allows_tenant(tenant)) {
         return None;
     }
@@ -235,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn token_has_the_rules_of_all_its_entries() {
+    fn token_has_the_rules_from_all_its_entries() {
         let folder = tempfile::tempdir().unwrap();
         for (name, secret) in [("one", "the-first-of-the-tokens"), ("two", "the-second-of-the-tokens")] {
             let mut options = std::fs::OpenOptions::new();
@@ -261,7 +258,7 @@ mod tests {
         assert!(may(one, "a", "") && may(one, "b", "t") && !may(one, "b", "other"));
         assert!(may(two, "a", "any") && may(two, "b", ""));
         assert!(Tokens::default().find(b"the-first-of-the-tokens").is_none());
-        // Only the user's entry concerns the jobs socket.
+        // Only the user's entry applies to the jobs socket.
         assert_eq!(Access::new(&config, 0).rules.len(), 1);
     }
 }

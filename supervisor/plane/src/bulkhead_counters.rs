@@ -1,5 +1,5 @@
-//! Cumulative counters of a bulkhead for the metrics. The counters are integers in fixed-size arrays, indexed
-//! by codes, so that counting a job takes only a few additions.
+//! Cumulative counters of a bulkhead, used for the metrics. The counters are integers in fixed-size arrays, indexed by
+//! codes, so that counting a job takes only a few additions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use bulkhead_policy::{BreakerState, RestartCause, Transition};
 use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 
-/// Names of outcomes in the metrics, indexed by [`outcome_index`].
+/// Names of outcomes in metrics, indexed by [`outcome_index`].
 pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
-// One entry more than there are reasons, because reason codes begin at 1. The codes are contiguous.
+// One entry more than there are reasons, because reason codes start at 1. The codes are contiguous.
 const REJECT_REASONS: usize = RejectReason::ALL.len() + 1;
 const CRASH_REASONS: usize = CrashReason::ALL.len() + 1;
 const CAUSES: usize = RestartCause::ALL.len();
@@ -29,7 +29,7 @@ pub const fn outcome_index(verdict: &Verdict) -> usize {
     }
 }
 
-/// Counters of one bulkhead. They include the jobs of all tenants.
+/// Counters for one bulkhead. They include the jobs of all tenants.
 #[derive(Clone, Debug, Default)]
 pub struct BulkheadCounters {
     /// Number of submitted jobs, by priority.
@@ -42,30 +42,30 @@ pub struct BulkheadCounters {
     pub crashed: [u64; CRASH_REASONS],
     /// Counters for each tenant label. The last entry counts all tenants without a label.
     pub tenants: Vec<TenantCounters>,
-    /// Outcomes of jobs that were passed on to a fallback, for each fallback. Fallbacks that a reload removed
-    /// keep their counts.
+    /// Outcomes of jobs that were passed on to a fallback, for each fallback. Fallbacks removed by a reload keep their
+    /// counts.
     pub fallback: Vec<FallbackCounters>,
     /// Number of this bulkhead's jobs that are currently at a fallback. Their outcomes will be counted for
     /// this bulkhead.
     pub elsewhere: u64,
-    /// Number of other bulkheads' jobs that this bulkhead currently has as their fallback. Their outcomes
-    /// will be counted for the other bulkheads.
+    /// Number of other bulkheads' jobs that are currently in this bulkhead as their fallback. Their outcomes will be
+    /// counted for the other bulkheads.
     pub guests: u64,
     /// Number of retries of jobs whose worker died.
     pub retries: u64,
-    /// Number of replies from workers that were ignored, because the job already had an outcome or was never
-    /// sent to the worker.
+    /// Number of worker replies that were ignored, because the job already had an outcome or was never sent to the
+    /// worker.
     pub late_replies: u64,
     /// Number of worker restarts, by cause.
     pub restarts: [u64; CAUSES],
-    /// Number of breaker transitions, by old and new state.
+    /// Number of breaker transitions, by old state and new state.
     pub breaker: [[u64; BREAKER_STATES]; BREAKER_STATES],
     pub queue_wait: Histogram,
     pub execution: Histogram,
     pub duration: Histogram,
 }
 
-/// Number of jobs that were passed on to one fallback, by outcome.
+/// Number of jobs passed on to one fallback, by outcome.
 #[derive(Clone, Debug)]
 pub struct FallbackCounters {
     pub target: Arc<str>,
@@ -76,7 +76,7 @@ pub struct FallbackCounters {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TenantCounters {
     pub jobs: [u64; OUTCOMES.len()],
-    /// Number of jobs that were evicted from a full queue to make room for a newer job.
+    /// Number of jobs evicted from a full queue to make room for a newer job.
     pub evicted: u64,
 }
 
@@ -122,7 +122,7 @@ impl BulkheadCounters {
         }
     }
 
-    /// Records how long an accepted job waited and ran, regardless of the outcome.
+    /// Records how long an accepted job waited and ran, regardless of its outcome.
     #[inline]
     pub fn record_times(&mut self, queued: Duration, ran: Option<Duration>) {
         self.queue_wait.record(queued);
@@ -137,7 +137,7 @@ impl BulkheadCounters {
     }
 }
 
-/// Inclusive upper bounds of the histogram buckets, as a number of nanoseconds and as text in seconds. Values
+/// Inclusive upper bounds of the histogram buckets, each as a number of nanoseconds and as text in seconds. Values
 /// above the last bound are counted in an additional bucket.
 pub const BOUNDS: [(u64, &str); 21] = [
     (10_000, "1e-05"),
@@ -163,12 +163,12 @@ pub const BOUNDS: [(u64, &str); 21] = [
     (60_000_000_000, "60.0"),
 ];
 
-/// A histogram of durations with the fixed bucket bounds in [`BOUNDS`]. The counts only grow, unlike those in
-/// the module `latency`, which provides percentiles of the last minutes.
+/// A histogram of durations with the bucket bounds in [`BOUNDS`]. Unlike the histograms in the module `latency`, which
+/// provide percentiles for the last minutes, its counts never decrease.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// Number of values in each bucket of [`BOUNDS`], without the values in lower buckets. The last entry is
-    /// the number of values above the last bound.
+    /// Number of values in each bucket of [`BOUNDS`], not including values in lower buckets. The last entry is the
+    /// number of values above the last bound.
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn histogram_bound_texts_match_nanoseconds() {
+    fn texts_of_histogram_bounds_match_their_nanoseconds() {
         for (nanos, text) in BOUNDS {
             let seconds: f64 = text.parse().unwrap();
             assert_eq!((seconds * 1e9).round() as u64, nanos, "{text}");

@@ -30,7 +30,7 @@ use bulkhead_config::defaults::{
 /// Maximum number of commands in the queue to the data plane.
 pub const COMMANDS_MAX: usize = 1024;
 
-/// Time without a reply after which the data plane counts as stuck.
+/// Time without a reply after which the data plane is considered stuck.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval between attempts to queue a command while the queue is full.
@@ -48,20 +48,20 @@ pub struct WorkerProcess {
     pub is_busy: bool,
 }
 
-/// A request of the control plane to the data plane.
+/// A request from the control plane to the data plane.
 #[derive(Debug)]
 pub enum Command {
-    /// Replace the listener of the jobs socket, because the file of the old socket was removed.
+    /// Replace the listener of the jobs socket, because the old socket's file was removed.
     Listen(std::os::unix::net::UnixListener),
     /// Perform a step of an upgrade.
     Handover(Box<HandoverCommand>),
-    /// Return the state of one bulkhead or, with `None`, of all bulkheads.
+    /// Return the state of one bulkhead or, if `None`, of all bulkheads.
     Snapshot {
         bulkhead: Option<String>,
         /// Receives the snapshots. The list is empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
-    /// Return name and state of each bulkhead.
+    /// Return the name and state of each bulkhead.
     States {
         reply: oneshot::Sender<Vec<ShortState>>,
     },
@@ -71,7 +71,7 @@ pub enum Command {
         tenant: String,
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
-    /// Return the oldest jobs whose clients wait for the outcome.
+    /// Return the oldest jobs whose clients are waiting for the outcome.
     ListJobs {
         request: JobsRequest,
         reply: oneshot::Sender<Jobs>,
@@ -82,7 +82,7 @@ pub enum Command {
         job: JobId,
         reply: oneshot::Sender<Result<(), SteerError>>,
     },
-    /// Return a consistent copy of all numbers that the metrics show.
+    /// Return a consistent copy of all values shown in the metrics.
     Scrape {
         reply: oneshot::Sender<Scrape>,
     },
@@ -104,10 +104,10 @@ pub enum Command {
         bulkhead: String,
         tenant: String,
         change: TenantChange,
-        /// Receives all limits that are set for this tenant after the change, or an error.
+        /// Receives all limits set for this tenant after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the observed demand of a bulkhead, from which advice is computed.
+    /// Return the observed demand of a bulkhead. Advice is computed from it.
     Observe {
         bulkhead: String,
         /// Receives the observation, or `None` if there is no such bulkhead.
@@ -116,7 +116,7 @@ pub enum Command {
     WorkerProcesses {
         reply: oneshot::Sender<Vec<WorkerProcess>>,
     },
-    /// Report the resident memory of a worker, which the control plane has read from `/proc`.
+    /// Report a worker's resident memory, which the control plane has read from `/proc`.
     ReportMemory {
         bulkhead: String,
         pid: u32,
@@ -127,27 +127,26 @@ pub enum Command {
     /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest limit of any
     /// bulkhead.
     ReportTemporaryFolder {
-        /// Spawn number of the worker.
+        /// The worker's spawn number.
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage in bytes, without subfolders whose names are those of forked workers' folders.
+        /// Disk usage in bytes, excluding subfolders named like the folders of forked workers.
         bytes_without_forked: u64,
-        /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the
-        /// report if this is not the template of the worker, because any worker can create a folder with such
-        /// a name.
+        /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the report if
+        /// this is not the worker's template, because any worker can create a folder with such a name.
         template: Option<u64>,
     },
-    /// Run a job from a crash report again in a separate worker.
+    /// Run a job from a crash report again, in a separate worker.
     Replay {
         request: ReplayRequest,
-        /// Receives `Ok` when the replay has begun, or the reason why it cannot.
+        /// Receives `Ok` when the replay has begun, or the reason why it cannot begin.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
-        /// Receives the result after the worker has exited. Dropped if the supervisor stops before that.
+        /// Receives the result after the worker has exited. Dropped if the supervisor stops before then.
         done: oneshot::Sender<ReplayResult>,
     },
-    /// Serve a connection that the control plane opened for an HTTP client. The control plane has already
-    /// checked the permissions, and the connection needs no handshake.
+    /// Serve a connection that the control plane opened for an HTTP client. The control plane has already checked the
+    /// permissions, and the connection does not need a handshake.
     AddClient {
         /// The data plane's end of the connection.
         socket: UnixStream,
@@ -157,31 +156,31 @@ pub enum Command {
         /// Sender of the jobs.
         client: HttpClient,
     },
-    /// Count the payloads of unknown length that the control plane receives for a token.
+    /// Count the payloads of unknown length that the control plane is receiving for a token.
     AddSpool {
-        /// Number of the token.
+        /// The token's number.
         token: u32,
         spool: Arc<SpoolCounters>,
     },
-    /// Serve a client that runs in the application which embeds this supervisor.
+    /// Serve a client that runs in the application in which this supervisor is embedded.
     AddInProcessClient {
         /// The data plane's end of the connection.
         end: bulkhead_shared::in_process::Endpoint,
     },
-    /// Report a client that the admin socket has rejected.
+    /// Report a client rejected by the admin socket.
     ReportRejection {
         /// The rejected client, and the reason.
         rejection: ClientRejection,
         /// Permit that limits the number of reports that the data plane has not yet processed.
         _permit: OwnedSemaphorePermit,
     },
-    /// Apply another version of the configuration.
+    /// Apply a new version of the configuration.
     Reload {
         reload: Box<Reload>,
-        /// Receives the live changes that the reload has dropped, or an error if the reload was not applied.
+        /// Receives the live changes that the reload discarded, or an error if the reload was not applied.
         reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
     },
-    /// Return the live changes that a reload would drop, without applying the reload.
+    /// Return the live changes that a reload would discard, without applying the reload.
     TryReload {
         reload: Box<Reload>,
         reply: oneshot::Sender<LiveDropped>,
@@ -196,7 +195,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Returns true if the command need not run, because its only effect is a reply and the sender no longer
+    /// Returns true if the command does not need to run, because its only effect is a reply and the sender no longer
     /// waits for the reply.
     pub fn is_abandoned(&self) -> bool {
         match self {
@@ -207,7 +206,7 @@ impl Command {
             Self::Scrape { reply } => reply.is_closed(),
             Self::Observe { reply, .. } => reply.is_closed(),
             Self::WorkerProcesses { reply } => reply.is_closed(),
-            // The client has a response which says that no job began.
+            // The client's response already says that no job was started.
             Self::Replay { accepted, .. } => accepted.is_closed(),
             _ => false,
         }
@@ -232,9 +231,9 @@ impl Command {
 pub struct JobsRequest {
     /// Name of the bulkhead that holds the jobs, or `None` for all bulkheads.
     pub bulkhead: Option<String>,
-    /// Progress of the jobs, or `None` for all jobs.
+    /// Progress of the jobs to list, or `None` for all jobs.
     pub progress: Option<JobProgress>,
-    /// Maximum number of listed jobs.
+    /// Maximum number of jobs in the list.
     pub limit: usize,
 }
 
@@ -244,26 +243,26 @@ pub const JOBS_LISTED_MAX: usize = 1000;
 /// An operator's action on a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SteerAction {
-    /// Replace all workers. Each old worker stays in service until its replacement is ready. Workers that are
-    /// still starting are killed and started again.
+    /// Replace all workers. Each old worker stays in service until its replacement is ready. Workers that are still
+    /// starting are killed and restarted.
     Restart,
     /// Reject new jobs.
     Drain,
     /// Accept new jobs again.
     Resume,
-    /// Clear the restart history, so that failed slots start a worker immediately.
+    /// Clear the restart history, so that failed slots immediately start a worker.
     Reset,
 }
 
-/// Checks the numbers in a change, independently of the bulkhead's other settings. Returns the problem, if
-/// any, as a sentence.
+/// Checks the numbers in a change, independently of the bulkhead's other settings. Returns a sentence that describes
+/// the problem, if there is one.
 pub fn change_problem(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
-/// Checks the numbers in a change for one tenant, independently of other settings. Returns the problem, if
-/// any, as a sentence.
+/// Checks the numbers in a change for one tenant, independently of other settings. Returns a sentence that describes
+/// the problem, if there is one.
 pub fn tenant_change_problem(change: &TenantChange) -> Option<String> {
     let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
     check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
@@ -307,10 +306,9 @@ pub enum SteerError {
     #[error("an upgrade is under way; try again when it has finished")]
     Upgrading,
     /// The bulkhead does not know the tenant, because the tenant has not submitted any job recently.
-    #[error("this tenant has sent no job to this bulkhead")]
+    #[error("this tenant has not sent any jobs to this bulkhead")]
     UnknownTenant,
-    /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, such as a
-    /// fallback.
+    /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, for example a fallback.
     #[error("this bulkhead has no such job: {}", place_of(.holder))]
     UnknownJob { holder: Option<String> },
     /// The request conflicts with other settings. The text contains the reason and a way to resolve the
@@ -326,7 +324,7 @@ fn place_of(holder: &Option<String>) -> String {
     }
 }
 
-/// A job from a crash report that is to be run again.
+/// A job from a crash report, to be run again.
 #[derive(Debug)]
 pub struct ReplayRequest {
     /// Name of the bulkhead in which the crash occurred.
@@ -339,7 +337,7 @@ pub struct ReplayRequest {
 /// Reason why a replay cannot begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// The bulkhead of the crash report is no longer configured.
+    /// The bulkhead named in the crash report is no longer configured.
     #[error("the job's bulkhead is no longer configured")]
     NotConfigured,
     /// The supervisor is stopping.
@@ -355,9 +353,9 @@ pub const REPLAYS_MAX: usize = 2;
 
 #[derive(Debug)]
 pub struct ReplayResult {
-    /// Process id of the worker that was started for the replay, if any.
+    /// PID of the worker that was started for the replay, if any.
     pub pid: Option<u32>,
-    /// Verdict of the job, or the reason why the job did not run.
+    /// Verdict on the job, or the reason why the job did not run.
     pub verdict: Result<Verdict, String>,
     /// Cause of death of the worker or program. `None` if neither crashed.
     pub cause: Option<Cause>,
@@ -369,10 +367,10 @@ pub struct ReplayResult {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandSendError {
     /// The queue already contains [`COMMANDS_MAX`] commands.
-    #[error("the supervisor accepts no commands at the moment")]
+    #[error("the supervisor is not accepting commands at the moment")]
     Busy,
     /// The data plane has stopped.
-    #[error("the supervisor has ended")]
+    #[error("the supervisor has exited")]
     Ended,
 }
 
@@ -385,15 +383,15 @@ pub struct CommandSender {
 }
 
 impl CommandSender {
-    /// Creates a sender for the channel `commands`. Each command calls `waker`, because the data plane sleeps
-    /// while it has nothing to do.
+    /// Creates a sender for the channel `commands`. Each command calls `waker`, because the data plane sleeps while it
+    /// has nothing to do.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
         Self { commands, waker, stop_requests: Arc::default() }
     }
 
-    /// Asks the data plane to stop. On the first call, jobs in flight have up to `drain_timeout` to finish;
-    /// on the second call, the data plane stops immediately. Uses a counter instead of the command queue, so
-    /// that a full queue cannot delay the stop.
+    /// Asks the data plane to stop. On the first call, jobs in flight have up to `drain_timeout` to finish; on the
+    /// second call, the data plane stops immediately. The calls increment a counter instead of using the command queue,
+    /// so that a full queue cannot delay the stop.
     pub fn stop(&self) -> Result<(), CommandSendError> {
         self.stop_requests.fetch_add(1, Ordering::SeqCst);
         self.waker.wake().map_err(|_| CommandSendError::Busy)
@@ -427,8 +425,8 @@ impl CommandSender {
         }
     }
 
-    /// Creates a reply channel, sends the command that `command` builds with it, and waits for the reply.
-    /// Returns `None` if the queue is full or if no reply arrives within two seconds.
+    /// Creates a reply channel, sends the command that `command` creates from it, and waits for the reply. Returns
+    /// `None` if the queue is full or if no reply arrives within two seconds.
     pub async fn request<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, reply_receiver) = oneshot::channel();
         self.send(command(reply)).ok()?;
@@ -445,9 +443,9 @@ pub enum DroppableNotice {
     /// A worker or program has crashed. The control plane adds the last output of the process to the report.
     Crash {
         report: Box<CrashReport>,
-        /// Permit that limits the number of crash reports that are waiting to be stored.
+        /// Permit that limits the number of crash reports waiting to be stored.
         permit: OwnedSemaphorePermit,
-        /// Record from which the control plane gets the backtrace.
+        /// Record from which the control plane obtains the backtrace.
         record: Option<CrashRecord>,
     },
 }
@@ -462,11 +460,11 @@ pub struct Event {
     pub bulkhead: Option<Arc<str>>,
     /// Name of the isolated tenant that the event is about, if any.
     pub tenant: Option<Arc<str>>,
-    /// Id of the crash report that belongs to the event, if any.
+    /// ID of the crash report that belongs to the event, if any.
     pub report: Option<CrashId>,
     /// Last output of the process on standard error, if the event is about the death of a process.
     pub stderr_tail: Option<String>,
-    /// Number of events of the same kind that were suppressed since the previous event of this kind.
+    /// Number of events of the same kind suppressed since the previous event of this kind.
     pub suppressed: Option<u64>,
 }
 
@@ -476,7 +474,7 @@ impl Event {
         Self { at, severity, kind, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }
     }
 
-    /// Returns all fields except for the kind, in the order in which the log shows them.
+    /// Returns all fields except the kind, in the order in which the log shows them.
     pub fn fields(&self) -> Vec<(&'static str, Value)> {
         let mut fields = self.kind.fields();
         let has_tenant = fields.iter().any(|(name, _)| *name == "tenant");
@@ -493,7 +491,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn full_command_queue_accepts_stop_request() {
+    fn stop_request_is_accepted_when_command_queue_is_full() {
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
         let (sender, _receiver) = std::sync::mpsc::sync_channel(1);
@@ -506,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn command_without_receiver_counts_as_abandoned() {
+    fn command_is_abandoned_if_its_receiver_is_gone() {
         let (reply, reply_receiver) = oneshot::channel();
         let command = Command::States { reply };
         assert!(!command.is_abandoned());

@@ -1,8 +1,8 @@
-//! Translates the table `sandbox` of the configuration into orders for the keeper. The translation is done
-//! once per bulkhead, before the first worker starts.
+//! Translates the `sandbox` table of the configuration into orders for the keeper. The translation is done once per
+//! bulkhead, before the first worker starts.
 //!
-//! If this machine does not support a layer and the layer is not in `best_effort`, the bulkhead's workers do
-//! not start, and the reason is reported as a sentence. No layer is left out silently.
+//! If this machine does not support a layer and the layer is not in `best_effort`, the bulkhead's workers do not start,
+//! and a sentence reports the reason. No layer is left out silently.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,28 +16,27 @@ use bulkhead_keeper::{
     Observed, Seccomp, SubordinateIds, TemporaryFiles,
 };
 
-/// Layers and user ids that are available on this machine, and paths that workers must not access.
+/// Layers and UIDs that are available on this machine, and paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
-    /// Paths that no worker gets access to. A reload adds paths.
+    /// Paths that no worker can access. A reload adds paths.
     withheld: RwLock<Vec<String>>,
     config: PathBuf,
     ids: IdSource,
-    /// Range in `/etc/subuid` that contains the workers' ids. `None` if the workers' ids do not come from
-    /// `/etc/subuid`.
+    /// Range in `/etc/subuid` that contains the workers' UIDs. `None` if the UIDs do not come from `/etc/subuid`.
     subordinate: Option<Arc<SubordinateIds>>,
     /// True if the configuration sets `worker_uids`.
     has_worker_uids: bool,
 }
 
-/// Source of user ids for workers.
+/// Source of the workers' UIDs.
 enum IdSource {
-    /// The ids come from this allocator.
+    /// The UIDs come from this allocator.
     Host(Arc<IdAllocator>),
-    /// No ids are available, for the given reason. Workers run as the supervisor's user.
+    /// No UIDs are available, for the given reason. Workers run as the supervisor's user.
     Shared(String),
-    /// No ids are available, for the given reason, and the supervisor runs as root. Workers do not start, because
-    /// they would run as root.
+    /// No UIDs are available, for the given reason, and the supervisor runs as root. Workers do not start, because they
+    /// would run as root.
     Refused(String),
 }
 
@@ -52,13 +51,13 @@ impl IdSource {
 }
 
 impl SandboxSupport {
-    /// Uses the probe results of the keeper's guard process. An embedded supervisor cannot probe the machine
-    /// itself, because a probe forks, and the application can have threads.
+    /// Uses the probe results of the keeper's guard process. An embedded supervisor cannot probe the machine itself,
+    /// because a probe forks, and the application can have several threads.
     pub fn from_probe(config: &Config, found: keeper::ProbeResult) -> Self {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
-    /// Withholds the files of another configuration, such as new token files, from workers of programs that are
+    /// Withholds the files named in another configuration, such as new token files, from workers of programs that are
     /// resolved from now on.
     pub fn withhold(&self, config: &Config) {
         let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
@@ -73,9 +72,9 @@ impl SandboxSupport {
         self.withheld.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Probes the layers of this machine, even if no bulkhead needs any of them yet. A later probe would have
-    /// to fork while threads are running. Callers use [`IdUse::Check`] if a supervisor with the same
-    /// configuration may be running.
+    /// Probes the layers of this machine, even if no bulkhead needs any of them yet. A later probe would have to fork
+    /// while other threads are running. Callers use [`IdUse::Check`] if a supervisor with the same configuration may be
+    /// running.
     pub fn probe(config: &Config, id_use: IdUse) -> Self {
         Self::of(config, id_use, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
@@ -108,13 +107,12 @@ impl SandboxSupport {
         support
     }
 
-    /// Returns the range in `/etc/subuid` that the keeper needs for starting workers, or `None` if it needs
-    /// no such range.
+    /// Returns the range in `/etc/subuid` that the keeper needs to start workers, or `None` if no range is needed.
     pub fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
         self.subordinate.clone()
     }
 
-    /// Returns the allocator of user ids for workers, or `None` if workers have no separate ids.
+    /// Returns the allocator of the workers' UIDs, or `None` if workers have no separate UIDs.
     pub fn ids(&self) -> Option<Arc<IdAllocator>> {
         match &self.ids {
             IdSource::Host(ids) => Some(ids.clone()),
@@ -146,7 +144,7 @@ impl SandboxSupport {
     }
 }
 
-/// Returns the parts of a layer, by the names that `bulkhead-supervisor doctor` shows.
+/// Returns the parts of a layer, using the names that `bulkhead-supervisor doctor` shows.
 fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
@@ -164,12 +162,12 @@ fn parts(layer: Layer) -> &'static [&'static str] {
     }
 }
 
-/// Returns paths that workers must not access, even if the configuration gives them access to a folder above.
+/// Returns paths that workers must not access, even if the configuration allows them to access a parent folder.
 fn withheld_paths(config: &Config) -> Vec<String> {
     let Config { path, fragments, supervisor, access, bulkheads } = config;
     let mut paths: Vec<&Path> = vec![path];
     paths.extend(fragments.iter().map(PathBuf::as_path));
-    // The paths of the sockets are empty in an embedded supervisor.
+    // In an embedded supervisor, the socket paths are empty.
     paths.extend([supervisor.socket.as_path(), &supervisor.admin].into_iter().filter(|path| path.has_root()));
     paths.extend(supervisor.crash_dir.as_deref());
     paths.extend(supervisor.http.as_ref().map(|http| http.token_file.as_path()));
@@ -189,7 +187,7 @@ pub enum WorkerIdentity {
     Own,
     /// All workers run as this user.
     One(Identity),
-    /// Each worker has a separate user id.
+    /// Each worker has a separate UID.
     Each,
 }
 
@@ -205,12 +203,12 @@ pub struct Sandbox {
     tcp_ports: Vec<u16>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Layers of the profile, and parts of layers, that are not available on this machine. The configuration
-    /// allows workers to start without them.
+    /// Layers of the profile, and parts of layers, that are not available on this machine. The configuration allows
+    /// workers to start without them.
     missing: Vec<&'static str>,
-    /// Warnings for operators about weaknesses of the confinement. Each is a sentence.
+    /// Warnings for operators about weaknesses in the confinement. Each warning is a sentence.
     warnings: Vec<String>,
-    /// Encoded restrictions that a worker with the SDK applies to itself before the first job.
+    /// Encoded restrictions that an SDK-based worker applies to itself before its first job.
     seal: Option<Vec<u8>>,
     /// Reason why a worker must not run several programs at once. `None` if it can.
     why_single_program: Option<String>,
@@ -221,7 +219,7 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Determines the confinement of a bulkhead's workers. `programs` are the files that a worker executes or
+    /// Determines the confinement of a bulkhead's workers. `programs` contains the files that a worker executes or
     /// loads.
     pub fn resolve(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, support: &SandboxSupport) -> Self {
         let sandbox = &bulkhead.sandbox;
@@ -300,7 +298,7 @@ impl Sandbox {
         self.obstacle.as_deref()
     }
 
-    /// Returns warnings for operators about weaknesses of the confinement. Each is a sentence.
+    /// Returns warnings for operators about weaknesses in the confinement. Each warning is a sentence.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -318,20 +316,20 @@ impl Sandbox {
         self.seal.as_deref()
     }
 
-    /// Returns the maximum size of a worker's temporary folder in bytes. Returns `None` if there is no such
-    /// folder, or if the kernel enforces the size.
+    /// Returns the maximum size of a worker's temporary folder, in bytes. Returns `None` if there is no such folder, or
+    /// if the kernel enforces the size.
     pub fn temporary_bytes(&self) -> Option<u64> {
         let is_bounded = self.layers.temporary == TemporaryFiles::Folder && self.profile != Profile::None;
         is_bounded.then_some(self.temporary_bytes)
     }
 
-    /// Returns true if system calls are filtered. A SIGSYS then means that a worker has violated the sandbox.
+    /// Returns true if system calls are filtered. In that case, a SIGSYS means that a worker has violated the sandbox.
     pub fn filters_calls(&self) -> bool {
         self.layers.seccomp != Seccomp::Off
     }
 
-    /// Returns the keeper's order for the confinement of one worker. `id` is the worker's user id if each
-    /// worker has a separate one.
+    /// Returns the confinement to order from the keeper for one worker. `id` is the worker's UID if each worker has a
+    /// separate one.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
             return Confinement { layers: self.layers, ..Confinement::default() };
@@ -353,8 +351,8 @@ impl Sandbox {
         }
     }
 
-    /// Returns the description of a worker's confinement for snapshots. `observed` is the state that the
-    /// keeper has read from the kernel.
+    /// Returns a description of a worker's confinement for snapshots. `observed` is the state that the keeper read back
+    /// from the kernel.
     pub fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
         let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
@@ -376,11 +374,11 @@ impl Sandbox {
     }
 }
 
-/// Entry in `missing` that says that the number of processes is not limited separately for each worker.
+/// Entry in `missing` for the case that the number of processes is not limited separately for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
 /// Returns true if RLIMIT_NPROC or a cgroup limits the number of processes of each worker. The kernel counts
-/// RLIMIT_NPROC per user and user namespace, and does not apply it to root.
+/// RLIMIT_NPROC per user and user namespace, and does not apply the limit to root.
 fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     let is_root = match identity {
         WorkerIdentity::Own => rustix::process::geteuid().is_root(),
@@ -391,11 +389,11 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
-/// Parts of Landlock that older kernels lack, with the names that are added to `missing`.
+/// Parts of Landlock that are missing from older kernels, with the names added to `missing`.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
-/// Returns warnings about missing layers, and about settings that weaken the sandbox although they are valid.
+/// Returns warnings about missing layers, and about valid settings that weaken the sandbox.
 fn warnings(
     bulkhead: &BulkheadConfig,
     missing: &[&str],
@@ -412,12 +410,12 @@ fn warnings(
     if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
         warnings.push(
             "workers run as root, without capabilities, and can change root's files where the sandbox \
-             permits writing; without `user` in `sandbox`, workers have separate ids"
+             permits writing; without `user` in `sandbox`, workers have separate UIDs"
                 .to_owned(),
         );
     }
-    // Landlock rules can only grant access, so access to a folder in `read` or `write` includes all files in
-    // the folder.
+    // Landlock rules can only grant access, so access to a folder in `read` or `write` includes all files in that
+    // folder.
     let configured = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld().iter().find(is_open) {
@@ -426,7 +424,7 @@ fn warnings(
     warnings
 }
 
-/// Returns the network access for the keeper, and the ports to which workers can connect by TCP.
+/// Returns the network access to order from the keeper, and the ports to which workers can connect over TCP.
 fn network_access(network: &Network) -> (NetworkAccess, Vec<u16>) {
     match network {
         Network::None => (NetworkAccess::None, Vec::new()),
@@ -437,9 +435,9 @@ fn network_access(network: &Network) -> (NetworkAccess, Vec<u16>) {
     }
 }
 
-/// Returns the files that the command line names. Workers can read these files, because a command such as
-/// `["python3", "main.py"]` would not work otherwise. Excludes folders, because they can contain anything,
-/// and the supervisor's own files.
+/// Returns the files named on the command line. Workers can read these files, because a command such as `["python3",
+/// "main.py"]` would not work otherwise. Excludes folders, because they can contain anything, and the supervisor's own
+/// files.
 fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = &bulkhead.program else {
         return Vec::new();
@@ -456,7 +454,7 @@ fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
 /// Environment variables that contain search paths for programs and libraries.
 const SEARCH_PATHS: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NODE_PATH"];
 
-/// Returns the folders that the configured environment variables contain as search paths.
+/// Returns the folders that the configured environment variables list as search paths.
 fn named_folders(environment: &[(String, String)]) -> Vec<String> {
     let lists = environment.iter().filter(|(name, _)| SEARCH_PATHS.contains(&name.as_str()));
     let folders = lists.flat_map(|(_, list)| list.split(':'));
@@ -478,14 +476,14 @@ fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
     tenant_limits.chain([bulkhead.max_in_flight]).any(|max| max > 1)
 }
 
-/// Determines the layers of one bulkhead and collects the missing ones.
+/// Determines the layers for one bulkhead and collects the missing layers.
 struct LayerResolver<'g> {
     support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
-    /// Required layers that are not available, each with the reason.
+    /// Required layers that are not available, and the reason for each.
     missing_required: Vec<(Layer, String)>,
-    /// Reason why no user is available for the workers to run as. `None` if there is one.
+    /// Reason why no user is available for the workers to run as. `None` if a user is available.
     refused: Option<String>,
 }
 
@@ -514,18 +512,17 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Requires Landlock scopes, unless a separate user id or a pid namespace already prevents signals to
-    /// processes outside the worker. Does nothing if Landlock itself is missing.
+    /// Requires Landlock scopes, unless a separate UID or a PID namespace already prevents a worker from sending
+    /// signals to processes outside it. Does nothing if Landlock itself is missing.
     fn require_signal_isolation(&mut self, layers: &Layers, identity: WorkerIdentity) {
         if layers.landlock && identity != WorkerIdentity::Each && !layers.namespaces.pid {
             self.require(Layer::LandlockScopes);
         }
     }
 
-    /// Requires the layers that separate forked workers from each other, because these share a user and a pid
-    /// namespace. The layers also prevent a forked worker from forking further workers. A pid namespace is
-    /// required because its first process kills the descendants of a worker. `best_effort` does not apply to
-    /// these layers.
+    /// Requires the layers that separate forked workers from each other, because these workers share a user and a PID
+    /// namespace. The layers also prevent a forked worker from forking further workers. A PID namespace is required
+    /// because its first process kills a worker's descendants. `best_effort` does not apply to these layers.
     fn require_fork_isolation(&mut self, profile: Profile, layers: &Layers) {
         if profile == Profile::None || self.refused.is_some() {
             return;
@@ -577,7 +574,8 @@ impl LayerResolver<'_> {
                 }
             },
             IdSource::Shared(why) => {
-                // The layer counts as missing only if the file sets `user`, or if the profile is `strict`.
+                // The layer counts as missing only if the configuration file sets `user`, or if the profile is
+                // `strict`.
                 let is_strict = sandbox.profile == Profile::Strict;
                 if is_strict && self.support.has_worker_uids {
                     self.record_missing(Layer::Identity, why.clone());
@@ -624,8 +622,8 @@ impl LayerResolver<'_> {
             Profile::Strict => self.strict_namespaces(network),
             Profile::Default | Profile::None => self.default_namespaces(),
         };
-        // A worker with an id from `/etc/subuid` joins the user namespace that maps these ids, so it gets no
-        // user namespace of its own.
+        // A worker with a UID from `/etc/subuid` joins the user namespace that maps these UIDs, so it does not get a
+        // separate user namespace.
         let subordinate_ids = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
         let namespaces = Namespaces { user: namespaces.user && !subordinate_ids, ..namespaces };
         let no_new_privs = self.require(Layer::NoNewPrivs);
@@ -640,8 +638,8 @@ impl LayerResolver<'_> {
         let temporary = match sandbox.tmp_bytes {
             0 => TemporaryFiles::None,
             bytes if namespaces.mount => TemporaryFiles::PrivateTmp(bytes),
-            // For ids from `/etc/subuid`, the folder is in memory, because the supervisor's user could
-            // neither inspect nor remove their files on disk.
+            // With UIDs from `/etc/subuid`, the folder is in memory, because the supervisor's user could neither
+            // inspect nor remove the workers' files on disk.
             bytes if subordinate_ids => TemporaryFiles::MountedTmpfs(bytes),
             _ => TemporaryFiles::Folder,
         };
@@ -661,8 +659,8 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Checks that the programs of concurrent jobs in one worker can be separated from each other. If not,
-    /// returns the reason why a worker must run only one program at a time.
+    /// Checks that the programs of concurrent jobs in one worker can be isolated from each other. If not, returns the
+    /// reason why a worker must run only one program at a time.
     fn program_scopes(&mut self, bulkhead: &BulkheadConfig) -> Option<String> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         if !is_confined || !matches!(bulkhead.program, Program::Exec { .. }) {
@@ -672,7 +670,7 @@ impl LayerResolver<'_> {
         let is_allowed = self.allowed.contains(&Layer::ProgramScopes);
         if is_allowed || runs_several_at_once(bulkhead) {
             let advice = "concurrent programs in a worker could reach each other; `max_in_flight = 1` with more \
-                          `processes` separates the programs";
+                          `processes` isolates the programs from each other";
             self.record_missing(Layer::ProgramScopes, format!("{why}: {advice}"));
         }
         (!is_allowed).then_some(why)
@@ -684,7 +682,7 @@ impl LayerResolver<'_> {
         if !self.require(Layer::Cgroup) {
             return None;
         }
-        // A cgroup without some controllers is still useful, because it applies the other limits and can be
+        // A cgroup without some of its controllers is still useful, because it applies the other limits and can be
         // killed as a whole.
         let millicores = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(CgroupLimits {
@@ -696,7 +694,7 @@ impl LayerResolver<'_> {
         })
     }
 
-    /// Returns the default limit on processes for a cgroup whose table does not set `pids`.
+    /// Returns the default process limit for a cgroup whose table does not set `pids`.
     fn default_processes(&self, bulkhead: &BulkheadConfig) -> Option<u64> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         let is_free = bulkhead.cgroup.as_ref().is_some_and(|limits| limits.pids.is_none());
@@ -732,9 +730,9 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Returns the namespaces of the profile `default`. These include a pid namespace, so that the kernel
-    /// kills all descendants of a worker even if the keeper is killed. If pid namespaces are not available,
-    /// records the layer as missing; the keeper then kills the descendants.
+    /// Returns the namespaces of the profile `default`. These include a PID namespace, so that the kernel kills all of
+    /// a worker's descendants even if the keeper is killed. If PID namespaces are not available, records the layer as
+    /// missing; the keeper then kills the descendants.
     fn default_namespaces(&mut self) -> Namespaces {
         if self.support.has(keeper::TREE_END) {
             let user = !self.support.has("CAP_SYS_ADMIN");

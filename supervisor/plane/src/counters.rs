@@ -7,54 +7,54 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. Each bulkhead needs a few keys, and
-/// clients can send any number of unknown names.
+/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. Each bulkhead needs a few keys, but clients
+/// can send any number of unknown names.
 const REJECTED_KEYS_MAX: usize = 16 * 1024;
 
-/// Counters that the data plane and the control plane share.
+/// Counters shared by the data plane and the control plane.
 #[derive(Debug, Default)]
 pub struct SharedCounters {
-    /// Number of notices that were dropped because the control plane did not keep up.
+    /// Number of notices dropped because the control plane did not keep up.
     pub notices_dropped: AtomicU64,
-    /// Number of job spans that were dropped because the span thread did not keep up.
+    /// Number of job spans dropped because the span thread did not keep up.
     pub spans_dropped: AtomicU64,
     /// Incremented when the cached state of bulkheads is no longer valid.
     pub revision: AtomicU64,
     pub clients: AtomicU64,
-    /// Total size of payloads that wait in the data plane, in bytes.
+    /// Total size of payloads waiting in the data plane, in bytes.
     pub buffered: AtomicUsize,
-    /// Total size of payloads of unknown length that the control plane receives, in bytes. Counts towards
+    /// Total size of the payloads of unknown length that the control plane is receiving, in bytes. Counts towards
     /// `max_buffered`. Written by the control plane.
     pub spooled: AtomicUsize,
-    /// Part of `spooled` that counts for the supervisor's own user.
+    /// Part of `spooled` that is charged to the supervisor's own user.
     pub own_spool: Arc<SpoolCounters>,
-    /// True once the data plane is ending.
+    /// True once the data plane is shutting down.
     pub has_ended: AtomicBool,
-    /// True once the data plane has answered every job that it received. Other jobs get no outcome, and did not
-    /// begin. Stays false if the data plane fails.
+    /// True once the data plane has sent an outcome for every job that it received. Other jobs get no outcome and were
+    /// not started. Stays false if the data plane fails.
     pub has_answered_all: AtomicBool,
-    /// Number of bytes that each spool may always hold, regardless of the memory that others hold.
+    /// Number of bytes that each spool can always hold, regardless of how much memory others hold.
     pub spool_share: AtomicUsize,
-    /// Process id of the keeper.
+    /// The keeper's PID.
     pub keeper_pid: AtomicU32,
-    /// Jobs that the HTTP interface rejected before they reached the data plane.
+    /// Jobs rejected by the HTTP interface before they reached the data plane.
     pub rejected_jobs: RejectedJobs,
 }
 
-/// Payloads of unknown length that the control plane receives for one user or token.
+/// Payloads of unknown length that the control plane is receiving for one user or token.
 #[derive(Debug, Default)]
 pub struct SpoolCounters {
     /// Total size of the payloads, in bytes.
     pub held: AtomicUsize,
-    /// Number of bytes of received payloads that the control plane must free, because the data plane needs
-    /// the memory for other clients.
+    /// Number of bytes of received payloads that the control plane must free because the data plane needs the memory
+    /// for other clients.
     pub bytes_to_free: AtomicUsize,
     /// Notified when `bytes_to_free` grows.
     pub free_requested: tokio::sync::Notify,
 }
 
-/// Number of rejected jobs by bulkhead, priority and reason. The data plane takes these counts before it
-/// replies to a request for counters.
+/// Number of rejected jobs, by bulkhead, priority and reason. The data plane takes these counts before it replies to a
+/// request for counters.
 #[derive(Debug, Default)]
 pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
@@ -66,8 +66,8 @@ impl RejectedJobs {
         }
     }
 
-    /// Removes and returns the counts without blocking. If the lock is held, returns nothing, and a later
-    /// call returns the counts.
+    /// Removes and returns the counts without blocking. If the lock is held, returns nothing; a later call returns the
+    /// counts.
     pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
     }

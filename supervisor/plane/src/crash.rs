@@ -1,5 +1,5 @@
-//! Causes of crashes for crash reports. The data plane creates a crash report, and the control plane adds the
-//! last output of the process and stores the report.
+//! Causes of crashes, used in crash reports. The data plane creates a crash report. The control plane adds the last
+//! output of the process and stores the report.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -12,25 +12,25 @@ use bulkhead_shared::crash_record::RECORDED_SIGNALS;
 
 use crate::program::Program;
 
-/// Records of the threads of a worker, to be read by a symbolizer.
+/// Records of a worker's threads, to be read by a symbolizer.
 pub struct CrashRecord {
-    /// File with the records; see [`bulkhead_shared::crash_record`].
+    /// File that contains the records; see [`bulkhead_shared::crash_record`].
     pub file: OwnedFd,
     /// Format of the file.
     pub kind: RecordKind,
-    /// Program of the worker.
+    /// The worker's program.
     pub program: Arc<Program>,
 }
 
-/// Format of the file of a [`CrashRecord`].
+/// File format of a [`CrashRecord`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
-    /// The memory file of a worker, with the crash record that the worker has written.
+    /// A worker's memory file, with the crash record written by the worker.
     Crash {
         /// Number of the signal that killed the worker.
         signal: i32,
     },
-    /// The stacks that the keeper has taken; see [`bulkhead_keeper::Keeper::sample`].
+    /// Stacks recorded by the keeper; see [`bulkhead_keeper::Keeper::sample`].
     Sample,
 }
 
@@ -40,7 +40,7 @@ impl fmt::Debug for CrashRecord {
     }
 }
 
-/// Returns the number of the signal that killed a process, if a worker writes a crash record for this signal.
+/// Returns the number of the signal that killed a process, if workers write a crash record for this signal.
 pub fn recorded_signal(ending: &Ending) -> Option<i32> {
     match ending {
         Ending { death: Death::Signal(signal), killed: None } if RECORDED_SIGNALS.contains(signal) => {
@@ -50,12 +50,12 @@ pub fn recorded_signal(ending: &Ending) -> Option<i32> {
     }
 }
 
-/// Maximum number of crash reports that are waiting to be stored. Further reports are dropped and counted.
+/// Maximum number of crash reports waiting to be stored. Further reports are dropped and counted.
 pub const REPORTS_WAITING_MAX: usize = 64;
 
-/// Returns the cause of a death, or `None` if the supervisor killed the process for reasons such as a resize
-/// or shutdown. An exit with status 0 is also returned as a cause. The caller decides whether the process was
-/// supposed to exit.
+/// Returns the cause of a death, or `None` if the supervisor killed the process for reasons such as a resize or
+/// shutdown. An exit with status 0 is also returned as a cause. The caller decides whether the process was supposed to
+/// exit.
 pub fn cause_of(ending: &Ending) -> Option<Cause> {
     let kind = match (&ending.killed, ending.death) {
         (None, Death::Exit(_)) => CauseKind::Exit,
@@ -66,8 +66,7 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
-        // For all other kill reasons, the supervisor killed the process although the process was not at
-        // fault.
+        // In all other cases, the supervisor killed the process although it was not at fault.
         (Some(_), _) => return None,
     };
     let (exit_code, signal, system_call) = match ending.death {
@@ -80,7 +79,7 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
     Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: ending.to_string() })
 }
 
-/// Returns the cause for a report about a job that was still running at its deadline.
+/// Returns the cause used in a report about a job that was still running at its deadline.
 pub fn late_job_cause() -> Cause {
     let message = "still running a job at its deadline".to_owned();
     Cause { kind: CauseKind::Deadline.into(), exit_code: None, signal: None, system_call: None, message }
@@ -94,7 +93,7 @@ pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
     }
 }
 
-/// Returns a crash report with one job. Used by tests.
+/// Returns a crash report with one job. Used in tests.
 #[doc(hidden)]
 pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
     let at = SystemTime::UNIX_EPOCH + Duration::from_millis(at_ms);
@@ -141,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crash_report_survives_serialization() {
+    fn crash_report_is_unchanged_after_serialization() {
         let report = sample_report(1_772_878_530_123, 3, b"\0\xff\x1b[31m");
         let json = serde_json::to_string(&report).unwrap();
         assert!(

@@ -1,7 +1,6 @@
-//! Demand of a bulkhead over the last one to two hours. Records the numbers of jobs in flight and in the
-//! queue, weighted by time, and how long jobs waited and ran. The data plane spends a few nanoseconds per
-//! iteration and per job on recording. The control plane computes advice from these numbers on another
-//! thread.
+//! Demand for a bulkhead over the last one to two hours. Records how many jobs were in flight and queued, weighted by
+//! time, and how long jobs waited and ran. In the data plane, recording takes a few nanoseconds per iteration and per
+//! job. The control plane computes advice from these values on another thread.
 
 use std::time::Duration;
 
@@ -10,7 +9,7 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment, which has not changed since the time `since`.
+/// Load of a compartment. The load has not changed since the time `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -18,7 +17,7 @@ pub struct Load {
     queued: u32,
     /// True if a job of normal priority would have to wait or be rejected.
     has_no_permit: bool,
-    /// True if fewer workers run than configured.
+    /// True if fewer workers are running than configured.
     lacks_workers: bool,
 }
 
@@ -35,35 +34,35 @@ impl Load {
     }
 }
 
-/// Observations of one time window. With isolated tenants, the times of all tenants are added up, because
-/// `processes`, `max_in_flight` and `max_queue` apply to each tenant. Time without jobs is not recorded,
-/// because an idle night says nothing about the demand during the day.
+/// Observations of one time window. With isolated tenants, the times of all tenants are added up, because `processes`,
+/// `max_in_flight` and `max_queue` apply to each tenant. Time without jobs is not recorded, because an idle night says
+/// nothing about demand during the day.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
     /// Distribution of the number of jobs in flight or queued, weighted by time in nanoseconds.
     pub demand: Histogram,
     /// Distribution of the number of queued jobs, weighted by time in nanoseconds.
     pub queued: Histogram,
-    /// Distribution of run times in microseconds, and of times in the queue.
+    /// Distributions of run times and of queue times, both in microseconds.
     pub run_us: Histogram,
     pub wait_us: Histogram,
-    /// Sum of the times that all jobs were in flight, in nanoseconds.
+    /// Total time that all jobs were in flight, in nanoseconds.
     pub in_flight_ns: u128,
-    /// Observations since the last change of the limits.
+    /// Observations since the limits last changed.
     pub under_limits: LimitedWindow,
 }
 
-/// Observations that are only valid for the current limits. They are discarded when the limits change.
+/// Observations that are valid only for the current limits. They are discarded when the limits change.
 #[derive(Clone, Debug, Default)]
 pub struct LimitedWindow {
     /// Distribution of the number of jobs in flight, weighted by time in nanoseconds. The total weight is the
     /// time during which the bulkhead had jobs.
     pub in_flight: Histogram,
-    /// Time during which no permit was free, and time during which workers were missing, in nanoseconds.
+    /// Time during which no permit was free and time during which workers were missing, both in nanoseconds.
     pub no_permit_ns: u64,
     pub workers_missing_ns: u64,
-    /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's
-    /// default deadline.
+    /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's default
+    /// deadline.
     pub deadline_misses: u64,
     pub own_deadline_misses: u64,
     /// Counters at the beginning of the window.
@@ -73,11 +72,11 @@ pub struct LimitedWindow {
 /// Values of `processes`, `max_in_flight` and `max_queue`.
 pub type Sizes = (u32, u32, u32);
 
-/// Demand of a bulkhead in the current and the previous hour.
+/// Demand for a bulkhead in the current and the previous hour.
 #[derive(Default)]
 pub struct Demand {
     windows: WindowPair<Window>,
-    /// Time when recording began, and time of the last change of the limits.
+    /// Time at which recording began, and time at which the limits last changed.
     started_at: Time,
     changed_at: Option<Time>,
     sizes: Sizes,
@@ -91,20 +90,19 @@ impl Demand {
         demand
     }
 
-    /// Returns true if [`Self::update`] must be called, because the window is over or the limits have
-    /// changed.
+    /// Returns true if [`Self::update`] must be called because the window is over or the limits have changed.
     #[inline]
     pub fn is_due(&self, now: Time, limits: &Limits) -> bool {
         self.windows.is_over(now) || self.sizes != sizes_of(limits)
     }
 
-    /// Starts a new window if the current one is over. If the limits have changed, discards observations that
-    /// depend on the old limits. `counters` are the current counters of the bulkhead.
+    /// Starts a new window if the current one is over. If the limits have changed, discards observations that depend on
+    /// the old limits. `counters` contains the bulkhead's current counters.
     pub fn update(&mut self, now: Time, sizes: Sizes, counters: Counters) {
         if self.windows.is_over(now) {
             self.windows.roll(now);
             self.windows.current.under_limits.base = counters.clone();
-            // A window without observations also has no counters to compare with.
+            // For a window without observations, there are also no counters to compare with.
             let previous = &mut self.windows.previous;
             if previous.demand.total() == 0 {
                 previous.under_limits.base = counters.clone();
@@ -139,7 +137,7 @@ impl Demand {
         }
     }
 
-    /// Records the run time and the time in the queue of a job that ran.
+    /// Records the run time and the queue time of a job that ran.
     #[inline]
     pub fn record_run(&mut self, ran: Duration, waited: Duration) {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
@@ -184,7 +182,7 @@ pub fn sizes_of(limits: &Limits) -> Sizes {
     (limits.processes, limits.max_in_flight, limits.max_queue)
 }
 
-/// Limits that advice can propose to change. With isolated tenants, they apply to each tenant.
+/// Limits for which advice can propose changes. With isolated tenants, the limits apply to each tenant.
 #[derive(Clone, Debug)]
 pub struct CurrentLimits {
     pub processes: u32,
@@ -195,14 +193,14 @@ pub struct CurrentLimits {
     pub deadline_max: Duration,
 }
 
-/// Observations of a bulkhead, from which another thread computes advice.
+/// Observations of a bulkhead. Another thread computes advice from them.
 #[derive(Debug)]
 pub struct Observation {
-    /// Length of the observation, which begins no earlier than the last change of the limits.
+    /// Length of the observation. The observation starts no earlier than the last change of the limits.
     pub duration: Duration,
-    /// True if the observation began when the limits were changed.
+    /// True if the observation started when the limits were changed.
     pub starts_with_change: bool,
-    /// Counters at the beginning and at the end of the observation.
+    /// Counters at the start and at the end of the observation.
     pub base: Counters,
     pub counters: Counters,
     pub windows: WindowPair<Window>,

@@ -1,9 +1,9 @@
-//! Messages of an upgrade, in which a supervisor hands over to its successor.
+//! Messages exchanged during an upgrade, in which a supervisor hands over to its successor.
 //!
 //! There are two `SOCK_SEQPACKET` sockets. The control planes agree on the handover over the *link*. After that, the
 //! data planes use the *transfer socket*: the predecessor passes on connections and returns permits. Each message is
-//! one frame of the protocol (header, metadata, payload), and its descriptor comes with it. Unknown kinds are skipped
-//! unless they are critical, and unknown extensions likewise.
+//! one frame of the protocol (header, metadata, payload), and its descriptor is sent along with it. Unknown kinds and
+//! unknown extensions are skipped unless they are critical.
 //!
 //! This module only encodes and decodes. `docs/operations/upgrade.md` describes the order of the messages.
 
@@ -19,21 +19,21 @@ use tokio::sync::oneshot;
 
 use crate::access::TokenGrant;
 
-/// Version of the messages that this supervisor speaks.
+/// Version of the messages that this supervisor supports.
 pub const VERSION: u16 = 1;
 
 /// Maximum size of a message in bytes. The largest message contains the unread bytes of a connection: an incomplete
-/// frame, and one further read.
+/// frame, and the bytes from one more read.
 pub const MESSAGE_BYTES_MAX: usize =
     2 * HEADER_BYTES + 2 * METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + READ_BYTES_MAX;
 
-/// Gap between the numbers of a supervisor's jobs, leases and events and those of its successor, so that numbers stay
-/// unique if the upgrade fails and the predecessor continues with its own. The successor cannot use this many numbers
-/// in the ten seconds in which the upgrade can fail. A job number has 40 bits, which is enough for tens of thousands
+/// Gap between the job, lease and event numbers of a supervisor and those of its successor. It keeps numbers unique if
+/// the upgrade fails and the predecessor continues with its own numbers. The successor cannot use this many numbers in
+/// the ten seconds during which the upgrade can fail. A job number has 40 bits, which is enough for tens of thousands
 /// of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
-/// Kinds of messages. The meaning of a number never changes.
+/// Message kinds. The meaning of a number never changes.
 #[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
 pub mod kind {
     // The link.
@@ -62,13 +62,13 @@ pub mod kind {
 /// HELLO, from the successor.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct Hello<'a> {
-    /// Oldest version of the messages that the successor speaks.
+    /// Oldest version of the messages that the successor supports.
     pub oldest: u16,
-    /// Newest version of the messages that the successor speaks.
+    /// Newest version of the messages that the successor supports.
     pub newest: u16,
     /// Version of the program.
     pub program: &'a str,
-    /// Longest time in milliseconds that a bulkhead may take to start (`start.ready`) in the successor's configuration.
+    /// Longest start time (`start.ready`) of any bulkhead in the successor's configuration, in milliseconds.
     pub start_limit_ms: u64,
 }
 
@@ -77,7 +77,7 @@ pub struct Hello<'a> {
 pub struct InheritedName<'a> {
     /// One of the names in [`inherited`].
     pub name: &'a str,
-    /// Path or address of the socket, or path of the locked file or folder. Empty for the other descriptors.
+    /// Path or address of the socket, or path of the locked file or folder. Empty for all other descriptors.
     pub place: &'a str,
 }
 
@@ -91,16 +91,16 @@ pub mod inherited {
     pub const HTTP: &str = "http";
     pub const JOBS_HTTP: &str = "jobs_http";
     pub const CRASHES_LOCK: &str = "crash_dir lock";
-    /// The read end of a pipe. The predecessor and its keepers hold the write end.
+    /// The read end of a pipe whose write end is held by the predecessor and its keepers.
     pub const LIFELINE: &str = "lifeline";
     /// The write end of a pipe, for the successor and its keepers. If the upgrade fails, the predecessor waits for
-    /// their end before it uses the permits of their workers.
+    /// these processes to exit before it uses their workers' permits.
     pub const SUCCESSOR_LIFELINE: &str = "successor lifeline";
     /// The successor's end of the transfer socket.
     pub const TRANSFER: &str = "transfer";
 }
 
-/// Numbers that an operator can change while the supervisor runs.
+/// Numbers that an operator can change while the supervisor is running.
 #[derive(Clone, Copy, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct Numbers {
     /// Number of worker processes.
@@ -125,7 +125,7 @@ pub struct BulkheadState {
     pub is_forced_open: bool,
     /// Numbers in the predecessor's configuration file.
     pub file: Numbers,
-    /// Current numbers, including operators' changes.
+    /// Current numbers, including changes made by operators.
     pub live: Numbers,
 }
 
@@ -136,34 +136,35 @@ pub struct TenantState {
     pub tenant: String,
     /// Numbers in the predecessor's configuration file.
     pub file: Numbers,
-    /// Current numbers, including operators' changes.
+    /// Current numbers, including changes made by operators.
     pub live: Numbers,
 }
 
-/// WORKER_ID: the user id that all workers of a bulkhead share, because they write files.
+/// WORKER_ID: the UID shared by all workers of a bulkhead, because they write files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,
     pub id: u32,
 }
 
-/// STATE: the end of the messages about the predecessor's state.
+/// STATE: marks the end of the messages about the predecessor's state.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct State {
-    /// Version of the messages that both speak.
+    /// Version of the messages that both supervisors support.
     pub version: u16,
-    /// Process id of the predecessor.
+    /// The predecessor's PID.
     pub pid: u32,
-    /// True if the upgrade continues although a bulkhead that is ready in the predecessor has failed.
+    /// True if the upgrade continues even though a bulkhead that is ready in the predecessor has failed in the
+    /// successor.
     pub is_forced: bool,
-    /// Soft resource limits that applied before the predecessor raised them, by the number of the resource. `u64::MAX`
-    /// means unlimited.
+    /// Soft resource limits that applied before the predecessor raised them, by resource number. `u64::MAX` means
+    /// unlimited.
     pub soft_limits: Vec<(u32, u64)>,
-    /// Sockets that belong to the service manager, by the names of their descriptors.
+    /// Sockets that belong to the service manager, by descriptor name.
     pub activated: Vec<String>,
 }
 
-/// A compartment: a bulkhead, or an isolated tenant of the bulkhead.
+/// A compartment: either a bulkhead, or an isolated tenant in the bulkhead.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, BorrowDecode)]
 pub struct CompartmentName {
     pub bulkhead: String,
@@ -171,12 +172,12 @@ pub struct CompartmentName {
     pub tenant: Option<String>,
 }
 
-/// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers only decrease.
+/// HELD_AT_SWITCH and HELD: the permits that the predecessor still needs. The numbers can only decrease.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Held {
     pub compartment: CompartmentName,
     pub permits: u32,
-    /// Number of jobs that must wait for one of these permits.
+    /// Number of jobs that are waiting for one of these permits.
     pub waiting: u32,
 }
 
@@ -198,28 +199,28 @@ impl Quarantined {
     }
 }
 
-/// SWITCH: from now on, the successor serves.
+/// SWITCH: from now on, the successor serves clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Switch {
-    /// Number that is lower than the numbers of the successor's jobs.
+    /// Number below those of all jobs of the successor.
     pub jobs_after: u64,
-    /// Number that is lower than the numbers of the successor's leases.
+    /// Number below those of all leases of the successor.
     pub leases_after: u64,
-    /// Number that is lower than the sequence numbers of the successor's events.
+    /// Number below the sequence numbers of all events of the successor.
     pub events_after: u64,
 }
 
-/// SESSION: a connection, whose socket comes with the message. The payload consists of bytes that were received but
-/// not handled.
+/// SESSION: a connection. Its socket is sent along with the message. The payload consists of bytes that were received
+/// but not handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SessionState {
     /// True if the handshake is complete.
     pub is_open: bool,
-    /// Capabilities that the predecessor promised in its welcome.
+    /// Capabilities that the predecessor announced in its welcome.
     pub capabilities: u64,
     /// Origin of the connection.
     pub client: SessionClient,
-    /// True if the client understands GOAWAY.
+    /// True if the client supports GOAWAY.
     pub takes_goaway: bool,
     /// Number of SUBMIT frames handled on this connection.
     pub submits: u64,
@@ -228,21 +229,21 @@ pub struct SessionState {
 /// Origin of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum SessionClient {
-    /// The peer of the socket, whose credentials the kernel reports.
+    /// The peer of the socket. The kernel reports its credentials.
     Peer,
     /// The control plane, for a user of the admin API.
     Operator {
-        /// Id of the user.
+        /// The user's UID.
         uid: u32,
     },
     /// The control plane, for a client with a token.
     Token {
-        /// Number of the token.
+        /// The token's number.
         id: u32,
     },
 }
 
-/// FAILED: the reason why the successor ends.
+/// FAILED: the reason why the successor exits.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct Failed<'a> {
     /// The reason, as a sentence.
@@ -283,17 +284,17 @@ pub struct Frame<'a> {
 /// Reason why a message cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// The bytes are not a message.
-    #[error("the message is cut off")]
+    /// The bytes are not a complete message.
+    #[error("the message is truncated")]
     CutOff,
-    /// The metadata does not fit the kind of message.
+    /// The metadata does not match the kind of message.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The descriptor of the message is missing, because this process has no free one.
+    /// The descriptor that belongs to the message is missing, because this process has no free descriptor.
     #[error("a descriptor is missing: raise the limit on open files")]
     NoDescriptor,
     /// The message is critical, but this version does not know its kind.
-    #[error("this version does not know the message {0}")]
+    #[error("this version does not support message kind {0}")]
     Unknown(u8),
 }
 
@@ -314,14 +315,14 @@ impl<'a> Frame<'a> {
         Ok(codec::decode(self.metadata, &[])?.0)
     }
 
-    /// Returns an error if the message is critical. Called for messages of an unknown kind.
+    /// Returns an error if the message is critical. Called for messages of unknown kinds.
     pub fn skip(&self) -> Result<(), FrameError> {
         if self.is_critical { Err(FrameError::Unknown(self.kind)) } else { Ok(()) }
     }
 }
 
-/// Kills this process in debug builds if a file contains `deed` ("send" or "receive") and the kind of message. The
-/// path of the file is in the environment variable `BULKHEAD_UPGRADE_DEATH`. Removes the file first. Used by tests.
+/// Kills this process in debug builds if the file named by the environment variable `BULKHEAD_UPGRADE_DEATH` contains
+/// `deed` ("send" or "receive") and the kind of message. Removes the file first. Used in tests.
 pub fn die_on_request(deed: &str, kind: u8) {
     let file = if cfg!(debug_assertions) { std::env::var_os("BULKHEAD_UPGRADE_DEATH") } else { None };
     if let Some(file) = file
@@ -332,30 +333,29 @@ pub fn die_on_request(deed: &str, kind: u8) {
     }
 }
 
-/// Commands of the control plane about an upgrade.
+/// Commands from the control plane that concern an upgrade.
 #[derive(Debug)]
 pub enum HandoverCommand {
-    /// Prepare to hand over: refuse commands of operators, lend no files, and recall leases. The keeper holds the
-    /// lifeline.
+    /// Prepare to hand over. Refuse operator commands, lend no files, and recall leases. The keeper holds the lifeline.
     Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, String>> },
-    /// Stop accepting connections and reading from clients, once clients have returned their leases.
+    /// Stop accepting connections and reading from clients once clients have returned their leases.
     Switch {
-        /// This end of the transfer socket.
+        /// This process's end of the transfer socket.
         transfer: OwnedFd,
         /// Receives the permits and numbers for the successor.
         reply: oneshot::Sender<SwitchState>,
     },
-    /// The successor serves: pass on connections, and handle only frames about jobs that were accepted before.
+    /// The successor serves clients. Pass on connections, and handle only frames about jobs that were already accepted.
     Release,
-    /// The successor has failed: resume serving. Contains the listener of the jobs socket.
+    /// The successor has failed. Serve clients again. Contains the listener of the jobs socket.
     TakeBack(Option<std::os::unix::net::UnixListener>),
-    /// The upgrade can no longer fail: stop idle workers, and stop after the last job.
+    /// The upgrade can no longer fail. Stop idle workers, and stop after the last job.
     Leave,
-    /// Apply operators' decisions from the predecessor.
+    /// Apply the predecessor's operator decisions.
     Restore {
         bulkheads: Vec<BulkheadState>,
         tenants: Vec<TenantState>,
-        /// Receives the reason why a decision cannot be applied.
+        /// Receives an error if a decision cannot be applied.
         reply: oneshot::Sender<Result<(), String>>,
     },
     /// Take over from the predecessor.
@@ -363,18 +363,18 @@ pub enum HandoverCommand {
         held: Vec<Held>,
         quarantined: Vec<Quarantined>,
         switch: Switch,
-        /// This end of the transfer socket.
+        /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Permissions of the tokens, for connections of HTTP clients.
+        /// Token permissions, for connections of HTTP clients.
         tokens: Vec<TokenGrant>,
         reply: oneshot::Sender<()>,
     },
-    /// The predecessor and all of its workers have ended.
+    /// The predecessor and all of its workers have exited.
     PredecessorEnded,
 }
 
-/// State of the bulkheads and of their tenants, and a duplicate of the listener of the jobs socket. The fields `file`
-/// contain the current numbers, until the control plane replaces them with those of the file.
+/// State of the bulkheads and of their tenants, and a duplicate of the jobs socket's listener. The `file` fields
+/// contain the current numbers until the control plane replaces them with those from the file.
 pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix::net::UnixListener>);
 
 /// State of the data plane when it stops serving.
@@ -384,7 +384,7 @@ pub struct SwitchState {
     pub held: Vec<Held>,
     /// Payloads in quarantine.
     pub quarantined: Vec<Quarantined>,
-    /// Numbers of the last job and the last lease.
+    /// Numbers of the most recent job and lease.
     pub switch: Switch,
 }
 
@@ -393,7 +393,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_encoding() {
+    fn messages_are_unchanged_after_encoding_and_decoding() {
         let compartment = CompartmentName { bulkhead: "b".into(), tenant: Some("t".into()) };
         let held = Held { compartment, permits: 3, waiting: 4 };
         let bytes = encode(kind::HELD, &held, b"rest").unwrap();
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_message_is_skipped_unless_critical() {
+    fn skips_unknown_message_unless_it_is_critical() {
         let mut bytes = encode(200, &Nothing {}, &[]).unwrap();
         Frame::decode(&bytes).unwrap().skip().unwrap();
         bytes[5] = bulkhead_shared::frame::FLAG_CRITICAL;

@@ -7,11 +7,11 @@ use bulkhead_policy::Time;
 
 use crate::windows::WindowPair;
 
-/// Run and queue times of a bulkhead's jobs in the current and the previous minute.
+/// Run times and queue times of a bulkhead's jobs in the current and the previous minute.
 #[derive(Default)]
 pub struct Latency(WindowPair<Histograms, 60>);
 
-/// Histograms of run and queue times in one window, in nanoseconds.
+/// Histograms of the run times and queue times in one window, in nanoseconds.
 #[derive(Default)]
 struct Histograms {
     run: Histogram,

@@ -2,9 +2,9 @@
 //!
 //! - commands to the data plane, and notices from it, both over bounded channels
 //! - resolved programs and confinement, translated from the configuration into orders for the keeper
-//! - lock-free counters that both planes share
+//! - lock-free counters shared by both planes
 //!
-//! This crate runs no threads or event loops, and owns no sockets.
+//! This crate does not run any threads or event loops, and does not own any sockets.
 #![expect(missing_docs, reason = "the supervisor's library documents the items that other crates can use")]
 
 pub mod access;

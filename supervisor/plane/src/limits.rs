@@ -1,23 +1,23 @@
-//! Limits that all bulkheads share.
+//! Limits shared by all bulkheads.
 
 use std::time::Duration;
 
 use bulkhead_config::SupervisorConfig;
 
-/// Limits of the data plane that all bulkheads share.
+/// Limits of the data plane that are shared by all bulkheads.
 pub struct DataPlaneLimits {
     /// Maximum number of connected clients.
     pub clients_max: usize,
     /// Maximum size of a payload, in bytes.
     pub payload_bytes_max: u64,
-    /// Largest `max_payload` since the supervisor was started, in bytes. Results that were accepted under an
-    /// earlier, higher limit can still be on their way to clients.
+    /// Largest `max_payload` since the supervisor started, in bytes. Results accepted under an earlier, higher limit
+    /// can still be on their way to clients.
     pub result_bytes_max: u64,
     /// Maximum total size of waiting payloads, in bytes.
     pub buffered_bytes_max: usize,
     /// Maximum total size of memory files, in bytes.
     pub pooled_bytes_max: u64,
-    /// Maximum time that the supervisor waits for jobs in flight when it stops.
+    /// Maximum time that the supervisor waits for jobs in flight when it is stopping.
     pub drain_timeout: Duration,
 }
 

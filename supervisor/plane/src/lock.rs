@@ -1,7 +1,7 @@
-//! Retries for locks and addresses that a killed supervisor still holds. The kernel releases them only when
-//! the last thread of the process has exited. On a busy machine, this can be some time after the process
-//! appears to be dead. Without retries, a supervisor that a service manager restarts could fail with the
-//! error that another supervisor is running.
+//! Retries for locks and addresses still held by a supervisor that was killed. The kernel releases them only when the
+//! process's last thread has exited. On a busy machine, this can be some time after the process appears to be dead.
+//! Without retries, a supervisor restarted by a service manager could fail with an error saying that another supervisor
+//! is running.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// Maximum time to wait for a lock or address. After this time, it counts as held by a running process.
+/// Maximum time to wait for a lock or address. After that, a running process is assumed to hold it.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Interval between attempts to take a lock or address.
@@ -35,8 +35,7 @@ pub fn lock(path: &Path) -> Result<File, LockError> {
     lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
-/// Calls `attempt` repeatedly for up to half a second, as long as it returns an error for which `is_taken` is
-/// true.
+/// Calls `attempt` repeatedly for up to half a second, as long as it returns an error for which `is_taken` is true.
 pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
@@ -76,7 +75,7 @@ mod tests {
 
     /// Also checks that an attempt succeeds if the lock is released before the timeout.
     #[test]
-    fn lock_attempt_waits_until_timeout() {
+    fn waits_for_lock_until_timeout() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
         let held = lock_with_timeout(Duration::ZERO, &path).unwrap();
@@ -92,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn file_lock_is_retried_only_while_held() {
+    fn retries_lock_attempt_only_while_lock_is_held() {
         let missing = lock_with_timeout(Duration::from_secs(60), Path::new("/nowhere/lock"));
         assert!(matches!(missing, Err(LockError::Open(_))));
         let mut attempts = 0;

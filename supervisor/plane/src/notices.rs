@@ -1,8 +1,8 @@
 //! Bounded channels from the data plane to the control plane. Each kind of notice has a separate channel, so
 //! that a flood of events cannot crowd out other notices.
 //!
-//! If the channel for events is full, events are dropped and counted. If the channel for worker outputs is
-//! full, the data plane keeps the output and sends it later. The channel for milestones is never full.
+//! If the event channel is full, events are dropped and counted. If the channel for worker output is full, the data
+//! plane keeps the output and sends it later. The milestone channel is never full.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,14 +12,13 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::command::DroppableNotice;
 
-/// Maximum number of events and crash reports in the channel. Further ones are dropped and counted.
+/// Maximum number of events and crash reports in the channel. Any more are dropped and counted.
 const DROPPABLE_MAX: usize = 16 * 1024;
 
-/// Maximum number of worker outputs in the channel. Each output accounts for four open descriptors of the
-/// supervisor.
+/// Maximum number of worker outputs in the channel. Each output accounts for four of the supervisor's open descriptors.
 const OUTPUTS_MAX: usize = 256;
 
-/// Number of different milestones. Each is sent at most once.
+/// Number of different milestones. Each milestone is sent at most once.
 const MILESTONES_MAX: usize = 2;
 
 /// Read ends of the pipes for a new worker's standard output and standard error.
@@ -27,8 +26,8 @@ const MILESTONES_MAX: usize = 2;
 pub struct WorkerOutput {
     pub bulkhead: Arc<str>,
     pub pid: u32,
-    /// True if the process is a template. Forked workers inherit the write ends, so that output can arrive
-    /// after the template has exited.
+    /// True if the process is a template. Forked workers inherit the write ends, so output can arrive after the
+    /// template has exited.
     pub is_template: bool,
     /// Read end of the pipe for standard output.
     pub stdout: OwnedFd,
@@ -50,7 +49,7 @@ pub enum Milestone {
 pub enum Notice {
     /// A milestone was reached.
     Milestone(Milestone),
-    /// The output of a new worker can be read.
+    /// The output of a new worker is ready to be read.
     Output(WorkerOutput),
     /// An event or a crash report.
     Droppable(DroppableNotice),
@@ -99,16 +98,15 @@ impl NoticeSender {
     pub fn send_output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),
-            // If the control plane has ended, nobody needs the output.
+            // If the control plane has exited, the output is not needed.
             Err(TrySendError::Closed(_)) | Ok(()) => Ok(()),
         }
     }
 }
 
 impl NoticeReceiver {
-    /// Receives the next notice. Milestones and worker outputs are received before events, so that the
-    /// control plane has the output of a worker before the events about the worker. Returns `None` when the
-    /// channels are closed.
+    /// Receives the next notice. Milestones and worker outputs come before events, so that the control plane has a
+    /// worker's output before any events about that worker. Returns `None` when the channels are closed.
     pub async fn recv(&mut self) -> Option<Notice> {
         tokio::select! {
             biased;
@@ -137,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn event_flood_drops_no_outputs_or_milestones() {
+    fn flood_of_events_does_not_displace_outputs_or_milestones() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let (sender, mut receiver) = channels();
         while sender.send_droppable(event()) {}

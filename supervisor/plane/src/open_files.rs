@@ -1,23 +1,22 @@
-//! Limit on open files (`RLIMIT_NOFILE`), and how it is divided between clients, workers and operators.
+//! Limit on open files (`RLIMIT_NOFILE`), and its division among clients, workers and operators.
 
 use std::sync::Arc;
 
 use bulkhead_config::{BulkheadConfig, Config, StartMode, SupervisorConfig};
 
-/// Number of descriptors that are reserved for the supervisor itself, for connections of operators, and for
-/// short-lived files.
+/// Number of descriptors reserved for the supervisor itself, for operator connections, and for short-lived files.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// Minimum size of the memory files of a lease in bytes, and number of descriptors per lease.
+/// Minimum total size of a lease's memory files in bytes, and number of descriptors per lease.
 const LEASE_BYTES_MIN: u64 = 512 * 1024;
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
-/// The limit on open files divided by this number is the maximum number of leases. It is also the maximum
-/// number of loans that workers have not received yet.
+/// The maximum number of leases is the limit on open files divided by this number. The same maximum applies to loans
+/// that workers have not received yet.
 const LIMIT_PER_LEASE: u64 = 16;
 
-/// The limit on open files divided by this number is the maximum number of closed connections that still hold
-/// descriptors of a loan, because the peer has not read the loan.
+/// The maximum number of closed connections that still hold descriptors of a loan, because the peer has not read the
+/// loan, is the limit on open files divided by this number.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
 /// Returns the maximum number of memory file leases. `limit` is the limit on open files.
@@ -25,20 +24,20 @@ pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
     (max_pooled / LEASE_BYTES_MIN).min(limit / LIMIT_PER_LEASE)
 }
 
-/// Number of descriptors per worker: both ends of the link, the pidfd, two pipes and the journal. The number
-/// is doubled, because a replacement starts before the old worker ends.
+/// Number of descriptors per worker: both ends of the link, the pidfd, two pipes and the journal. The number is
+/// doubled, because a replacement starts before the old worker exits.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
 pub fn current_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Returns the number of templates of a bulkhead. A template needs as many descriptors as a worker.
+/// Returns the number of a bulkhead's templates. A template needs as many descriptors as a worker.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Limit on open files, and the numbers of descriptors that neither clients nor workers can use.
+/// Limit on open files, and numbers of descriptors that neither clients nor workers can use.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,
@@ -47,9 +46,9 @@ pub struct OpenFiles {
 }
 
 impl OpenFiles {
-    /// Raises the soft limit to the hard limit. Workers keep the limit that applied when the keeper started.
-    /// `foreign` is the maximum number of descriptors received from peers that are held at once. `http` returns
-    /// the maximum number for HTTP over TCP.
+    /// Raises the soft limit to the hard limit. Workers keep the limit that applied when the keeper started. `foreign`
+    /// is the maximum number of descriptors received from peers that are held at the same time. `http` returns the
+    /// maximum number of descriptors for HTTP over TCP.
     pub fn raise(foreign: u64, http: fn(&SupervisorConfig) -> u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);
@@ -65,8 +64,8 @@ impl OpenFiles {
         Self { limit, foreign, http }
     }
 
-    /// Lowers `max_clients` if necessary, so that there are always enough descriptors for workers and
-    /// operators. Clones the configuration only if the value changes.
+    /// Lowers `max_clients` if necessary, so that there are always enough descriptors for workers and operators. Clones
+    /// the configuration only if the value changes.
     pub fn lower_max_clients(&self, config: &mut Arc<Config>) {
         let Self { limit, foreign, http } = *self;
         let workers: u64 =
@@ -96,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn configuration_is_cloned_only_if_max_clients_changes() {
+    fn clones_configuration_only_if_max_clients_changes() {
         let text = "[supervisor]\nsocket = '/run/x/jobs.sock'\nmax_clients = 50\nmax_pooled = 0\n\
                     [bulkhead.a]\nexec = ['cat']\n";
         let file = Arc::new(bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap());

@@ -1,5 +1,5 @@
-//! Checks that the jobs socket and the admin socket apply to each client. The peer process must be
-//! identifiable, and must not descend from the supervisor.
+//! Checks that the jobs socket and the admin socket apply to each client. The peer process must be identifiable, and
+//! must not be a descendant of the supervisor.
 
 use std::os::fd::AsFd;
 
@@ -27,18 +27,18 @@ pub struct ClientRejection {
     pub message: String,
     /// The client, or `None` if the client cannot be identified.
     pub peer: Option<Peer>,
-    /// Process ids of the client and its ancestors up to this process. Empty unless the client descends from
-    /// this process.
+    /// PIDs of the client and its ancestors up to this process. Empty unless the client is a descendant of this
+    /// process.
     pub ancestry: Vec<u32>,
 }
 
 impl ClientRejection {
-    /// Creates the rejection of an identified client that lacks permission.
+    /// Creates a rejection for an identified client that lacks permission.
     pub fn forbidden(peer: Peer, message: String) -> Self {
         Self { reason: RejectReason::Forbidden, message, peer: Some(peer), ancestry: Vec::new() }
     }
 
-    /// Creates the rejection of a client that cannot be identified.
+    /// Creates a rejection for a client that cannot be identified.
     pub fn unidentified(peer: Option<Peer>, error: &std::io::Error) -> Self {
         // EMFILE and ENFILE mean that the supervisor is overloaded; the client is not at fault.
         let is_full =
@@ -58,8 +58,8 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer, ClientRejection> {
     Peer::of(socket).map_err(|error| ClientRejection::unidentified(None, &error))
 }
 
-/// Rejects the peer if it is a worker or descends from one, regardless of the user that it runs as.
-/// `unrelated` caches the processes that have already passed this check.
+/// Rejects the peer if it is a worker or a descendant of one, regardless of which user it runs as. `unrelated` caches
+/// the processes that have already passed this check.
 pub fn check_descent(
     socket: &impl AsFd,
     peer: Peer,

@@ -1,6 +1,6 @@
-//! Determines which metric series the configuration of a bulkhead makes possible. A possible series is
-//! exported from the start, because Prometheus can only compute a rate if there is a zero before the first
-//! count. All other series are omitted while they are zero.
+//! Determines which metric series are possible under a bulkhead's configuration. A possible series is exported from the
+//! start, because Prometheus can compute a rate only if there is a zero before the first count. All other series are
+//! omitted as long as they are zero.
 
 use bulkhead_config::TenantConfig;
 use bulkhead_policy::{BreakerState, Limits, Overflow, RestartCause};
@@ -11,13 +11,12 @@ use bulkhead_shared::{Priority, RejectReason};
 pub struct PossibleSeries {
     /// True if the configuration contains `[[access]]`, so that jobs can be rejected as `forbidden`.
     pub has_access: bool,
-    /// True if the bulkhead has fallbacks. Its jobs can then be rejected for all reasons that are possible in
-    /// a fallback.
+    /// True if the bulkhead has fallbacks. Its jobs can then be rejected for any reason that is possible in a fallback.
     pub has_fallback: bool,
-    /// True if the bulkhead is a fallback of another bulkhead.
+    /// True if another bulkhead uses this bulkhead as a fallback.
     pub has_guests: bool,
     pub has_spares: bool,
-    /// True if an operator has opened the breaker, which is possible without a table `breaker`.
+    /// True if an operator has opened the breaker. This is possible even without a `breaker` table.
     pub was_opened: bool,
     has_breaker: bool,
     has_poison: bool,
@@ -52,8 +51,8 @@ impl PossibleSeries {
         possible
     }
 
-    /// Adds the series that are possible in another configuration of the bulkhead. Series are never removed,
-    /// so that no exported series disappears on a reload.
+    /// Adds the series that are possible under another configuration of the bulkhead. Series are never removed, so that
+    /// no exported series disappears after a reload.
     pub fn add(&mut self, other: &Self) {
         self.has_access |= other.has_access;
         self.has_fallback |= other.has_fallback;
@@ -79,8 +78,8 @@ impl PossibleSeries {
             // Such jobs are not counted for any bulkhead, because the bulkhead does not exist or the client
             // was not admitted.
             NotFound | Unauthenticated => false,
-            // A more important job, in this bulkhead or in a fallback, can displace any job that is not
-            // critical.
+            // Any job that is not critical can be displaced by a more important job, either in this bulkhead or in a
+            // fallback.
             Shed => priority != Priority::Critical,
             Forbidden => self.has_access,
             _ if self.has_fallback => true,
@@ -111,8 +110,8 @@ impl PossibleSeries {
         }
     }
 
-    /// Returns true if the breaker can be in this state. An operator can open the breaker even without a
-    /// table `breaker`.
+    /// Returns true if the breaker can be in this state. An operator can open the breaker even without a `breaker`
+    /// table.
     pub fn can_be(&self, state: BreakerState) -> bool {
         self.has_breaker || matches!(state, BreakerState::Closed | BreakerState::ForcedOpen)
     }
@@ -173,6 +172,6 @@ mod tests {
         assert!(reasons(&elsewhere, Priority::Normal).contains(&"quarantined"));
         let mut reloaded = plain;
         reloaded.add(&breaker);
-        assert_eq!(transitions(&reloaded), 9, "reported transitions stay");
+        assert_eq!(transitions(&reloaded), 9, "reported transitions must stay");
     }
 }

@@ -1,4 +1,4 @@
-//! Translates the program of a bulkhead from the configuration into spawn orders for the keeper.
+//! Translates a bulkhead's configured program into spawn orders for the keeper.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,29 +14,30 @@ use bulkhead_keeper::{Rlimit, SpawnOrder};
 /// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// Undocumented command-line argument. A supervisor's program whose first argument this is must run as a symbolizer.
+/// Undocumented command-line argument. A supervisor program that gets this as its first argument must run as a
+/// symbolizer.
 pub const SYMBOLIZE_ARGUMENT: &str = "__symbolize";
 
-/// Maximum size of a symbolizer's memory, in bytes.
+/// Memory limit of a symbolizer, in bytes.
 const SYMBOLIZER_BYTES: u64 = 1 << 30;
 
-/// Environment variable with the number of a symbolizer's link.
+/// Environment variable that contains the descriptor number of a symbolizer's link.
 const SYMBOLIZER_LINK: &str = "BULKHEAD_LINK_FD=3";
 
-/// Number of the descriptor that is a worker's link to the supervisor.
+/// Descriptor number of a worker's link to the supervisor.
 const LINK_DESCRIPTOR: i32 = 3;
 
-/// The resolved program of a bulkhead, from which spawn orders are created.
+/// A bulkhead's resolved program, from which spawn orders are created.
 pub struct Program {
     path: String,
     arguments: Vec<String>,
     environment: Vec<String>,
-    /// Names of further environment variables, with the paths of the files that contain the values.
+    /// Names of further environment variables, and paths of the files that contain their values.
     environment_files: Vec<(String, String)>,
     directory: String,
     rlimits: Vec<Rlimit>,
     sandbox: Sandbox,
-    /// Confinement of a symbolizer, which reads the crash record of a worker.
+    /// Confinement of a symbolizer that reads a worker's crash record.
     symbolizer_sandbox: Sandbox,
     /// True if each job runs a separate process of an `exec` program.
     runs_programs: bool,
@@ -69,8 +70,8 @@ impl Program {
                 (host, arguments.map(str::to_owned).to_vec(), text(path))
             }
             config::Program::Exec { argv, path } => {
-                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts.
-                // The host itself only gets the limit on core dumps.
+                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts. Only the
+                // limit on core dumps applies to the host itself.
                 rlimits.retain(|limit| limit.resource == Resource::Core.number());
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
                 for rlimit in worker_rlimits.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
@@ -108,8 +109,8 @@ impl Program {
         }
     }
 
-    /// Returns the keeper's order for starting a symbolizer for a dead worker. `program` is the supervisor's
-    /// executable. `symbols` are the folders of `crash_symbols`.
+    /// Returns the order for the keeper to start a symbolizer for a dead worker. `program` is the supervisor's
+    /// executable. `symbols` contains the folders in `crash_symbols`.
     pub fn symbolizer_order<'a>(
         &'a self,
         program: &'a str,
@@ -153,15 +154,15 @@ impl Program {
         self.is_forked
     }
 
-    /// Returns the keeper's order for starting a template.
+    /// Returns the order for the keeper to start a template.
     pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         let mut order = self.order(worker, id);
         order.environment.push(TEMPLATE);
         SpawnOrder { is_template: true, ..order }
     }
 
-    /// Returns the keeper's order for starting one worker. `id` is the worker's user id if each worker has a
-    /// separate one.
+    /// Returns the order for the keeper to start one worker. `id` is the worker's UID if each worker has a separate
+    /// one.
     pub fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
@@ -180,8 +181,7 @@ impl Program {
         }
     }
 
-    /// Logs warnings about weaknesses of the confinement. Must not be called on the data plane, which never
-    /// logs.
+    /// Logs warnings about weaknesses in the confinement. Must not be called on the data plane, which never logs.
     pub fn log_warnings(&self, bulkhead: &str) {
         for warning in self.sandbox.warnings() {
             tracing::warn!(bulkhead, "{warning}");
@@ -199,9 +199,9 @@ impl Program {
     }
 }
 
-/// Resolves the confinement of a symbolizer: that of the worker, but without write access and network, and with the
-/// profile `strict` if this machine supports it. Even a record that exploits the symbolizer gains no rights that its
-/// worker did not have.
+/// Resolves the confinement of a symbolizer. It equals that of the worker, but without write access and network, and
+/// with the profile `strict` if this machine supports that profile. Even if a record exploits the symbolizer, it gains
+/// no rights that its worker did not have.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
         let mut bulkhead = bulkhead.clone();
@@ -218,7 +218,7 @@ fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &San
     if strict.obstacle().is_none() { strict } else { resolve(bulkhead.sandbox.profile) }
 }
 
-/// Returns the command-line options with which the host gets `output_grace`, `exit_status` and `files`.
+/// Returns the command-line options that pass `output_grace`, `exit_status` and `files` to the host.
 fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     let grace = bulkhead.output_grace.map(|grace| ("--output-grace-us", grace.as_micros().to_string()));
     let mut options = Vec::from_iter(grace);
@@ -234,13 +234,13 @@ fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
-/// Limit on core dumps in bytes, which is too small for any dump. With a limit of 0, the kernel would still
-/// pipe dumps to a program that is configured in `kernel.core_pattern`.
+/// Limit on core dumps in bytes. Too small for any dump. With a limit of 0, the kernel would still pipe dumps to a
+/// program configured in `kernel.core_pattern`.
 const NO_DUMP_BYTES: u64 = 1;
 
-/// Converts resource limits to the form that the kernel needs. Hard limits equal soft limits, so that a
-/// worker cannot raise them. Only for processor time, the hard limit is one second higher, so that the kernel
-/// sends SIGXCPU before SIGKILL. SIGXCPU shows the cause of death.
+/// Converts resource limits to the form that the kernel needs. Hard limits equal soft limits, so that a worker cannot
+/// raise them. The only exception is processor time, for which the hard limit is one second higher. The kernel then
+/// sends SIGXCPU before SIGKILL, and SIGXCPU shows the cause of death.
 fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
     rlimits
         .iter()
@@ -258,7 +258,7 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
 /// File name of the host program, which is usually installed next to the supervisor.
 const HOST: &str = "bulkhead-worker";
 
-/// Error if the configuration needs the host program for `exec` or `library`, but it cannot be found.
+/// Error returned if the configuration needs the host program for `exec` or `library`, but it cannot be found.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to find the program bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
@@ -288,7 +288,7 @@ pub fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
-/// Returns the limits of a bulkhead for the policy. With isolated tenants, the limits apply to each tenant.
+/// Returns a bulkhead's limits for policy. With isolated tenants, the limits apply to each tenant.
 pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
         processes: bulkhead.processes,
@@ -318,7 +318,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     }
 }
 
-/// Returns the limits for tenants on shared workers. If tenants are isolated, there are no such limits.
+/// Returns the limits for tenants that share workers. If tenants are isolated, there are no such limits.
 fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);

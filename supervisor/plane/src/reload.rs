@@ -1,5 +1,5 @@
-//! Compares two versions of the configuration and prepares a reload. The prepared reload contains everything
-//! that the data plane needs, so that the data plane reads no files.
+//! Compares two versions of the configuration and prepares a reload. The prepared reload contains everything that the
+//! data plane needs, so that the data plane does not read any files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,11 +18,10 @@ use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
 
-/// A worker's memory limit divided by this number is the maximum total size of memory files that are lent to
-/// the worker.
+/// The maximum total size of the memory files lent to a worker is the worker's memory limit divided by this number.
 const LENT_DIVISOR: u64 = 4;
 
-/// Settings of a bulkhead in the form that the data plane uses.
+/// Settings of a bulkhead in the form used by the data plane.
 pub struct BulkheadSpec {
     pub name: Arc<str>,
     pub program: Arc<Program>,
@@ -32,31 +31,30 @@ pub struct BulkheadSpec {
     pub max_payload: u64,
     pub max_result: u64,
     pub fallback: Arc<[Arc<str>]>,
-    /// Maximum number of isolated tenants that have workers at the same time. `None` if tenants are not
-    /// isolated.
+    /// Maximum number of isolated tenants that can have workers at the same time. `None` if tenants are not isolated.
     pub max_active: Option<usize>,
     /// True if the bulkhead's own table sets `pressure`, so that the bulkhead must have a queue.
     pub has_own_pressure: bool,
-    /// Amount of memory, in bytes, at which a worker is replaced or killed. `None` without a limit.
+    /// Memory usage in bytes at which a worker is replaced or killed. `None` if there is no limit.
     pub memory_limit: Option<u64>,
-    /// Maximum total size of memory files that are lent to one worker, in bytes. `None` without a limit.
+    /// Maximum total size of the memory files lent to one worker, in bytes. `None` if there is no limit.
     pub lent_max: Option<u64>,
 }
 
 /// New settings for an existing bulkhead.
 pub struct ChangedBulkhead {
     pub spec: BulkheadSpec,
-    /// Limits in the previous version of the file. Current limits that differ from these are live changes by
-    /// an operator.
+    /// Limits in the previous version of the file. Current limits that differ from these were changed live by an
+    /// operator.
     pub limits_before: Limits,
     pub tenants_before: BTreeMap<String, TenantConfig>,
     pub replaces_workers: bool,
 }
 
-/// Keys whose live changes a reload drops, by name of the bulkhead.
+/// Keys whose live changes are discarded by a reload, by bulkhead name.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
-/// A prepared reload, which the data plane applies.
+/// A prepared reload, to be applied by the data plane.
 pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<ChangedBulkhead>,
@@ -72,8 +70,7 @@ impl fmt::Debug for Reload {
     }
 }
 
-/// Inputs that are needed to resolve the configuration of any bulkhead. They do not change until the
-/// supervisor stops.
+/// Inputs needed to resolve the configuration of any bulkhead. They do not change while the supervisor is running.
 #[derive(Clone, Copy)]
 pub struct SpecInputs<'s> {
     /// Path of the host program for `exec` and `library`.
@@ -84,7 +81,7 @@ pub struct SpecInputs<'s> {
 }
 
 impl BulkheadSpec {
-    /// Converts the configuration of a bulkhead to the form that the data plane uses.
+    /// Converts a bulkhead's configuration to the form used by the data plane.
     pub fn new(bulkhead: &BulkheadConfig, inputs: SpecInputs<'_>) -> Self {
         Self {
             name: bulkhead.name.as_str().into(),
@@ -102,15 +99,14 @@ impl BulkheadSpec {
     }
 }
 
-/// Returns the amount of memory, in bytes, at which a worker is replaced or killed.
+/// Returns the memory usage in bytes at which a worker is replaced or killed.
 fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
     let cgroup = bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory);
     cgroup.into_iter().chain(bulkhead.recycle.rss).min()
 }
 
-/// Returns the maximum total size of memory files that are lent to one worker, which is a fixed fraction of
-/// the worker's memory limit. Memory files need part of this limit, because they count towards the worker's
-/// memory or occupy address space.
+/// Returns the maximum total size of the memory files lent to one worker. It is a fixed fraction of the worker's memory
+/// limit. Memory files need part of this limit, because they count towards the worker's memory or occupy address space.
 fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
     let addresses = bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource == Resource::As);
     let smallest = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
@@ -140,7 +136,7 @@ pub fn changes(before: &Config, after: &Config) -> Changes {
         }
     });
     let (old, new) = (fields(&before.supervisor), fields(&after.supervisor));
-    // `folder_mode` is not a key of the file, but derived from other keys.
+    // `folder_mode` is not a key in the file, but is derived from other keys.
     let is_changed = |key: &&String| *key != "folder_mode" && old.get(*key) != new.get(*key);
     let keys = old.keys().filter(is_changed).cloned();
     let (supervisor, ignored) = keys.partition(|key| !config::needs_restart(key));
@@ -179,8 +175,7 @@ fn names_of<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str>
     wanted.map(|change| change.bulkhead.as_str()).collect()
 }
 
-/// Prepares the reload from the configuration `before` to `after`. Reads files, so it must not run on the
-/// data plane.
+/// Prepares the reload from `before` to `after`. Reads files, so it must not run on the data plane.
 pub fn prepare(
     changes: &Changes,
     before: &Config,
@@ -212,8 +207,8 @@ pub fn prepare(
     }
 }
 
-/// Returns the configuration that is active after a reload. It is `after`, except that keys which need a
-/// restart keep their old values.
+/// Returns the configuration that is active after a reload. It equals `after`, except that keys which need a restart
+/// keep their old values.
 pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig {
         drain_notice,
@@ -246,12 +241,12 @@ fn fields(value: &impl Serialize) -> Map<String, Value> {
     }
 }
 
-/// Returns the settings of a bulkhead by key of the configuration file.
+/// Returns a bulkhead's settings by configuration key.
 fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     let mut keys = fields(bulkhead);
     keys.remove("name");
     if let Some(Value::Object(program)) = keys.remove("program") {
-        // A changed program counts as a single changed key, regardless of the part that differs.
+        // A changed program counts as a single changed key, regardless of which part differs.
         keys.extend(program.into_iter().map(|(kind, value)| (kind, Value::String(value.to_string()))));
     }
     if let Some(Value::Object(tenants)) = keys.get_mut("tenants") {
@@ -270,8 +265,8 @@ fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     keys
 }
 
-/// Returns the keys whose values differ. A key inside a table is named `table.key`. If the whole table was
-/// added or removed, only the table is named.
+/// Returns the keys whose values differ. A key within a table is named `table.key`. If the whole table was added or
+/// removed, only the table is named.
 fn differing_keys(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let mut keys = Vec::new();
@@ -305,7 +300,7 @@ mod tests {
     const PLAIN: &str = "[bulkhead.a]\nexec = ['cat']\n";
 
     #[test]
-    fn equal_configurations_have_no_changes() {
+    fn finds_no_changes_between_equal_configurations() {
         assert_eq!(between(PLAIN, PLAIN), Changes::default());
         assert!(
             between(PLAIN, &format!("{PLAIN}processes = 1\n")).is_empty(),
@@ -351,7 +346,7 @@ mod tests {
         assert!(program.bulkheads[0].replaces_workers);
     }
 
-    /// Checks that every key that a reload can report is in the reference of the configuration.
+    /// Checks that the configuration reference documents every key that a reload can report.
     #[test]
     fn changed_keys_exist_in_configuration_reference() {
         let all = "tenants = { max_queue = 1 }\nbreaker = {}\nretry = {}\npoison = {}\npriority = { critical_reserve = 0.1 }\n\
@@ -392,8 +387,7 @@ mod tests {
         );
     }
 
-    /// Checks that a reload applies all keys of `[supervisor]` except for those that are declared to need a
-    /// restart.
+    /// Checks that a reload applies all keys in `[supervisor]` except keys that are declared to need a restart.
     #[test]
     fn reload_applies_exactly_the_reloadable_keys() {
         let all = "drain_notice = '2s'\ndrain_timeout = '1s'\njobs_http_max = 5\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
@@ -405,7 +399,7 @@ mod tests {
         let (before, after) = (parse(PLAIN), config::parse(&text, "/etc/workers.toml".as_ref()).unwrap());
         let changes = super::changes(&before, &after);
         let of_supervisor = config::reference().into_iter().filter(|key| key.table == "supervisor");
-        // Addresses need files of tokens, and are not in this test.
+        // Addresses need token files, and are not part of this test.
         let written = of_supervisor.filter(|key| !key.name.starts_with("http") && key.name != "jobs_http");
         let (waiting, holding): (Vec<_>, Vec<_>) =
             written.partition(|key| key.on_reload == config::OnReload::NeedsRestart);
@@ -418,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_need_restart_are_reported_each_time() {
+    fn reports_keys_that_need_a_restart_on_every_reload() {
         let with = |keys: &str| {
             let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{keys}\n{PLAIN}");
             config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()

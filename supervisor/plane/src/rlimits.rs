@@ -1,5 +1,5 @@
-//! Default resource limits for confined workers. They apply to resources for which `rlimits` and `cgroup` set
-//! no limit. They are high enough for well-behaved programs, and keep a single worker from exhausting shared
+//! Default resource limits for confined workers. They apply to resources for which neither `rlimits` nor `cgroup` sets
+//! a limit. The defaults are high enough for well-behaved programs, and keep a single worker from exhausting shared
 //! resources.
 
 use rustix::process::getrlimit;
@@ -7,9 +7,8 @@ use rustix::process::getrlimit;
 use crate::confinement::Sandbox;
 use bulkhead_config::{BulkheadConfig, Resource, Rlimit};
 
-/// Returns the resource limits of a bulkhead's workers. These are the configured limits, and defaults for
-/// other resources. A default is reduced to the supervisor's own hard limit, because a child process cannot
-/// raise that limit.
+/// Returns the resource limits for a bulkhead's workers: the configured limits, and defaults for other resources. A
+/// default is reduced to the supervisor's own hard limit, because a child process cannot raise that limit.
 pub fn for_workers(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
     let mut rlimits = bulkhead.rlimits.clone();
     for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {

@@ -1,5 +1,5 @@
-//! A consistent copy of the numbers that the metrics show. The data plane makes the copy, and another thread
-//! renders the text.
+//! A consistent copy of the values shown in the metrics. The data plane makes the copy, and another thread renders the
+//! text.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use bulkhead_policy::{BreakerState, BulkheadState, WorkerSummary};
 use crate::bulkhead_counters::BulkheadCounters;
 use crate::possible_series::PossibleSeries;
 
-/// Numbers of the data plane, all copied within one iteration.
+/// Values from the data plane, all copied within one iteration.
 #[derive(Debug)]
 pub struct Scrape {
     /// Number of connected clients.
@@ -20,7 +20,7 @@ pub struct Scrape {
     pub memory_file_bytes: u64,
     /// Sorted names of the tenants that have a separate label.
     pub labels: Arc<[String]>,
-    /// Numbers of each bulkhead that accepts jobs or still has jobs.
+    /// Values for each bulkhead that accepts jobs or still has jobs.
     pub bulkheads: Vec<BulkheadNumbers>,
 }
 
@@ -29,7 +29,7 @@ pub struct Scrape {
 pub struct ReloadCounts {
     pub succeeded: u64,
     pub rejected: u64,
-    /// True if the last reload succeeded, or if there was no reload yet.
+    /// True if the last reload succeeded, or if there has been no reload yet.
     pub was_successful: bool,
 }
 
@@ -43,7 +43,7 @@ impl Default for ReloadCounts {
 pub struct BulkheadNumbers {
     pub name: Arc<str>,
     pub counters: BulkheadCounters,
-    /// Metric series that the configuration makes possible.
+    /// Metric series that are possible under the configuration.
     pub possible: PossibleSeries,
     pub active: u64,
     pub limit: u64,
@@ -61,6 +61,6 @@ pub struct BulkheadNumbers {
     pub workers: Vec<WorkerSummary>,
     /// Number of slots in the metrics, including slots without a worker.
     pub slots: u32,
-    /// Amount of memory, in bytes, at which a worker is replaced or killed. `None` without a limit.
+    /// Memory usage in bytes at which a worker is replaced or killed. `None` if there is no limit.
     pub memory_limit: Option<u64>,
 }

@@ -1,6 +1,6 @@
-//! Service level of a bulkhead, computed from the outcomes of the last minute. The service level does not
-//! depend on the state of the workers, because all workers can be ready while no job ends `ok`. Counting a
-//! job takes only a few additions. The counts of the window are added up only when the level is read.
+//! Service level of a bulkhead, computed from the outcomes of the last minute. The service level does not depend on the
+//! state of the workers, because all workers can be ready while no job ends `ok`. Counting a job takes only a few
+//! additions. The counts in the window are added up only when the level is read.
 
 use std::time::Duration;
 
@@ -9,25 +9,25 @@ use bulkhead_policy::Time;
 use bulkhead_shared::limits::truncate;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
-/// Length of a time slice, into which the window is divided.
+/// Length of a time slice. The window is divided into such slices.
 const SLICE: Duration = Duration::from_secs(5);
 
-/// Number of time slices in the window. Together they make up one minute.
+/// Number of time slices in the window. Together they cover one minute.
 const SLICES: usize = 12;
 
 /// Minimum number of jobs in the window for a service level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentage of jobs with an outcome other than `ok` above which the service is degraded, and above which it
-/// is failing.
+/// Percentage of jobs with an outcome other than `ok` above which the service is degraded, and percentage above which
+/// it is failing.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
-/// Maximum number of bytes of a handler's error code that the description of a cause quotes.
+/// Maximum number of bytes of a handler's error code that are quoted in the description of a cause.
 const CODE_BYTES_MAX: usize = 64;
 
-// Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and
-// crash reasons, whose codes begin at 1 and are contiguous.
+// Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and crash
+// reasons, whose codes start at 1 and are contiguous.
 const OK: usize = 0;
 const FAILED: usize = 1;
 const DEADLINE_QUEUED: usize = 2;
@@ -36,7 +36,7 @@ const REJECTED: usize = 4;
 const CRASHED: usize = REJECTED + RejectReason::ALL.len();
 const OUTCOMES: usize = CRASHED + CrashReason::ALL.len();
 
-/// Returns the index of a verdict in the counts, or `None` if the caller is at fault, so that the verdict
+/// Returns the index of a verdict in the counts. Returns `None` if the caller is at fault, because the verdict then
 /// does not affect the service level.
 fn outcome_index(verdict: &Verdict) -> Option<usize> {
     match verdict {
@@ -55,16 +55,16 @@ fn outcome_index(verdict: &Verdict) -> Option<usize> {
 /// Counts of outcomes in the last minute.
 #[derive(Debug, Default)]
 pub struct Window {
-    /// Counts for each time slice. Allocated when the first job ends, because most bulkheads in a large
-    /// configuration are idle.
+    /// Counts for each time slice. Allocated when the first job ends, because most bulkheads in a large configuration
+    /// are idle.
     slices: Vec<Slice>,
-    /// Error code of the last failed job, as given by the handler.
+    /// Error code of the most recent failed job, as given by the handler.
     code: String,
 }
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice, counted from the start. Slices that are older than the window are ignored.
+    /// Number of the time slice, counted from the start. Slices older than the window are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }
@@ -72,7 +72,7 @@ struct Slice {
 const EMPTY: Slice = Slice { number: 0, counts: [0; OUTCOMES] };
 
 fn number_of(now: Time) -> u64 {
-    // The number is always above 0, which is the number of an empty slice.
+    // The number is always above 0, because 0 is the number of an empty slice.
     now.since(Time::ZERO).as_secs() / SLICE.as_secs() + SLICES as u64
 }
 
@@ -102,7 +102,7 @@ impl Window {
         Totals::of(self, now).service()
     }
 
-    /// Returns the service level and, unless it is `ok`, a description of the cause.
+    /// Returns the service level, and a description of the cause unless the level is `ok`.
     pub fn service_with_cause(&self, now: Time) -> (Service, Option<String>) {
         let sum = Totals::of(self, now);
         let service = sum.service();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn service_level_ignores_faults_of_callers() {
+    fn service_level_ignores_caller_faults() {
         let callers = [
             failed(Fault::Caller),
             Verdict::rejected(RejectReason::Invalid),

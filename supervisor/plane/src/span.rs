@@ -1,5 +1,5 @@
-//! Spans of jobs, which the data plane sends to the thread that renders them. A span contains only plain
-//! values of limited size.
+//! Spans of jobs, sent from the data plane to the thread that renders them. A span contains only plain values of
+//! limited size.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -17,19 +17,19 @@ pub type SpanSender = tokio::sync::mpsc::Sender<Box<JobSpan>>;
 /// Span of a sampled job, from receipt to outcome.
 #[derive(Debug)]
 pub struct JobSpan {
-    /// Trace context that the client sent: the trace id and the id of the client's span.
+    /// Trace context sent by the client: the trace ID and the ID of the client's span.
     pub parent: Traceparent,
-    /// Trace context that the worker received: the trace id of `parent` and the id of this span.
+    /// Trace context sent to the worker: the trace ID of `parent` and the ID of this span.
     pub own: Traceparent,
     /// Time when the job was received.
     pub began: SystemTime,
     /// Time from the receipt of the job to its outcome.
     pub took: Duration,
-    /// Name of the bulkhead that the client named. Untrusted text if there is no such bulkhead.
+    /// Name of the bulkhead, as given by the client. Untrusted text if there is no such bulkhead.
     pub bulkhead: Arc<str>,
-    /// Operation that the client named. Untrusted text.
+    /// Operation, as given by the client. Untrusted text.
     pub operation: Box<str>,
-    /// Tenant that the client named. Untrusted text.
+    /// Tenant, as given by the client. Untrusted text.
     pub tenant: Box<str>,
     pub priority: Priority,
     /// Size of the payload in bytes.
@@ -37,12 +37,11 @@ pub struct JobSpan {
     pub outcome: SpanOutcome,
 }
 
-/// Parts of an outcome that a span records.
+/// The parts of an outcome that a span records.
 #[derive(Debug)]
 pub struct SpanOutcome {
     pub outcome: &'static str,
-    /// Reason of the outcome, or the error code of the handler, which is untrusted text. `None` if the
-    /// outcome has neither.
+    /// Reason for the outcome, or the handler's error code, which is untrusted text. `None` if the outcome has neither.
     pub reason: Option<Box<str>>,
     /// Human-readable message, truncated to a maximum size. Untrusted text if it comes from the handler.
     pub message: Option<Box<str>>,
@@ -52,16 +51,16 @@ pub struct SpanOutcome {
     pub executed: Executed,
     /// Number of the job, or `None` if the job was not accepted.
     pub job: Option<JobId>,
-    /// Name of the bulkhead that served the job or rejected it. With fallbacks, it can differ from the
-    /// bulkhead that the client named.
+    /// Name of the bulkhead that ran the job or rejected it. With fallbacks, this bulkhead can differ from the bulkhead
+    /// named by the client.
     pub served_by: Box<str>,
     /// Number of times that the job was sent to a worker.
     pub attempts: u32,
-    /// Time that the job waited in the queue.
+    /// Time that the job spent in the queue.
     pub queued: Duration,
-    /// Time that workers had the job, summed over all attempts.
+    /// Time that workers spent on the job, summed over all attempts.
     pub ran: Duration,
-    /// Process id of the last worker that had the job.
+    /// PID of the last worker that had the job.
     pub worker_pid: Option<u32>,
 }
 
@@ -84,8 +83,7 @@ impl From<&Outcome> for SpanOutcome {
     }
 }
 
-/// Returns true if the verdict is an error of the server, which corresponds to an HTTP status of 500 or
-/// above.
+/// Returns true if the verdict is a server error, which corresponds to an HTTP status of 500 or above.
 fn is_error(verdict: &Verdict) -> bool {
     match verdict {
         Verdict::Failed(failure) => failure.fault == Fault::Dependency,

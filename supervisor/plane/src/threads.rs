@@ -1,6 +1,6 @@
-//! Monitors the essential threads and tasks. If one of them exits early or panics, the whole supervisor shuts
-//! down, together with its workers, and reports the reason. Otherwise a supervisor that no longer works could
-//! still look healthy.
+//! Monitors the essential threads and tasks. If one of them exits early or panics, the whole supervisor shuts down,
+//! together with its workers, and reports the reason. Otherwise, a supervisor that no longer works could still appear
+//! healthy.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Maximum time for an orderly shutdown. After this time the process exits, and the keeper kills the workers.
+/// Maximum time for an orderly shutdown. After that, the process exits, and the keeper kills the workers.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` of sysexits.h.
@@ -23,44 +23,44 @@ pub struct ThreadMonitor(Arc<Shared>);
 struct Shared {
     /// True once all essential threads have started.
     has_started: AtomicBool,
-    /// True once essential threads are expected to end.
+    /// True once essential threads are expected to exit.
     is_shutting_down: AtomicBool,
-    /// Name of the first thread that ended early.
+    /// Name of the first thread that exited early.
     lost: OnceLock<&'static str>,
-    /// True if the process belongs to an application, so that it must not exit.
+    /// True if the process belongs to an application. The process must then not exit.
     is_embedded: bool,
     waker: OnceLock<Arc<mio::Waker>>,
 }
 
 impl ThreadMonitor {
-    /// Creates the monitor of an embedded supervisor. It never ends the application's process.
+    /// Creates a monitor for an embedded supervisor. The monitor never ends the application's process.
     pub fn embedded() -> Self {
         Self(Arc::new(Shared { is_embedded: true, ..Shared::default() }))
     }
 
-    /// Sets the waker that is called when an essential thread ends early.
+    /// Sets the waker to call when an essential thread exits early.
     pub fn set_waker(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
     }
 
-    /// Records that the start is complete. From now on, the early end of an essential thread is reported immediately.
-    /// Earlier, a thread ends only because the start has failed, which is reported elsewhere.
+    /// Records that the start is complete. From now on, an early exit of an essential thread is reported immediately.
+    /// Before that, a thread exits only because the start has failed, which is reported elsewhere.
     pub fn mark_started(&self) {
         self.0.has_started.store(true, Ordering::SeqCst);
     }
 
-    /// Records that the shutdown has begun, so that essential threads are expected to end.
+    /// Records that shutdown has begun, so that essential threads are expected to exit.
     pub fn begin_shutdown(&self) {
         self.0.is_shutting_down.store(true, Ordering::SeqCst);
     }
 
-    /// Returns the name of the first essential thread that ended early, or `None` if there is none.
+    /// Returns the name of the first essential thread that exited early, or `None` if there is none.
     pub fn lost(&self) -> Option<&'static str> {
         self.0.lost.get().copied()
     }
 
-    /// Returns a guard for an essential thread or task. If the guard is dropped before the shutdown begins, the
-    /// thread counts as having ended early.
+    /// Returns a guard for an essential thread or task. If the guard is dropped before shutdown begins, the thread
+    /// counts as having exited early.
     pub fn guard(&self, name: &'static str) -> ThreadGuard {
         ThreadGuard { name, threads: self.clone() }
     }
@@ -73,14 +73,14 @@ impl ThreadMonitor {
     ) -> io::Result<JoinHandle<()>> {
         let guard = self.guard(name);
         std::thread::Builder::new().name(name.into()).spawn(move || {
-            // A panic needs no handling here, because the panic hook has printed the message and the guard
+            // A panic does not need to be handled here, because the panic hook has printed the message and the guard
             // reports the thread.
             let _ = catch_unwind(AssertUnwindSafe(run));
             drop(guard);
         })
     }
 
-    /// Wraps an essential task, so that an early end is detected.
+    /// Wraps an essential task, so that an early exit is detected.
     pub fn wrap_task<F: Future>(
         &self,
         name: &'static str,
@@ -101,7 +101,9 @@ impl ThreadMonitor {
         if !self.0.has_started.load(Ordering::SeqCst) {
             return;
         }
-        tracing::error!("the thread or task '{name}' has ended; the supervisor cannot continue and stops");
+        tracing::error!(
+            "the thread or task '{name}' has exited; the supervisor cannot continue and is stopping"
+        );
         if let Some(waker) = self.0.waker.get() {
             let _ = waker.wake();
         }
@@ -117,12 +119,12 @@ impl ThreadMonitor {
             std::thread::sleep(SHUTDOWN_TIMEOUT);
             std::process::exit(HUNG_EXIT_CODE);
         };
-        // An error is ignored, because only a shutdown that hangs needs this thread.
+        // An error is ignored, because this thread is needed only if the shutdown hangs.
         let _ = std::thread::Builder::new().name("end".into()).spawn(hangs);
     }
 }
 
-/// A guard that an essential thread or task holds until it ends.
+/// A guard held by an essential thread or task until it exits.
 pub struct ThreadGuard {
     name: &'static str,
     threads: ThreadMonitor,
@@ -134,8 +136,8 @@ impl Drop for ThreadGuard {
     }
 }
 
-/// Panics in debug builds when the file exists whose path is in the environment variable
-/// `BULKHEAD_PANIC_<NAME>`. Used by tests.
+/// Panics in debug builds when the file named by the environment variable `BULKHEAD_PANIC_<NAME>` exists. Used in
+/// tests.
 pub async fn panic_on_request(name: &'static str) {
     let file = if cfg!(debug_assertions) { std::env::var_os(format!("BULKHEAD_PANIC_{name}")) } else { None };
     let Some(file) = file else { return std::future::pending().await };
@@ -150,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn early_end_of_essential_thread_is_reported() {
+    fn reports_early_exit_of_essential_thread() {
         let ends: [(&str, fn()); 2] = [("returns", || {}), ("panics", || panic!("as a test"))];
         for (name, end) in ends {
             let threads = ThreadMonitor::default();
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn essential_threads_can_end_during_shutdown() {
+    fn essential_threads_can_exit_during_shutdown() {
         let threads = ThreadMonitor::default();
         threads.begin_shutdown();
         threads.spawn("returns", || {}).unwrap().join().unwrap();
@@ -178,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn panic_of_essential_task_is_reported() {
+    fn reports_panic_of_essential_task() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let threads = ThreadMonitor::default();
         let done = runtime.block_on(async {

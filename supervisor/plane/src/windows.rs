@@ -7,8 +7,8 @@ use bulkhead_policy::Time;
 /// Number of seconds in an hour.
 pub const HOUR: u64 = 3600;
 
-/// Values of the current and the previous time window, each `SECONDS` long. Windows begin at multiples of
-/// their length after [`Time::ZERO`], so that all pairs of the same length change windows at the same time.
+/// Values for the current and the previous time window, each `SECONDS` long. Windows begin at multiples of their length
+/// after [`Time::ZERO`], so that all pairs of the same length change windows at the same time.
 #[derive(Clone, Debug, Default)]
 pub struct WindowPair<T, const SECONDS: u64 = HOUR> {
     pub current: T,
@@ -23,8 +23,7 @@ impl<T: Default, const SECONDS: u64> WindowPair<T, SECONDS> {
         Self::index_of(now) != self.index
     }
 
-    /// Starts a new window if the current one has ended. Discards values that are older than the previous
-    /// window.
+    /// Starts a new window if the current one has ended. Discards values older than the previous window.
     #[inline]
     pub fn roll(&mut self, now: Time) {
         let index = Self::index_of(now);
@@ -36,7 +35,7 @@ impl<T: Default, const SECONDS: u64> WindowPair<T, SECONDS> {
         self.index = index;
     }
 
-    /// Returns the beginning of the previous window.
+    /// Returns the start of the previous window.
     pub fn began(&self) -> Time {
         Time::ZERO
             + Duration::from_secs(SECONDS) * u32::try_from(self.index.saturating_sub(1)).unwrap_or(u32::MAX)

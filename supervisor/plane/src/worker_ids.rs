@@ -1,9 +1,8 @@
-//! Allocates user ids for workers. No other process on this host uses an allocated id.
+//! Allocates UIDs for workers. No other process on this host uses an allocated UID.
 //!
-//! An id is skipped if a user database, systemd, a process or another supervisor uses it. While a worker or
-//! bulkhead has an id, the supervisor locks one byte, at the offset that equals the id, in a file that all
-//! supervisors share. Two supervisors therefore never use the same id, and a supervisor only blocks ids that
-//! it needs.
+//! An ID is skipped if a user database, systemd, a process or another supervisor uses it. As long as a worker or
+//! bulkhead has an ID, the supervisor locks one byte, at the offset that equals the ID, in a file shared by all
+//! supervisors. Two supervisors therefore never use the same ID, and a supervisor blocks only the IDs that it needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -23,77 +22,76 @@ use bulkhead_config::UidRange;
 use bulkhead_config::defaults::WORKER_UIDS;
 use bulkhead_keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
 
-/// Lock file that all privileged supervisors on the host share.
+/// Lock file shared by all privileged supervisors on the host.
 const LOCK_FILE: &str = "/run/bulkhead-uids.lock";
 
-/// Lock file that all supervisors of an unprivileged user share. The path is relative to the user's home
-/// folder according to the user database. It does not depend on environment variables, and other users cannot
-/// create the file.
+/// Lock file shared by all supervisors of an unprivileged user. The path is relative to the user's home folder
+/// according to the user database. The path does not depend on environment variables, and other users cannot create the
+/// file.
 const OWN_LOCK_FILE: &str = ".local/state/bulkhead/worker-ids.lock";
 
-/// Folder in which systemd records the user ids of services with `DynamicUser=`. systemd allocates these ids
-/// from the default range of `worker_uids`.
+/// Folder in which systemd records the UIDs of services with `DynamicUser=`. systemd allocates these UIDs from the
+/// default range of `worker_uids`.
 const SYSTEMD_IDS: &str = "/run/systemd/dynamic-uid";
 
 /// Local user and group databases. Remote databases are not queried, because a query could block on the
 /// network.
 const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 
-/// Id mappings of the current user namespace.
+/// ID mappings of the current user namespace.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
-/// Maximum time to wait until the workers of a killed supervisor have ended, so that each bulkhead gets the
-/// same permanent id again.
+/// Maximum time to wait for the workers of a killed supervisor to exit, so that each bulkhead gets the same permanent
+/// ID again.
 const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval between checks whether an id is still in use.
+/// Interval between checks whether an ID is still in use.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Maximum number of ids to check for one worker. The default range is smaller than this number, and checking
-/// all of it takes about 20 ms. In a larger range, the next allocation continues with the following ids.
+/// Maximum number of IDs to check for one worker. The default range is smaller than this number, and checking all of it
+/// takes about 20 ms. In a larger range, the next allocation continues with the IDs that follow.
 const CANDIDATES_MAX: u64 = 8192;
 
-/// Allocator of user ids for the workers of one supervisor.
+/// Allocator of UIDs for one supervisor's workers.
 #[derive(Debug)]
 pub struct IdAllocator {
     range: UidRange,
-    /// User and group id mappings of the current user namespace. An id can only be used if all mappings
-    /// contain it.
+    /// UID and GID mappings of the current user namespace. An ID can be used only if all mappings contain it.
     maps: Vec<Vec<IdRange>>,
     id_use: IdUse,
     lock_path: PathBuf,
     state: Mutex<State>,
 }
 
-/// Purpose for which ids are allocated.
+/// Purpose for which IDs are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdUse {
-    /// The ids are for the workers of a running supervisor.
+    /// The IDs are for the workers of a running supervisor.
     Run,
-    /// The ids are for a check of the configuration. Permanent ids of bulkheads are not locked, because a
-    /// running supervisor may hold the locks.
+    /// The IDs are for a check of the configuration. The bulkheads' permanent IDs are not locked, because a running
+    /// supervisor may hold the locks.
     Check,
 }
 
-/// First and last id of a range.
+/// First and last ID of a range.
 type IdRange = (u64, u64);
 
 #[derive(Debug, Default)]
 struct State {
     lock_file: Option<File>,
-    /// Ids that running workers have.
+    /// IDs of the running workers.
     in_use: BTreeSet<u32>,
-    /// Offset, in the range, of the next id to try. Allocation cycles through the range, so that an id is
-    /// reused as late as possible.
+    /// Offset within the range of the next ID to try. Allocation cycles through the range, so that an ID is reused as
+    /// late as possible.
     next: u64,
-    /// Permanent ids, by name of the bulkhead.
+    /// Permanent IDs, by bulkhead name.
     permanent: BTreeMap<String, u32>,
-    /// Permanent ids that the previous supervisor of an upgrade still has locked.
+    /// Permanent IDs that the previous supervisor in an upgrade still has locked.
     inherited: BTreeSet<u32>,
     database_ids: DatabaseIds,
 }
 
-/// Ids in the local databases, with the modification times of the files when they were read.
+/// IDs in the local databases, and the modification times of the files when they were read.
 #[derive(Debug, Default)]
 struct DatabaseIds {
     ids: BTreeSet<u32>,
@@ -101,8 +99,8 @@ struct DatabaseIds {
 }
 
 impl IdAllocator {
-    /// Creates an allocator for the range `worker_uids` or, if it is `None`, for the default range. Fails if
-    /// no id of the range is mapped in this user namespace.
+    /// Creates an allocator for the range `worker_uids`, or for the default range if it is `None`. Fails if no ID in
+    /// the range is mapped in this user namespace.
     pub fn new(worker_uids: Option<UidRange>, id_use: IdUse) -> Result<Self, String> {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| parse_id_map(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
@@ -114,8 +112,8 @@ impl IdAllocator {
         Err(format!("none of the ids {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
-    /// Creates an allocator for the range that `/etc/subuid` gives an unprivileged user, or for the part of
-    /// that range in `worker_uids`.
+    /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user, or for the part of that
+    /// range in `worker_uids`.
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
@@ -131,7 +129,7 @@ impl IdAllocator {
         Ok(ids)
     }
 
-    /// Allocates an id that no other worker uses.
+    /// Allocates an ID that no other worker uses.
     pub fn allocate(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..self.count().min(CANDIDATES_MAX) {
@@ -145,20 +143,20 @@ impl IdAllocator {
         Err(self.exhausted_error("a worker", "start fewer `processes`"))
     }
 
-    /// Frees the id of a worker whose processes have all ended.
+    /// Frees the ID of a worker whose processes have all exited.
     pub fn free(&self, id: u32) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.in_use.remove(&id) {
-            // If unlocking fails, other supervisors only keep skipping this id.
+            // If unlocking fails, the only effect is that other supervisors keep skipping this ID.
             let _ = self.set_lock(&mut state, id, libc::F_UNLCK);
         }
     }
 
-    /// Returns the permanent id of a bulkhead whose workers write files. If a path in `write` belongs to an
-    /// id in the range, this is the permanent id. Otherwise, the id is derived from the path of the
-    /// configuration file and the name of the bulkhead.
+    /// Returns the permanent ID of a bulkhead whose workers write files. If a path in `write` is owned by an ID in the
+    /// range, that ID is used. Otherwise, the ID is derived from the path of the configuration file and the name of the
+    /// bulkhead.
     pub fn permanent_id(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
-        // Accessing files and waiting for other supervisors can take long, so it happens before the mutex is
+        // Accessing files and waiting for other supervisors can take a long time, so this happens before the mutex is
         // locked. The data plane locks this mutex as well.
         let owner = write.iter().find_map(|path| {
             let owner = std::fs::metadata(path).ok()?.uid();
@@ -184,8 +182,7 @@ impl IdAllocator {
         })
     }
 
-    /// Reserves the id of a folder's owner as a permanent id. Bulkheads that write to the same folder share
-    /// this id.
+    /// Reserves the ID of a folder's owner as a permanent ID. Bulkheads that write to the same folder share this ID.
     fn permanent_id_of_owner(&self, state: &mut State, path: &Path, id: u32) -> io::Result<u32> {
         if self.id_use == IdUse::Check || state.is_permanent(id) {
             return Ok(id);
@@ -196,8 +193,8 @@ impl IdAllocator {
         if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 
-    /// Reserves a permanent id from the upper half of the range. Ids for individual workers are allocated
-    /// from the lower end.
+    /// Reserves a permanent ID from the upper half of the range. IDs for individual workers are allocated from the
+    /// lower end.
     fn derive_permanent_id(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
         for id in self.derived(config, bulkhead) {
             let is_taken = state.in_use.contains(&id) || state.is_permanent(id);
@@ -208,13 +205,13 @@ impl IdAllocator {
         Err(self.exhausted_error("a bulkhead with a fixed id", "set `user` in `sandbox`"))
     }
 
-    /// Returns the permanent ids, by name of the bulkhead.
+    /// Returns the permanent IDs, by bulkhead name.
     pub fn permanent(&self) -> BTreeMap<String, u32> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).permanent.clone()
     }
 
-    /// Shares the permanent ids of the predecessor of an upgrade. They are locked by [`IdAllocator::lock_inherited`]
-    /// when the predecessor has exited. Ids outside of the range are ignored.
+    /// Takes over the permanent IDs of the predecessor in an upgrade. [`IdAllocator::lock_inherited`] locks them when
+    /// the predecessor has exited. IDs outside the range are ignored.
     pub fn inherit(&self, permanent: BTreeMap<String, u32>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for (bulkhead, id) in permanent {
@@ -225,11 +222,12 @@ impl IdAllocator {
         }
     }
 
-    /// Locks the inherited ids. Until then, other supervisors skip these ids because workers still run with them.
+    /// Locks the inherited IDs. Until then, other supervisors skip these IDs because workers are still running under
+    /// them.
     pub fn lock_inherited(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for id in std::mem::take(&mut state.inherited) {
-            // If this fails, another supervisor has just locked the id. The workers keep it.
+            // If this fails, another supervisor has just locked the ID. The workers keep it.
             let _ = self.lock(&mut state, id);
         }
     }
@@ -243,8 +241,8 @@ impl IdAllocator {
         ))
     }
 
-    /// Returns candidates for the permanent id of a bulkhead, in the order in which to try them. For a given
-    /// range, they only depend on the path of the configuration file and the name of the bulkhead.
+    /// Returns candidates for a bulkhead's permanent ID, in the order in which to try them. For a given range, they
+    /// depend only on the path of the configuration file and the name of the bulkhead.
     fn derived(&self, config: &Path, bulkhead: &str) -> impl Iterator<Item = u32> {
         let (first, count) = (self.range.first, self.count());
         let lower = count / 2;
@@ -253,9 +251,9 @@ impl IdAllocator {
         (0..upper).map(move |step| first + (lower + (offset + step) % upper) as u32)
     }
 
-    /// Waits up to 5 s for the bulkhead's preferred permanent id, if another supervisor or process uses it.
-    /// The id is usually held by a killed supervisor whose workers are about to end. After this time, the
-    /// caller chooses another id.
+    /// Waits up to 5 s for the bulkhead's preferred permanent ID if another supervisor or process is using it. The ID
+    /// is usually held by a killed supervisor whose workers are about to exit. After that time, the caller chooses
+    /// another ID.
     fn wait_for_predecessor(&self, config: &Path, bulkhead: &str) {
         let is_in_use = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -266,7 +264,7 @@ impl IdAllocator {
             if is_ours || self.id_use == IdUse::Check || !self.is_assignable(&mut state, id) {
                 return false;
             }
-            // An error is ignored, because the caller tries to lock the id next and reports the error.
+            // An error is ignored, because the caller then tries to lock the ID and reports the error.
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
         let start = Instant::now();
@@ -279,7 +277,7 @@ impl IdAllocator {
         u64::from(self.range.last - self.range.first) + 1
     }
 
-    /// Locks an id for this supervisor. Returns false if the id is in use or cannot be assigned.
+    /// Locks an ID for this supervisor. Returns false if the ID is in use or cannot be assigned.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
         if !self.is_assignable(state, id) || !self.lock(state, id)? {
             return Ok(false);
@@ -291,16 +289,15 @@ impl IdAllocator {
         Ok(true)
     }
 
-    /// Returns true if the id is mapped in this user namespace and the system has not assigned it to a user,
-    /// group or service.
+    /// Returns true if the ID is mapped in this user namespace and the system has not assigned it to a user, group or
+    /// service.
     fn is_assignable(&self, state: &mut State, id: u32) -> bool {
         self.is_mapped(id)
             && !state.database_ids.contains(id)
             && !Path::new(SYSTEMD_IDS).join(id.to_string()).exists()
     }
 
-    /// Locks the byte for this id in the shared lock file. Returns false if another supervisor has locked the
-    /// byte.
+    /// Locks the byte for this ID in the shared lock file. Returns false if another supervisor has locked the byte.
     fn lock(&self, state: &mut State, id: u32) -> io::Result<bool> {
         self.set_lock(state, id, libc::F_WRLCK)
     }
@@ -359,8 +356,8 @@ impl DatabaseIds {
     }
 }
 
-/// Returns the ids that `/etc/subuid` gives this user, or the reason why workers cannot use such ids.
-/// `misses` returns the reason why the machine lacks an ability, and `find` looks up the ids.
+/// Returns the IDs that `/etc/subuid` assigns to this user, or the reason why workers cannot use such IDs. `misses`
+/// returns the reason why the machine lacks an ability, and `find` looks up the IDs.
 pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
     find: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
@@ -377,7 +374,7 @@ pub fn find_subordinate(
     resolve().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
-/// Returns the path of the current user's lock file. Creates the file and its folder, unless the ids are only
+/// Returns the path of the current user's lock file. Creates the file and its folder, unless the IDs are only needed
 /// for a check.
 fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
@@ -409,7 +406,7 @@ fn open_lock_file(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Computes the FNV-1a hash. The hash must not change between versions, because permanent ids depend on it.
+/// Computes the FNV-1a hash. The hash must not change between versions, because permanent IDs depend on it.
 fn fnv1a(texts: &[&[u8]]) -> u64 {
     const START: u64 = 0xcbf2_9ce4_8422_2325;
     const FACTOR: u64 = 0x0000_0100_0000_01b3;
@@ -417,12 +414,12 @@ fn fnv1a(texts: &[&[u8]]) -> u64 {
     bytes.fold(START, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(FACTOR))
 }
 
-/// Returns true if any process runs with this user id.
+/// Returns true if any process runs under this UID.
 fn is_used(id: u32) -> bool {
     getpriority_user(Uid::from_raw(id)) != Err(Errno::SRCH)
 }
 
-/// Returns all user and group ids in the text of a passwd or group file.
+/// Returns all UIDs and GIDs in the text of a passwd or group file.
 fn parse_ids(text: &str) -> BTreeSet<u32> {
     let fields = text.lines().map(|line| line.split(':').skip(2).take(2).filter_map(|id| id.parse().ok()));
     fields.flatten().collect()
@@ -472,7 +469,7 @@ mod tests {
         ids.free(1_900_000_001);
         assert_eq!(ids.allocate().unwrap(), 1_900_000_001);
         taken.into_iter().for_each(|id| ids.free(id));
-        // The id that was freed last is allocated last.
+        // The most recently freed ID is allocated last.
         assert_eq!([ids.allocate().unwrap(), ids.allocate().unwrap()], [1_900_000_002, 1_900_000_000]);
     }
 
@@ -487,13 +484,13 @@ mod tests {
         let others: BTreeSet<u32> = (0..9).map(|_| other.allocate().unwrap()).collect();
         assert!(others.len() == 9 && !others.contains(&id));
         assert!(one.allocate().is_err() && other.allocate().is_err());
-        // Freeing an id that is not allocated has no effect.
+        // Freeing an ID that is not allocated has no effect.
         other.free(id);
         assert!(other.allocate().is_err());
     }
 
     #[test]
-    fn two_supervisors_never_share_a_worker_id() {
+    fn two_supervisors_never_use_the_same_worker_id() {
         let folder = tempfile::tempdir().unwrap();
         let (one, other) = (
             ids(1_900_000_000, 1_900_000_003, folder.path()),
@@ -509,8 +506,7 @@ mod tests {
     #[test]
     fn allocator_skips_assigned_and_unmapped_ids() {
         let folder = tempfile::tempdir().unwrap();
-        // The range only contains ids that every system has assigned (root, daemon, bin), or that are not
-        // mapped.
+        // The range contains only IDs that are assigned on every system (root, daemon, bin) or not mapped.
         let mut few = ids(0, 40, folder.path());
         few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
         assert!(
@@ -558,7 +554,7 @@ mod tests {
             while after.state.lock().unwrap().lock_file.is_none() {
                 std::thread::yield_now();
             }
-            // At this point, `after` has found that the id is taken and waits for it.
+            // By now, `after` has found that the ID is taken and is waiting for it.
             drop(before);
             kept.join().unwrap()
         });
@@ -566,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn bulkhead_uses_owner_of_write_path_as_id() {
+    fn bulkhead_uses_owner_of_write_path_as_worker_id() {
         let folder = tempfile::tempdir().unwrap();
         let owner = std::fs::metadata(folder.path()).unwrap().uid();
         let write = [folder.path().to_owned()];

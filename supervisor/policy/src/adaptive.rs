@@ -5,10 +5,10 @@
 //! algorithms. After an increase that made jobs too slow, the algorithm waits twice as long before the next
 //! increase, so that the limit settles.
 //!
-//! Each tenant has one vote, regardless of its number of jobs. The latency of a window is the lower median of
-//! the tenants' 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
+//! Each tenant has one vote, regardless of its number of jobs. The latency in a window is the lower median of the
+//! tenants' 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
 //!
-//! The module reads no clock. The limit changes only when a job ends.
+//! This module does not read any clock. The limit changes only when a job ends.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub struct AdaptiveLimits {
 vocabulary! {
     /// Effect of an adaptive limit.
     AdaptiveMode {
-        /// Bounds the number of running jobs.
+        /// Limits the number of running jobs.
         Enforce = "enforce",
         /// Only reports the limit that would apply.
         Monitor = "monitor",
@@ -41,8 +41,8 @@ vocabulary! {
 /// Minimum length of a measurement window. A window is also at least twice `target` long, up to
 /// [`WINDOW_MAX`].
 const WINDOW_MIN: Duration = Duration::from_millis(100);
-/// Maximum of the window length that is derived from `target`. A window can still last longer, because it
-/// must contain [`RUNS_MIN`] run times.
+/// Maximum window length derived from `target`. A window can still last longer, because it must contain [`RUNS_MIN`]
+/// run times.
 const WINDOW_MAX: Duration = Duration::from_secs(10);
 
 /// Minimum number of run times in a window before the limit can change.
@@ -54,18 +54,18 @@ const RUNS_MAX: usize = 128;
 /// Maximum number of tenants with a separate vote in a window. All other tenants share one vote.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum number of windows to wait before the limit may grow again.
+/// Maximum number of windows to wait before the limit can grow again.
 const PAUSE_MAX: u32 = 32;
 
 /// Minimum time between two reports of limit changes to operators.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// State of an adaptive limit, for snapshots.
+/// State of an adaptive limit, used in snapshots.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdaptiveView {
     /// Configuration of the adaptive limit.
     pub limits: AdaptiveLimits,
-    /// Current limit. In monitor mode, the limit that would apply.
+    /// Current limit. In monitor mode, this is the limit that would apply.
     pub limit: u32,
     /// Latency of the last complete window: the lower median of the tenants' 90th percentiles.
     pub latency: Option<Duration>,
@@ -79,12 +79,11 @@ pub(crate) struct LimitReport {
     pub(crate) latency: Duration,
 }
 
-/// The newest run times of one vote, in nanoseconds.
+/// The most recent run times of one vote, in nanoseconds.
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
-    /// Index of the next run time to overwrite. Until `times` is full, the index at which the next run time
-    /// is added.
+    /// Index of the run time to overwrite next. Until `times` is full, the index at which the next run time is added.
     oldest: usize,
 }
 
@@ -108,21 +107,21 @@ pub(crate) struct Adaptive {
     limits: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times in the current window, grouped by vote. The key is the tenant's number, or `None` for the vote that
-    /// tenants beyond [`TENANTS_MAX`] share.
+    /// Run times in the current window, grouped by vote. The key is the tenant's number, or `None` for the vote shared
+    /// by all tenants beyond [`TENANTS_MAX`].
     runs: BTreeMap<Option<u32>, Runs>,
-    /// Maximum number of permits in use at the end of any job in the current window.
+    /// Highest number of permits that were in use whenever a job ended in the current window.
     in_use_max: u32,
-    /// True if a job in the current window ended while every permit of the limit was either in use or reserved for
+    /// True if a job in the current window ended while every permit within the limit was either in use or reserved for
     /// critical jobs.
     was_full: bool,
-    /// True if a job was counted since the last call to [`Self::is_due`].
+    /// True if a job was counted since the last call of [`Self::is_due`].
     has_new_runs: bool,
-    /// Dispatch time from which jobs are counted. Earlier jobs started under a higher limit.
+    /// Earliest dispatch time of a job that is counted. Jobs dispatched before then started under a higher limit.
     counts_from: Time,
-    /// True if the limit was raised and no complete window has been measured since.
+    /// True if the limit was raised and no complete window has been measured since then.
     has_grown: bool,
-    /// Number of windows to wait before the limit may grow again.
+    /// Number of windows to wait before the limit can grow again.
     pause: u32,
     /// Value of `pause` after the next decrease.
     next_pause: u32,
@@ -169,8 +168,8 @@ impl Adaptive {
         (self.limits.mode == AdaptiveMode::Enforce).then_some(self.limit)
     }
 
-    /// Counts a job that has ended or whose client has abandoned it. `in_use` and `reserved` are the numbers
-    /// of permits that were in use, and reserved for critical jobs, just before the job ended. An
+    /// Counts a job that has ended or been abandoned by its client. `in_use` is the number of permits in use just
+    /// before the job ended, and `reserved` is the number of permits reserved for critical jobs at that time. An
     /// unsuccessful job counts only if it ran longer than `target`.
     pub(crate) fn count_ended(
         &mut self,
@@ -201,8 +200,8 @@ impl Adaptive {
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Counts a running job that has already exceeded `target`. Without such jobs, only the fast jobs of a
-    /// window would be counted. Each job counts only in the window in which it exceeds `target`.
+    /// Counts a running job that has already exceeded `target`. Otherwise, only the fast jobs in a window would be
+    /// counted. Each job counts only in the window in which it exceeds `target`.
     pub(crate) fn count_running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.limits.target && self.is_late_since_this_window(since) {
@@ -269,10 +268,9 @@ impl Adaptive {
         (self.pause, self.counts_from) = (self.next_pause, now);
     }
 
-    /// Raises the limit by its square root if all permits were in use. Assumes that run times grow in
-    /// proportion to the limit, and does not raise the limit beyond the point at which they would reach
-    /// `target`. An increase by one is always allowed, because only a trial shows whether one more job is too
-    /// many.
+    /// Raises the limit by its square root if all permits were in use. Assumes that run times grow in proportion to the
+    /// limit, and does not raise the limit past the point at which they would reach `target`. An increase by one is
+    /// always allowed, because only a trial shows whether one more job is too many.
     fn increase(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);

@@ -9,8 +9,8 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// Number of buckets in a window. The window slides by whole buckets, so it covers between 90 % and 100 % of
-/// the configured length.
+/// Number of buckets in a window. The window moves forward by whole buckets, so it covers between 90 % and 100 % of the
+/// configured length.
 const BUCKETS: usize = 10;
 
 /// Maximum factor by which repeated openings extend `open_for`.
@@ -21,7 +21,7 @@ const OPEN_FOR_FACTOR_MAX: u32 = 8;
 pub struct BreakerLimits {
     /// Length of the window over which calls are counted.
     pub window: Duration,
-    /// Minimum number of calls in the window before the breaker can open.
+    /// Minimum number of calls in the window for the breaker to open.
     pub min_calls: u32,
     /// Ratio of failed calls at which the breaker opens.
     pub failure_rate: f64,
@@ -36,8 +36,7 @@ pub struct BreakerLimits {
 }
 
 impl BreakerLimits {
-    /// Returns the number of probes, which is at least one because a half-open breaker without probes would never
-    /// close.
+    /// Returns the number of probes. It is at least one, because a half-open breaker without probes would never close.
     fn probes(&self) -> u32 {
         self.probes.max(1)
     }
@@ -47,9 +46,9 @@ impl BreakerLimits {
         self.open_for.saturating_mul(factor.min(OPEN_FOR_FACTOR_MAX))
     }
 
-    /// Returns true if the failed or slow calls in `seen` reach the configured ratio of `calls`. As in
-    /// resilience4j, equality is enough, because a ratio of 1 cannot be exceeded. Even with a ratio of 0, at
-    /// least one failed or slow call is required.
+    /// Returns true if the number of failed or slow calls in `seen` reaches the configured ratio of `calls`. As in
+    /// resilience4j, equality is enough, because a ratio of 1 cannot be exceeded. Even with a ratio of 0, at least one
+    /// failed or slow call is required.
     fn are_reached_by(&self, seen: Tally, calls: u32) -> bool {
         let reaches = |count: u32, rate: f64| count > 0 && share(count, calls) >= rate;
         reaches(seen.failures, self.failure_rate) || reaches(seen.slow, self.slow_rate)
@@ -60,7 +59,7 @@ vocabulary! {
     /// State of a circuit breaker.
     #[derive(Default)]
     BreakerState {
-        /// All calls pass and their results are counted.
+        /// All calls pass, and their results are counted.
         #[default]
         Closed = "closed",
         /// No calls pass until the open time has expired.
@@ -79,10 +78,10 @@ pub(crate) enum Admission {
     Closed,
     /// The job may pass as a probe.
     Probe,
-    /// The job is rejected because all probes are in progress. It is unknown when the next job can pass.
+    /// The job is rejected because all probes are in progress. It is not known when the next job can pass.
     Probing,
-    /// The job is rejected, and so are all further jobs for `retry_after`. Zero if the open time has expired but no
-    /// worker is ready for a probe.
+    /// The job is rejected, and so are all further jobs for `retry_after`. This is zero if the open time has expired
+    /// but no worker is ready for a probe.
     Open { retry_after: Duration },
     /// The job is rejected until an operator releases the breaker.
     ForcedOpen,
@@ -94,12 +93,12 @@ impl Admission {
     }
 }
 
-/// Permission for one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`,
-/// so that no call is counted twice.
+/// Permission to make one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`, so
+/// that no call is counted twice.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "a dropped claim of a probe leaves the breaker half-open for ever"]
+#[must_use = "dropping a probe claim leaves the breaker half-open forever"]
 pub(crate) enum Claim {
-    /// A call while the breaker is closed.
+    /// A call made while the breaker is closed.
     Call { epoch: u64 },
     /// A probe, which helps decide whether the breaker closes.
     Probe { epoch: u64 },
@@ -121,12 +120,12 @@ pub(crate) enum CallResult {
     /// The call counts as a failure of the dependency: the handler blamed the dependency, the worker crashed, or the
     /// deadline passed while the job was running.
     Failure,
-    /// The call says nothing about the dependency, for example because it was cancelled, never ran, or was
+    /// The call says nothing about the dependency, for example because it was cancelled, never ran, or failed through
     /// the caller's fault.
     Ignored,
 }
 
-/// Change of the breaker's state, with the numbers that caused it.
+/// A change of the breaker's state, and the numbers that caused it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
@@ -147,10 +146,9 @@ pub(crate) struct Breaker {
     /// Configuration of the breaker. If this is `None`, only an operator can open the breaker.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Number of state changes so far. Results of calls from an earlier epoch are ignored.
+    /// Number of state changes so far. Results of calls from earlier epochs are ignored.
     epoch: u64,
-    /// Number of consecutive openings. The count restarts if the breaker was closed for at least a full
-    /// window.
+    /// Number of consecutive openings. The count restarts if the breaker was closed for at least a full window.
     openings: u32,
 }
 
@@ -178,8 +176,8 @@ impl Breaker {
         }
     }
 
-    /// Returns the time at which [`Self::advance`] is due. Returns `None` if no worker is ready, because the
-    /// breaker then stays open until one is, and a deadline in the past would cause a busy loop.
+    /// Returns the time at which [`Self::advance`] is due. Returns `None` if no worker is ready. In that case, the
+    /// breaker stays open until a worker is ready, and a deadline in the past would cause a busy loop.
     pub(crate) fn next_deadline(&self, has_ready_worker: bool) -> Option<Time> {
         match self.state {
             State::Open { until } if has_ready_worker => Some(until),
@@ -189,8 +187,8 @@ impl Breaker {
 
     // Admission.
 
-    /// Returns the decision about a job that arrives now. Does not change the state, so that a job that is
-    /// rejected later for another reason does not use up a probe (like Semian's `request_allowed?`).
+    /// Returns the decision about a job that arrives now. Does not change the state, so that a job that is later
+    /// rejected for another reason does not use up a probe (like Semian's `request_allowed?`).
     pub(crate) fn peek(&self, now: Time, has_ready_worker: bool) -> Admission {
         match self.state {
             State::Closed { .. } => Admission::Closed,
@@ -214,8 +212,8 @@ impl Breaker {
         }
     }
 
-    /// Claims a call for the next job if the breaker admits the job. If the breaker is open and its open time
-    /// has expired, the claim of the first probe also changes the state to half-open.
+    /// Claims a call for the next job if the breaker admits the job. If the breaker is open and its open time has
+    /// expired, claiming the first probe also changes the state to half-open.
     pub(crate) fn claim(&mut self, now: Time, has_ready_worker: bool) -> Option<(Claim, Option<Transition>)> {
         let admission = self.peek(now, has_ready_worker);
         if !admission.is_admitted() {
@@ -238,8 +236,8 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Gives back the claim of a call whose result says nothing about the dependency, so that another call can take
-    /// its place as a probe. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
+    /// Returns the claim of a call whose result says nothing about the dependency, so that another call can be the
+    /// probe instead. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -255,8 +253,8 @@ impl Breaker {
 
     // Results of calls.
 
-    /// Counts a call by its result and run time. Calls claimed before the last transition are ignored.
-    /// Otherwise, the slow calls that opened the breaker could open it again when they end.
+    /// Counts a call by its result and run time. Calls claimed before the last transition are ignored. Otherwise, the
+    /// slow calls that opened the breaker could open it again when they end.
     pub(crate) fn record(
         &mut self,
         now: Time,
@@ -291,9 +289,8 @@ impl Breaker {
         }
     }
 
-    /// Opens or closes the breaker as soon as the remaining probes can no longer change the decision. Opens the
-    /// breaker if a configured ratio is reached even when all remaining probes succeed. Closes the breaker after the
-    /// last probe.
+    /// Opens the breaker as soon as a configured ratio is certain to be reached, even if all remaining probes succeed.
+    /// Closes the breaker after the last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -340,9 +337,9 @@ impl Breaker {
         }
     }
 
-    /// Replaces the configuration and discards the counts, which belong to the previous limits. An open
-    /// breaker stays open until its current open time expires. A half-open breaker starts a new set of
-    /// probes. A breaker that was forced open stays open.
+    /// Replaces the configuration and discards the counts, because they belong to the previous limits. An open breaker
+    /// stays open until its current open time expires. A half-open breaker starts a new set of probes. A breaker that
+    /// was forced open stays open.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<BreakerLimits>) -> Option<Transition> {
         self.limits = limits;
         let transition = match self.state {
@@ -366,12 +363,12 @@ impl Breaker {
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
     }
 
-    /// Closes a breaker that was forced open. Earlier results are outdated and discarded.
+    /// Closes a breaker that was forced open. Earlier results are outdated and are discarded.
     pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
         (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
     }
 
-    /// Closes the breaker and discards all counts, even if the breaker was forced open.
+    /// Closes the breaker, even if it was forced open, and discards all counts.
     pub(crate) fn reset(&mut self, now: Time) -> Option<Transition> {
         self.openings = 0;
         let seen = self.seen(now);
@@ -391,7 +388,7 @@ impl State {
     }
 }
 
-/// Number of counted calls, and how many of these failed or were slow.
+/// Number of counted calls, and how many of them failed or were slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -427,13 +424,13 @@ pub(crate) fn share(count: u32, of: u32) -> f64 {
 pub(crate) struct Window<T> {
     /// Length of a bucket, in nanoseconds.
     width_ns: u64,
-    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry contains its bucket number, so that
-    /// an expired bucket is detected when its entry is reused.
+    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry contains its bucket number, so that an expired
+    /// bucket is detected when its entry is reused.
     buckets: [(u64, T); BUCKETS],
 }
 
 impl<T: Copy + Default + Add<Output = T>> Window<T> {
-    /// Returns an empty window of length `span`.
+    /// Returns an empty window that covers `span`.
     pub(crate) fn new(span: Duration) -> Self {
         let span_ns = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
         Self { width_ns: (span_ns / BUCKETS as u64).max(1), buckets: [(0, T::default()); BUCKETS] }
@@ -465,7 +462,7 @@ mod tests {
     const SLOW: Duration = Duration::from_secs(5);
     const FAST: Duration = Duration::ZERO;
 
-    /// Settings from resilience4j's `CircuitBreakerStateMachineTest`, with a longer window.
+    /// Settings from resilience4j's `CircuitBreakerStateMachineTest`, but with a longer window.
     fn limits() -> BreakerLimits {
         BreakerLimits {
             window: 10 * SECOND,
@@ -503,7 +500,7 @@ mod tests {
     }
 
     /// Claims a call and panics if the breaker does not admit it.
-    #[expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+    #[expect(clippy::panic, reason = "a test reports failures by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
         let Some((claim, _)) = breaker.claim(now, true) else {
             panic!("the breaker refused a claim: {breaker:?}")
@@ -527,7 +524,7 @@ mod tests {
     /// Taken from resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`. The fifth call triggers the
     /// decision even if it succeeds.
     #[test]
-    fn breaker_opens_at_the_failure_rate() {
+    fn breaker_opens_at_failure_rate() {
         let mut breaker = breaker();
         for result in [Failure, Failure, Failure, Success] {
             assert_eq!(call(&mut breaker, at(0), result, FAST), None);
@@ -547,7 +544,7 @@ mod tests {
 
     /// Taken from resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
     #[test]
-    fn breaker_opens_at_the_slow_call_rate() {
+    fn breaker_opens_at_slow_call_rate() {
         let mut breaker = breaker();
         for (result, took) in [(Failure, SLOW), (Success, SLOW), (Success, FAST), (Success, 4 * SECOND)] {
             assert_eq!(call(&mut breaker, at(0), result, took), None);
@@ -561,7 +558,7 @@ mod tests {
     fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
         for second in 0..300 {
-            // No window contains five calls.
+            // No ten-second window contains five calls.
             if second % 3 == 0 {
                 assert_eq!(call(&mut breaker, at(second), Failure, SLOW), None);
             }
@@ -569,7 +566,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Taken from Hystrix, `HealthCountsStream`. Calls that are older than the window no longer count.
+    /// Taken from Hystrix, `HealthCountsStream`. Calls older than the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -583,8 +580,8 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// Taken from Semian, `request_allowed?`. Returns true for an open circuit whose open time has expired,
-    /// without changing the state.
+    /// Taken from Semian, `request_allowed?`. For an open circuit whose open time has expired, it returns true without
+    /// changing the state.
     #[test]
     fn peek_does_not_change_the_state() {
         let mut breaker = opened(at(0));
@@ -613,7 +610,7 @@ mod tests {
     /// Taken from resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and
     /// `shouldIncreaseCounterOnReleasePermission`.
     #[test]
-    fn half_open_breaker_limits_the_number_of_probes() {
+    fn half_open_breaker_limits_number_of_probes() {
         let mut breaker = opened(at(0));
         let mut claims: Vec<_> = (0..4).map(|_| claim(&mut breaker, at(5))).collect();
         for _ in 0..2 {
@@ -655,8 +652,8 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// Taken from resilience4j, `maxWaitDurationInHalfOpenState` (#2028). This setting is not needed here,
-    /// because a probe that hangs ends as a failure at its deadline.
+    /// Taken from resilience4j, `maxWaitDurationInHalfOpenState` (#2028). This setting is not needed here, because a
+    /// hanging probe ends as a failure at its deadline.
     #[test]
     fn probe_that_exceeds_its_deadline_reopens_the_breaker() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
@@ -688,10 +685,10 @@ mod tests {
         }
     }
 
-    /// Calls that were claimed before the breaker opened and end while it is half-open are not counted, and
-    /// do not free a probe.
+    /// Calls that were claimed before the breaker opened, and end while it is half-open, are not counted and do not
+    /// free a probe.
     #[test]
-    fn calls_claimed_before_the_opening_are_ignored() {
+    fn ignores_calls_claimed_before_the_breaker_opened() {
         let mut breaker = breaker();
         let old: Vec<_> = (0..50).map(|_| claim(&mut breaker, at(0))).collect();
         trip(&mut breaker, at(0));
@@ -709,8 +706,8 @@ mod tests {
     }
 
     /// Taken from resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval.
-    /// resilience4j resets the interval at each closing, so that it never slows down a flapping breaker. Here
-    /// the interval is reset only after the breaker was closed for a whole window.
+    /// resilience4j resets the interval each time the breaker closes, so a flapping breaker never slows down. Here, the
+    /// interval is reset only after the breaker has been closed for a whole window.
     #[test]
     fn open_time_doubles_up_to_eight_times_open_for() {
         let mut breaker = opened(at(0));
@@ -734,7 +731,7 @@ mod tests {
         assert_eq!(
             retry_after(&breaker, now),
             Some(40 * SECOND),
-            "the breaker was not closed for a whole window"
+            "the breaker has not been closed for a whole window"
         );
         now = now + 40 * SECOND;
         close(&mut breaker, now);
@@ -781,7 +778,7 @@ mod tests {
 
     /// Taken from resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
     #[test]
-    fn reset_closes_the_breaker_and_drops_all_counts() {
+    fn reset_closes_the_breaker_and_discards_all_counts() {
         let mut breaker = opened(at(0));
         trip(&mut breaker, at(5));
         assert!(breaker.reset(at(6)).is_some_and(|t| t.from == BreakerState::Open));
@@ -796,7 +793,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// Neither an old success that leaves the window nor an ignored call may open the breaker.
+    /// Neither an old success leaving the window nor an ignored call must open the breaker.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();
@@ -837,7 +834,7 @@ mod tests {
         is_ready: bool,
         under_way: Vec<Claim>,
         judged: Vec<(Time, Tally)>,
-        /// Number of times that each state was entered.
+        /// Number of times each state was entered.
         entered: [u32; 4],
     }
 
@@ -922,8 +919,8 @@ mod tests {
             }
         }
 
-        /// Returns the calls that the window must contain: those of the current bucket and of the nine
-        /// buckets before it.
+        /// Returns the calls that the window must contain: those in the current bucket and in the nine buckets before
+        /// it.
         fn in_window(&self) -> Vec<(Time, Tally)> {
             let tenth = (self.limits.window.as_nanos() / 10) as u64;
             let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
@@ -946,8 +943,8 @@ mod tests {
             }
         }
 
-        /// Checks that the breaker admits calls again once all claims are returned, enough time has passed
-        /// and a worker is ready.
+        /// Checks that the breaker admits calls again once all claims have been returned, enough time has passed and a
+        /// worker is ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {
                 self.breaker.return_claim(claim);

@@ -1,6 +1,6 @@
-//! Retry budget of a bulkhead. Limits retries to a fraction of the recent calls, so that retries do not
-//! multiply the load on a failing dependency. Computing the fraction over a window is taken from Finagle's
-//! `RetryBudget`, and the minimum number of retries from failsafe-go.
+//! Retry budget of a bulkhead. Limits retries to a fraction of the recent calls, so that retries do not multiply the
+//! load on a failing dependency. Computing the fraction over a window follows Finagle's `RetryBudget`, and the minimum
+//! number of retries follows failsafe-go.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -11,15 +11,15 @@ use crate::time::Time;
 /// Length of the window over which calls and retries are counted (Finagle's `ttl`).
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Number of retries that are always allowed in a window. When there are few calls, the configured fraction
-/// would be less than one retry, but each job of a crashed worker should get one. The value is a tenth of
-/// Finagle's, because each retry can kill another worker.
+/// Number of retries that are always allowed in a window. When there are few calls, the configured fraction would be
+/// less than one retry, but each job of a crashed worker should get one retry. The value is a tenth of Finagle's,
+/// because each retry can kill another worker.
 const RETRIES_FLOOR: u32 = 10;
 
 /// Limits for retries.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RetryLimits {
-    /// Maximum number of attempts of a job, including the first.
+    /// Maximum number of attempts to run a job, including the first.
     pub attempts: u32,
     /// Maximum ratio of retries to calls.
     pub budget: f64,
@@ -70,7 +70,7 @@ impl RetryBudget {
         bucket.calls = bucket.calls.saturating_add(1);
     }
 
-    /// Returns true if a job may be retried after `attempts` attempts. If so, charges the retry to the budget.
+    /// Returns true if a job may be retried after `attempts` attempts. In that case, charges the retry to the budget.
     pub(crate) fn try_retry(&mut self, now: Time, attempts: u32) -> bool {
         let is_allowed = self.allows(now, attempts);
         if is_allowed {
@@ -80,8 +80,8 @@ impl RetryBudget {
         is_allowed
     }
 
-    /// Returns true if the budget allows one more retry of a job that has had `attempts` attempts. A `budget` of 0
-    /// allows no retries, not even [`RETRIES_FLOOR`].
+    /// Returns true if the budget allows one more retry of a job that has had `attempts` attempts. A `budget` of 0 does
+    /// not allow any retries, not even [`RETRIES_FLOOR`].
     fn allows(&self, now: Time, attempts: u32) -> bool {
         let Some(limits) = &self.limits else { return false };
         if attempts >= limits.attempts || limits.budget <= 0.0 {
@@ -108,8 +108,8 @@ mod tests {
         (0..10_000).take_while(|_| budget.try_retry(now, 1)).count() as u32
     }
 
-    /// Taken from failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even without
-    /// any call.
+    /// Taken from failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even if there are no
+    /// calls.
     #[test]
     fn low_volume_allows_the_minimum_number_of_retries() {
         let mut budget = budget(2, 0.2);
@@ -120,11 +120,11 @@ mod tests {
         assert_eq!(
             spend(&mut budget, Time::ZERO),
             0,
-            "the share must not exceed the minimum number of retries"
+            "the configured share must not exceed the minimum number of retries"
         );
     }
 
-    /// Taken from Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` of the requests.
+    /// Taken from Finagle, `RetryBudget`. Allows retries for about the fraction `percentCanRetry` of the requests.
     #[test]
     fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn number_of_attempts_includes_the_first_one() {
+    fn number_of_attempts_includes_the_first_attempt() {
         let mut budget = budget(3, 1.0);
         assert!(budget.try_retry(Time::ZERO, 1));
         assert!(budget.try_retry(Time::ZERO, 2));

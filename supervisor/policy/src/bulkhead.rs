@@ -1,7 +1,7 @@
-//! State machine of one bulkhead. This file handles dispatch, deadlines and cancellation. The submodule
-//! [`admission`] handles admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and
-//! [`recycle`] the lifecycle of workers. [`permits`] and [`adapt`] limit the number of running jobs.
-//! [`spares`] manages spare workers, and [`size`] the number of workers.
+//! State machine of one bulkhead. This file handles dispatch, deadlines and cancellation. The submodule [`admission`]
+//! handles admission and queueing, [`recovery`] handles the jobs of dead workers, and [`life`] and [`recycle`] handle
+//! the lifecycle of workers. [`permits`] and [`adapt`] limit the number of running jobs. [`spares`] manages spare
+//! workers, and [`size`] manages the number of workers.
 
 mod adapt;
 mod admission;
@@ -55,7 +55,7 @@ pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
     activity: Activity,
-    /// Time at which the bulkhead became idle. Only tracked if `idle` is configured.
+    /// Time at which the bulkhead became idle. Tracked only if `idle` is configured.
     idle_since: Option<Time>,
     jobs: Jobs<T>,
     job_timers: Timers,
@@ -68,17 +68,17 @@ pub struct Bulkhead<T> {
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
-    /// The adaptive limit, or `None` if not configured.
+    /// The adaptive limit, or `None` if it is not configured.
     adaptive: Option<Box<Adaptive>>,
     /// Number of prefetched jobs whose clients are still waiting.
     prefetched: usize,
     /// True if all prefetched jobs must be recalled.
     must_recall_all: bool,
-    /// Workers that have not begun a job in time.
+    /// Workers that have not started a job in time.
     late_workers: Vec<u32>,
-    /// Jobs that were recalled but must be sent back to the same worker.
+    /// Jobs that were recalled but must be sent to the same worker again.
     to_resend: Vec<u32>,
-    /// Replaced workers that no longer occupy a slot but have not exited, oldest first.
+    /// Replaced workers that no longer occupy a slot but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
     /// Number of permits in use before the current event was applied.
     in_use_before_event: u32,
@@ -89,20 +89,20 @@ pub struct Bulkhead<T> {
     /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must look for slots that need
     /// a spare.
     spares_changed: bool,
-    /// Slots that the rolling restart has not reached.
+    /// Slots that the rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
     counters: Counters,
-    /// Adaptive `Retry-After` by priority code, created at the first rejection.
+    /// Adaptive `Retry-After` values, by priority code. Each value is created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True if queue pressure was reported and has not ended since.
+    /// True if queue pressure has been reported and has not ended since then.
     is_pressure_reported: bool,
     evictions: Evictions,
     handover: Handover,
     last_failure: String,
-    /// Actions caused by the current event. Reuses the caller's buffer.
+    /// Actions caused by the current event. Uses the caller's buffer.
     actions: Vec<Action<T>>,
-    /// Events that must be reported after the outcomes that they refer to.
+    /// Events that must be reported after the outcomes to which they refer.
     deferred_events: Vec<OperatorEvent>,
 }
 
@@ -119,8 +119,8 @@ impl<T> Bulkhead<T> {
     pub const JOB_BYTES: usize =
         2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
 
-    /// Creates a bulkhead that has not started. Two bulkheads with the same seed and the same events make the
-    /// same decisions.
+    /// Creates a bulkhead that has not been started. Two bulkheads with the same seed and the same events make the same
+    /// decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let breaker = Breaker::new(limits.breaker.clone());
         let retries = RetryBudget::new(limits.retry.clone());
@@ -166,8 +166,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Applies an event that occurred at `now` and appends the resulting actions to `out`. If a job was accepted by
-    /// [`Event::Submit`], returns its id.
+    /// Applies an event that occurred at `now` and appends the resulting actions to `out`. If [`Event::Submit`] was
+    /// applied and the job was accepted, returns the job's ID.
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
         self.actions = std::mem::take(out);
         let job = self.handle(now, event);
@@ -263,7 +263,7 @@ impl<T> Bulkhead<T> {
 
     #[inline]
     fn report_deferred_events(&mut self) {
-        // Draining an empty vector is not free, and most events defer nothing.
+        // Draining an empty vector has a cost, and most events do not defer anything.
         if !self.deferred_events.is_empty() {
             self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
         }
@@ -290,7 +290,7 @@ impl<T> Bulkhead<T> {
         self.jobs.get(index).record.as_mut()
     }
 
-    /// Returns true if the job is in the queue and can therefore be rejected by [`Event::MemoryExhausted`].
+    /// Returns true if the job is in the queue. Such a job can be rejected by [`Event::MemoryExhausted`].
     pub fn is_waiting(&self, job: JobId) -> bool {
         let place = self.jobs.find(job).and_then(|index| self.jobs.state(index));
         matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
@@ -332,7 +332,7 @@ impl<T> Bulkhead<T> {
         self.counters.count_rejected(reason);
     }
 
-    /// Returns the next number of the seeded sequence (SplitMix64, Steele et al. 2014).
+    /// Returns the next number in the seeded sequence (SplitMix64, Steele et al. 2014).
     fn next_random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
@@ -343,8 +343,7 @@ impl<T> Bulkhead<T> {
 
     // Dispatch.
 
-    /// Dispatches a job to a worker, or rejects the job if the payload is quarantined or the breaker does not
-    /// admit the job.
+    /// Dispatches a job to a worker. Rejects the job if its payload is quarantined or the breaker does not admit it.
     fn try_dispatch(&mut self, now: Time, index: u32, worker: u32) {
         if self.is_quarantined(now, self.jobs.digest(index)) {
             self.send_outcome(now, index, rejection(RejectReason::Quarantined));
@@ -452,7 +451,7 @@ impl<T> Bulkhead<T> {
         }
         match job.state {
             JobState::InFlight { since, .. } => ran += now.since(since),
-            // The job has begun according to the verdict, so this attempt counts.
+            // The verdict implies that the job was started, so this attempt counts.
             JobState::Prefetched { .. } => attempts += 1,
             _ => {}
         }
@@ -497,8 +496,7 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client got its outcome earlier, for example at the deadline. The worker has finished only
-            // now.
+            // The client received its outcome earlier, for example at the deadline. The worker has only finished now.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
@@ -605,8 +603,8 @@ impl<T> Bulkhead<T> {
         let deadline_at = job.deadline_at;
         let unbegun = match job.state {
             JobState::Prefetched { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // The run limit expired before the job began. The job is recalled, and its run limit restarts
-            // with the next dispatch.
+            // The run limit expired before the job was started. The job is recalled, and its run limit restarts with
+            // the next dispatch.
             _ if deadline_at > now && job.is_resendable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
@@ -657,22 +655,22 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Updates the time at which a worker is killed because of its jobs. A worker is killed after `grace` if
-    /// no client waits for any of its jobs, or if a job has passed the bulkhead's own deadline or run limit.
-    /// A client can therefore end its own job early, but not the jobs of other clients. A worker that [ends
-    /// each job itself](Self::kill_delay) has more time while clients wait for other jobs. Until it is
-    /// killed, the worker gets no new jobs. While the worker sends an oversized result, `grace` restarts
-    /// [whenever data arrives](Self::extend_kill_time).
+    /// Updates the time at which a worker is killed because of its jobs. A worker is killed after `grace` if no client
+    /// is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline or run limit. A client can
+    /// therefore end its own job early, but not the jobs of other clients. A worker that [ends each job
+    /// itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is killed, the
+    /// worker gets no new jobs. While the worker is sending an oversized result, `grace` restarts [whenever data
+    /// arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {
             return;
         }
         let kill_at = if !worker.is_stuck() {
-            // A draining worker that is idle keeps its exit time limit.
+            // A draining worker that is idle keeps its exit timeout.
             worker.kill_at.filter(|_| !worker.is_ready() && worker.jobs.is_empty())
         } else if worker.kill_at.is_none() || self.limits.worker_ends_jobs {
-            // The delay may be shorter now, because clients no longer wait for the worker's jobs.
+            // The delay may now be shorter, because clients no longer wait for the worker's jobs.
             earlier(worker.kill_at, Some(now + self.kill_delay(place)))
         } else {
             worker.kill_at
@@ -719,7 +717,7 @@ impl<T> Bulkhead<T> {
         self.workers.edit_by_id(&self.limits, id, change)
     }
 
-    /// Changes fields of a worker that affect only the worker's timer.
+    /// Changes fields of a worker that affect only its timer.
     fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_timing(place, change)
     }

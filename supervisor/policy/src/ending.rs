@@ -6,24 +6,24 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Death of a process. Contains the reason if the supervisor killed the process.
+/// Death of a process, with the reason if the supervisor killed the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
     /// Cause of death.
     pub death: Death,
-    /// Reason for the kill, or `None` if the supervisor did not kill the process.
+    /// Reason why the supervisor killed the process, or `None` if it did not.
     pub killed: Option<KillReason>,
 }
 
-/// How a process died.
+/// Way in which a process died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
     /// Exited with this exit status.
     Exit(i32),
     /// Killed by the signal with this number.
     Signal(i32),
-    /// Killed for a system call that the sandbox forbids. The string is the name of the system call, or empty
-    /// if unknown.
+    /// Killed for making a system call that the sandbox forbids. The string is the name of the system call, or empty if
+    /// unknown.
     Violation(&'static str),
     /// Killed by the kernel for exceeding the memory limit.
     Oom,
@@ -36,24 +36,24 @@ pub enum Death {
 pub enum KillReason {
     /// A job in the worker did not end in time.
     Deadline,
-    /// The worker sent no heartbeats.
+    /// The worker stopped sending heartbeats.
     Hung,
     /// The worker violated the protocol. The string describes the violation.
     Protocol(String),
-    /// The worker sent no hello within `start.handshake`.
+    /// The worker did not send HELLO within `start.handshake`.
     NoHello,
     /// The worker was not ready within `start.ready`.
     NotReady,
-    /// The worker was asked to exit and did not exit in time.
+    /// The worker was asked to exit but did not exit in time.
     ExitTimeout,
-    /// The worker has not begun any job and is no longer needed.
+    /// The worker has not started any job and is no longer needed.
     NotNeeded,
     /// The keeper died.
     KeeperDied,
 }
 
 impl KillReason {
-    /// Returns true if the worker did not respond in time, so that its stacks show where it hangs.
+    /// Returns true if the worker did not respond in time. Its stacks then show where it hangs.
     pub fn is_hang(&self) -> bool {
         matches!(self, Self::Hung | Self::NoHello | Self::NotReady)
     }
@@ -70,7 +70,7 @@ vocabulary! {
         Age = "age",
         /// An operator requested a restart.
         Restart = "restart",
-        /// `max_in_flight` grew, and the worker cannot change its maximum.
+        /// `max_in_flight` was raised, and the worker cannot change its maximum.
         Resize = "resize",
         /// The worker runs an outdated program or configuration.
         Reload = "reload",
@@ -107,7 +107,7 @@ vocabulary! {
 }
 
 impl RestartCause {
-    /// Returns true if the previous worker was replaced because it reached a limit of `recycle`.
+    /// Returns true if the previous worker was replaced because it reached a `recycle` limit.
     pub(crate) const fn is_recycling(self) -> bool {
         matches!(self, Self::Jobs | Self::Memory | Self::Age)
     }
@@ -139,7 +139,7 @@ impl KillReason {
                               built with the worker SDK needs `exec` instead of `command`"
                 .into(),
             Self::NotReady => "the worker was not ready within start.ready".into(),
-            Self::ExitTimeout => "the worker was asked to stop, but did not exit".into(),
+            Self::ExitTimeout => "the worker was asked to stop but did not exit".into(),
             Self::NotNeeded => "the worker had not started a job and is no longer needed".into(),
             Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
         }
@@ -154,23 +154,23 @@ impl From<Death> for Ending {
 }
 
 impl Ending {
-    /// Returns true if the process exited by itself with status 0.
+    /// Returns true if the process exited on its own with status 0.
     pub fn is_clean(&self) -> bool {
         *self == Death::Exit(0).into()
     }
 
-    /// Returns true if a job of the worker may have caused its death.
+    /// Returns true if one of the worker's jobs may have caused its death.
     pub(crate) fn may_be_caused_by_job(&self) -> bool {
         matches!(self.killed, None | Some(KillReason::Hung | KillReason::Protocol(_)))
     }
 
-    /// Returns true if the worker exited by itself, failed to start, hung or violated the protocol. Returns
-    /// false if the supervisor killed the worker for another reason.
+    /// Returns true if the worker exited on its own, failed to start, hung or violated the protocol. Returns false if
+    /// the supervisor killed the worker for another reason.
     pub(crate) fn is_fault_of_worker(&self) -> bool {
         self.may_be_caused_by_job() || matches!(self.killed, Some(KillReason::NoHello | KillReason::NotReady))
     }
 
-    /// Returns the cause that is reported for the restart after this death.
+    /// Returns the restart cause to report after this death.
     pub(crate) fn restart_cause(&self) -> RestartCause {
         match (&self.killed, self.death) {
             (Some(KillReason::Deadline), _) => RestartCause::Deadline,
@@ -186,7 +186,7 @@ impl Ending {
         }
     }
 
-    /// Returns the verdict for the jobs of the process.
+    /// Returns the verdict for the jobs of a process that died.
     pub(crate) fn verdict(&self, message: String) -> Verdict {
         let (reason, status) = match (self.restart_cause(), self.death) {
             (RestartCause::Exit, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
@@ -204,7 +204,7 @@ impl Ending {
 }
 
 impl fmt::Display for Ending {
-    /// Writes a predicate for a sentence whose subject is the worker.
+    /// Writes the predicate of a sentence whose subject is the worker.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.killed {
             Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),

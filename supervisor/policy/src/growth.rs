@@ -1,8 +1,8 @@
 //! Growth of small tables. There can be thousands of bulkheads, each with several such tables that rarely have more
 //! than one entry.
 
-/// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library
-/// would start at four.
+/// Reserves memory for one more entry. The capacity starts at one and doubles. In the standard library, it would start
+/// at four.
 pub(crate) fn reserve_one<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {
         table.reserve_exact(table.len().max(1));
@@ -14,7 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn capacity_starts_at_one_and_doubles() {
+    fn table_capacity_starts_at_one_and_doubles() {
         let mut table = Vec::new();
         let mut grown = Vec::new();
         for number in 0..100 {

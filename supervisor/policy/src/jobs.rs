@@ -1,5 +1,5 @@
-//! Table of the jobs of a bulkhead. A job is identified by its index, which can be reused after the job was
-//! removed. The queue owns the order of waiting jobs.
+//! Table of a bulkhead's jobs. A job is identified by its index. The index can be reused after the job is removed. The
+//! queue owns the order of waiting jobs.
 
 use std::time::Duration;
 
@@ -12,33 +12,31 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Number of bits of a [`JobId`] that contain the index in the table. Limits the number of jobs in a
-/// bulkhead.
+/// Number of bits in a [`JobId`] that contain the index in the table. Limits the number of jobs in a bulkhead.
 const INDEX_BITS: u32 = 24;
 
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Maximum number of entries of a table whose memory is never released.
+/// Maximum number of entries for which the table keeps its memory.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// The caller's record. `None` once the outcome was sent to the client, even if a worker still has the
-    /// job.
+    /// The caller's record. `None` once the outcome has been sent to the client, even if a worker still has the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored after an attempt
-    /// that crashed.
+    /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored after an attempt that
+    /// crashed.
     pub(crate) queue_timeout_at: Option<Time>,
     /// Time by which the client must get the outcome.
     pub(crate) deadline_at: Time,
-    /// Time at which the worker is killed because of this job, even if it runs other jobs.
+    /// Time at which the worker is killed because of this job, even if it is running other jobs.
     pub(crate) hard_deadline_at: Time,
     /// Maximum time between dispatch and outcome.
     pub(crate) run_limit: Duration,
-    /// Maximum time between dispatch and the kill of the worker because of this job, even if the worker runs
-    /// other jobs.
+    /// Maximum time between the dispatch of this job and the kill of its worker, even if the worker is running other
+    /// jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -51,7 +49,7 @@ pub(crate) struct Job<T> {
     pub(crate) bytes: u32,
     /// Number of the job among all jobs sent to its worker, counted from 1.
     pub(crate) send_number: u64,
-    /// Number of recalls of the job before it began.
+    /// Number of times that the job was recalled before it started.
     pub(crate) recalls: u8,
     /// Worker from which the job was last recalled.
     pub(crate) recalled_from: Option<WorkerId>,
@@ -60,7 +58,7 @@ pub(crate) struct Job<T> {
     pub(crate) unread_returns: u32,
     /// True if the job was counted as a call in the retry budget.
     pub(crate) is_counted: bool,
-    /// True if the job may have crashed a worker, and must therefore run alone in a worker.
+    /// True if the job may have crashed a worker and must therefore run alone in a worker.
     pub(crate) is_suspect: bool,
     /// Result of the earlier attempts, or `None` if there were none.
     pub(crate) earlier_attempts: Option<Box<EarlierAttempts>>,
@@ -76,12 +74,12 @@ pub(crate) struct EarlierAttempts {
     pub(crate) crash: Verdict,
     /// Total run time of all attempts.
     pub(crate) ran: Duration,
-    /// Process id of the last worker that had the job.
+    /// PID of the last worker that had the job.
     pub(crate) worker_pid: Option<u32>,
 }
 
 impl<T> Job<T> {
-    /// Returns the time from the submission to the deadline.
+    /// Returns the time from submission to the deadline.
     pub(crate) fn limit(&self) -> Duration {
         self.deadline_at.since(self.received)
     }
@@ -91,7 +89,7 @@ impl<T> Job<T> {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// Returns the time at which the worker is killed because of this job, if the job was dispatched at
+    /// Returns the time at which the worker is killed because of this job, assuming that the job was dispatched at
     /// `since`.
     pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
@@ -103,10 +101,9 @@ impl<T> Job<T> {
 pub(crate) enum JobState {
     Unplaced,
     Queued,
-    /// The job is a suspect and waits for an idle worker.
+    /// The job is a suspect that is waiting for an idle worker.
     WaitingSuspect,
-    /// The job was sent to a worker before its turn. The worker begins the job after replying to all earlier
-    /// jobs.
+    /// The job was sent to a worker before its turn. The worker starts the job after replying to all earlier jobs.
     Prefetched {
         worker: u32,
     },
@@ -115,12 +112,12 @@ pub(crate) enum JobState {
         /// Index in the worker's list of jobs.
         index: u32,
         since: Time,
-        /// True if the job has passed the bulkhead's own deadline or run limit.
+        /// True if the job has exceeded the bulkhead's own deadline or run limit.
         is_overdue: bool,
-        /// True if the worker died before it could begin the job.
+        /// True if the worker died before it could start the job.
         is_unread: bool,
-        /// True if the client already has an outcome because the result is too large, while the worker is
-        /// still sending it.
+        /// True if the client already has an outcome because the result is too large, but the worker is still sending
+        /// the result.
         is_oversized: bool,
     },
 }
@@ -152,7 +149,7 @@ impl<T> Jobs<T> {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
     }
 
-    /// Adds a job whose deadline is `limit` from now, and returns its index. The table must not be full.
+    /// Adds a job whose deadline is `limit` from now, and returns the job's index. The table must not be full.
     pub(crate) fn insert(
         &mut self,
         now: Time,
@@ -163,7 +160,7 @@ impl<T> Jobs<T> {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             if self.table.is_empty() {
-                // Most bulkheads have at most one job at a time.
+                // Most bulkheads have at most one job at any time.
                 self.table.reserve_exact(1);
             }
             self.table.push(None);
@@ -229,7 +226,7 @@ impl<T> Jobs<T> {
         self.table.get(index as usize)?.as_ref().map(|job| job.state)
     }
 
-    /// Returns true if a worker is still sending an oversized result of this job.
+    /// Returns true if a worker is still sending an oversized result for this job.
     pub(crate) fn is_oversized(&self, index: u32) -> bool {
         matches!(self.state(index), Some(JobState::InFlight { is_oversized: true, .. }))
     }
@@ -246,7 +243,7 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_ref().map_or(JobId(0), |job| job.id)
     }
 
-    /// Removes a job that is neither in a queue nor in a worker.
+    /// Removes a job that is in neither a queue nor a worker.
     pub(crate) fn remove(&mut self, index: u32) {
         debug_assert!(matches!(self.get(index).state, JobState::Unplaced));
         self.table[index as usize] = None;
@@ -304,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn table_shrinks_when_the_last_job_of_a_burst_ends() {
+    fn table_shrinks_when_last_job_of_a_burst_ends() {
         let mut jobs = Jobs::default();
         let all: Vec<u32> = (0..10_000).map(|n| insert(&mut jobs, n)).collect();
         let (staying, cancelled): (Vec<u32>, Vec<u32>) = all.iter().partition(|&n| !(500..9500).contains(n));
@@ -313,7 +310,7 @@ mod tests {
         staying.into_iter().for_each(|index| jobs.remove(index));
         assert_eq!((jobs.table.capacity(), jobs.free.capacity()), (0, 0));
         let next = insert(&mut jobs, 7);
-        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "a job id must not be used twice");
+        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "a job ID must not be used twice");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! The decisions of one bulkhead, as a pure state machine.
 //!
-//! [`Bulkhead`] owns the queue, the workers and their slots, the assignment of jobs to workers, and the
-//! restart history. The caller passes in each [`Event`] with the current time and performs the returned
-//! [`Action`]s. The crate never blocks, does no I/O and reads no clock, and its only source of randomness is
-//! the given seed. Since time and seed are arguments, a sequence of events can be replayed.
+//! [`Bulkhead`] owns the queue, the workers and their slots, the assignment of jobs to workers, and the restart
+//! history. The caller passes in each [`Event`] with the current time and performs the returned [`Action`]s. The crate
+//! never blocks, performs no I/O and does not read the clock. Its only source of randomness is the given seed. Since
+//! time and seed are arguments, a sequence of events can be replayed.
 //!
 //! ```
 //! use bulkhead_policy::{Action, Bulkhead, Capabilities, Event, Limits, Submission, Time};

@@ -1,4 +1,4 @@
-//! Limits and settings of a bulkhead, already validated.
+//! Validated limits and settings of a bulkhead.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,14 +24,14 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
-    /// True if a worker itself kills all processes of a job when the job ends, as workers with `exec` do.
+    /// True if a worker itself kills all processes of a job when the job ends, as `exec` workers do.
     pub worker_ends_jobs: bool,
     pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
     pub health: Health,
     pub recycle: Recycle,
-    /// Fraction of the permits that is reserved for critical jobs. Less than 1.
+    /// Fraction of the permits that are reserved for critical jobs. Must be less than 1.
     pub critical_reserve: f64,
     pub pressure: Pressure,
     pub overflow: Overflow,
@@ -41,12 +41,12 @@ pub struct Limits {
     pub poison: Option<PoisonLimits>,
     pub tenants: TenantLimits,
     pub adaptive: Option<AdaptiveLimits>,
-    /// Time without jobs after which the workers are stopped by [`crate::Event::ScaleToZero`].
+    /// Time without jobs after which the bulkhead is scaled to zero.
     pub idle: Option<Duration>,
 }
 
 impl Limits {
-    /// Returns the number of slots for jobs.
+    /// Returns the number of job slots.
     pub(crate) fn slot_count(&self) -> usize {
         if self.max_in_flight == 0 { 0 } else { self.processes as usize }
     }
@@ -60,8 +60,8 @@ impl Limits {
     }
 }
 
-/// Thresholds for queue pressure, as fractions of the queue's capacity. Beyond `reject`, only critical jobs
-/// are accepted.
+/// Thresholds for queue pressure, as fractions of the queue's capacity. Above `reject`, only critical jobs are
+/// accepted.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Pressure {
@@ -70,10 +70,10 @@ pub struct Pressure {
 }
 
 vocabulary! {
-    /// Handling of a job that arrives at a full queue.
+    /// Handling of a job that arrives when the queue is full.
     Overflow {
-        /// Rejects the new job, unless a job of a lower class is waiting. In that case, the newest waiting
-        /// job of the lowest class is rejected instead.
+        /// Rejects the new job, unless a job of a lower class is waiting. In that case, the newest waiting job of the
+        /// lowest class is rejected instead.
         Reject = "reject",
         /// Behaves like `Reject`, but if no job of a lower class is waiting, evicts the oldest job of the
         /// tenant with the most queued jobs.
@@ -81,12 +81,12 @@ vocabulary! {
     }
 }
 
-/// Limits per tenant, for a bulkhead whose tenants share the workers.
+/// Limits per tenant, for a bulkhead whose tenants share workers.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct TenantLimits {
-    /// Maximum number of jobs of a tenant in flight. Further jobs wait in the queue.
+    /// Maximum number of a tenant's jobs in flight. Further jobs wait in the queue.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs of a tenant. Further jobs are rejected.
+    /// Maximum number of a tenant's queued jobs. Further jobs are rejected.
     pub max_queue: Option<u32>,
     /// Overrides for individual tenants, by name.
     pub overrides: BTreeMap<String, TenantOverrides>,
@@ -95,7 +95,7 @@ pub struct TenantLimits {
     pub labelled: Arc<[String]>,
 }
 
-/// Limits that apply to one tenant instead of the general ones. `None` keeps the general limit.
+/// Limits that apply to one tenant instead of the general ones. With `None`, the general limit applies.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct TenantOverrides {
     /// Override for [`TenantLimits::max_in_flight`].
@@ -106,7 +106,7 @@ pub struct TenantOverrides {
     pub rate_limit: Option<RateLimit>,
 }
 
-/// Policy for restarting workers that have ended.
+/// Policy for restarting workers that have exited.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Restart {
@@ -118,14 +118,14 @@ pub struct Restart {
 }
 
 vocabulary! {
-    /// Selects which workers are restarted after they have ended. A worker that was given all jobs that
-    /// `recycle.jobs` allows and then exits cleanly always gets a successor.
+    /// Selects the workers to restart after they have exited. A worker that was given all the jobs that `recycle.jobs`
+    /// allows and then exits cleanly always gets a successor.
     RestartPolicy {
         /// Restarts every worker.
         Always = "always",
-        /// Restarts every worker, except one that exited with status 0 while idle.
+        /// Restarts every worker, unless the worker exited with status 0 while idle.
         OnFailure = "on-failure",
-        /// Restarts no worker.
+        /// Does not restart any worker.
         Never = "never",
     }
 }
@@ -140,20 +140,20 @@ vocabulary! {
     }
 }
 
-/// Time limits for the start of a worker, and the number of spares.
+/// Timeouts for starting a worker, and number of spares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
-    /// Maximum time between the start of the process and its hello.
+    /// Maximum time between the start of the process and its HELLO.
     pub handshake: Duration,
-    /// Maximum time between the hello and the ready message.
+    /// Maximum time between HELLO and the ready message.
     pub ready: Duration,
-    /// Method of starting a worker. Policy only uses the method to allow more time for forked workers.
+    /// Method of starting a worker. Policy uses it only to allow more time for forked workers.
     pub mode: StartMode,
     /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,
 }
 
-/// Settings of heartbeats.
+/// Heartbeat settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Health {
     /// Interval between heartbeats.
@@ -162,7 +162,7 @@ pub struct Health {
     pub missed: u32,
 }
 
-/// Limits after which a healthy worker is replaced.
+/// Limits at which a healthy worker is replaced.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Recycle {
     /// Maximum number of jobs per worker.

@@ -1,6 +1,6 @@
-//! Chooses the worker for the next job: the worker with the fewest jobs. Among equals, this is the worker
-//! with the lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers,
-//! plus one machine word per additional 64 workers.
+//! Chooses the worker for the next job: the worker with the fewest jobs. If several workers have equally few, this is
+//! the worker with the lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers,
+//! plus one machine word for every 64 additional workers.
 
 /// Workers, grouped by their number of jobs. A worker's level changes by at most one at a time, so the lowest
 /// occupied level is cheap to maintain.
@@ -13,8 +13,8 @@ pub(crate) struct WorkersByLoad {
 }
 
 impl WorkersByLoad {
-    /// Moves a worker from level `was` to level `is`, and sets `was` to `is`. A worker with the level `None`
-    /// is not in the table.
+    /// Moves a worker from level `was` to level `is`, and sets `was` to `is`. A worker at level `None` is not in the
+    /// table.
     pub(crate) fn set_level(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {
@@ -43,7 +43,7 @@ impl WorkersByLoad {
 
     fn remove(&mut self, worker: u32, level: u32) {
         let word = &mut self.levels[level as usize][worker as usize / 64];
-        debug_assert_ne!(*word & (1 << (worker % 64)), 0, "was not entered");
+        debug_assert_ne!(*word & (1 << (worker % 64)), 0, "the worker is not at its recorded level");
         *word &= !(1 << (worker % 64));
         self.count -= 1;
         while self.count > 0 && self.levels[self.lowest].iter().all(|&w| w == 0) {
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn least_loaded_worker_with_lowest_number_is_chosen() {
+    fn chooses_least_loaded_worker_with_lowest_number() {
         let mut load = WorkersByLoad::default();
         assert_eq!(load.least_loaded(), None);
         load.insert(70, 0);

@@ -21,7 +21,7 @@ use crate::time::Time;
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the start, counted over all workers of the bulkhead.
+    /// Sequence number of the worker's start, counted across all workers in the bulkhead.
     pub generation: u32,
 }
 
@@ -30,8 +30,8 @@ pub struct WorkerId {
 pub struct Submission<T> {
     /// Caller's record of the job.
     pub record: T,
-    /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several
-    /// bulkheads uses one sequence for all of them, so that job ids are unique.
+    /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several bulkheads
+    /// uses one sequence for all of them, so that job IDs are unique.
     pub sequence: u64,
     /// Requested deadline, which is clamped to `deadline_max`. `None` selects the bulkhead's default.
     pub deadline: Option<Duration>,
@@ -39,18 +39,18 @@ pub struct Submission<T> {
     pub run_limit: Option<Duration>,
     /// Priority class of the job.
     pub priority: Priority,
-    /// True if the job may safely run twice.
+    /// True if it is safe to run the job twice.
     pub idempotent: bool,
     /// True if the caller keeps the payload and can therefore dispatch the job again.
     pub is_resendable: bool,
-    /// Digest of operation and payload, or `None` if the bulkhead does not detect poison payloads.
+    /// Digest of operation and payload, or `None` if the bulkhead does not use poison detection.
     pub digest: Option<Digest>,
-    /// True if the job was passed on by another bulkhead. That bulkhead has already counted and charged the
-    /// job. `deadline_max` does not apply to the job.
+    /// True if the job was passed on from another bulkhead, which has already counted and charged the job.
+    /// `deadline_max` does not apply to the job.
     pub is_fallback: bool,
-    /// Tenant of the job, as returned by [`crate::Bulkhead::tenant`] immediately before this submission.
+    /// The job's tenant, as returned by [`crate::Bulkhead::tenant`] immediately before this submission.
     pub tenant: TenantId,
-    /// Cost of the job, for the rate limit and for fair queueing.
+    /// Cost of the job, used for the rate limit and for fair queueing.
     pub cost: u32,
     /// Number of bytes sent to the worker for this job.
     pub bytes: u32,
@@ -86,9 +86,9 @@ pub enum Reply {
     Ok,
     /// The handler failed.
     Failed(HandlerFailure),
-    /// The program that ran the job was killed by a signal. The worker itself continues.
+    /// The program that ran the job was killed by a signal. The worker itself continues to run.
     ProgramCrashed {
-        /// Signal as reported by the worker, or a more precise cause if the supervisor knows one.
+        /// Signal reported by the worker, or a more precise cause if the supervisor knows one.
         death: Death,
         /// Human-readable message.
         message: String,
@@ -98,22 +98,22 @@ pub enum Reply {
 /// Optional features of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
-    /// True if the worker sends heartbeats while jobs run.
+    /// True if the worker sends heartbeats while jobs are running.
     pub has_dispatch_thread: bool,
     /// True if the worker accepts a new `max_in_flight` after the welcome.
     pub can_resize: bool,
 }
 
-/// Journal in memory that is shared with a worker. The worker begins jobs in the order in which they were
-/// sent, and writes the number of each job to the journal before beginning it.
+/// Journal in memory shared with a worker. The worker starts jobs in the order in which they were sent, and writes the
+/// number of each job to the journal before starting it.
 pub trait JobJournal: std::fmt::Debug + Send {
-    /// Returns the number of the last job that the worker has begun. Jobs are numbered from 1 in the order in
-    /// which they were sent.
+    /// Returns the number of the last job that the worker has started. Jobs are numbered from 1 in the order in which
+    /// they were sent.
     fn begun(&self) -> u64;
 
-    /// Recalls all jobs up to number `up_to` that the worker has not begun. `up_to` is the number of the last
-    /// job sent. Returns the number of the last job that the worker has begun. If the worker was just about
-    /// to begin that job, it returns the job with [`Event::JobReturned`].
+    /// Recalls all jobs up to number `up_to` that the worker has not started. `up_to` is the number of the last job
+    /// sent. Returns the number of the last job that the worker has started. If the worker was just about to start that
+    /// job, the worker returns the job with [`Event::JobReturned`].
     fn recall(&self, up_to: u64) -> u64;
 }
 
@@ -130,32 +130,32 @@ pub enum Event<T> {
     Cancel {
         /// Job to cancel.
         job: JobId,
-        /// True if the job must continue if it has already begun.
+        /// True if a job that has already started must not be cancelled.
         unless_begun: bool,
     },
-    /// The memory for waiting jobs is exhausted. The job is rejected if it is waiting, and not affected if a
-    /// worker has it.
+    /// The memory for waiting jobs is exhausted. The job is rejected if it is waiting. A job that a worker already has
+    /// is not affected.
     MemoryExhausted {
         /// Job to reject.
         job: JobId,
     },
-    /// The process of a worker is running.
+    /// A worker's process is running.
     Spawned {
         /// Worker that was spawned.
         worker: WorkerId,
-        /// Process id.
+        /// PID.
         pid: u32,
     },
-    /// The process of a worker could not be started. No further event follows for this worker.
+    /// A worker's process could not be started. No further event follows for this worker.
     SpawnFailed {
         /// Worker that could not be started.
         worker: WorkerId,
         /// Human-readable cause.
         message: String,
     },
-    /// A worker has sent its hello and received its welcome.
+    /// A worker has sent HELLO and received its welcome.
     Hello {
-        /// Worker that sent the hello.
+        /// Worker that sent HELLO.
         worker: WorkerId,
         /// Capabilities announced by the worker.
         capabilities: Capabilities,
@@ -169,8 +169,8 @@ pub enum Event<T> {
         /// Requested time from this event until the new start deadline.
         more: Duration,
     },
-    /// A worker reports the status of its initialisation. If the start fails, the failure message contains
-    /// the last status.
+    /// A worker reports the status of its initialisation. If the start fails, the failure message contains the most
+    /// recent status.
     StartStatus {
         /// Worker that reports its status.
         worker: WorkerId,
@@ -182,57 +182,57 @@ pub enum Event<T> {
         /// Worker that is ready.
         worker: WorkerId,
     },
-    /// A worker sent a heartbeat or another frame.
+    /// A worker has sent a heartbeat or another frame.
     FrameReceived {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
     /// A worker was alive at an earlier time, according to a timestamp in shared memory. The caller reads the
-    /// timestamp only for silent workers.
+    /// timestamps of silent workers only.
     AliveAt {
         /// Worker that wrote the timestamp.
         worker: WorkerId,
-        /// Value of the timestamp. Not later than the time of this event.
+        /// The timestamp. Not later than the time of this event.
         at: Time,
     },
     /// Result of [`Action::CheckCpuTime`].
     CpuTimeChecked {
         /// Worker that was examined.
         worker: WorkerId,
-        /// True if the worker has been waiting for a processor since [`Action::RecordCpuTime`] and got hardly
-        /// any processor time. In that case, the silence is attributed to the machine.
+        /// True if the worker has been waiting for a processor since [`Action::RecordCpuTime`] and got hardly any
+        /// processor time. In that case, the silence is attributed to the machine.
         is_starved: bool,
     },
-    /// A worker sent the result of a job.
+    /// A worker has sent a job's result.
     Replied {
         /// Worker that sent the result.
         worker: WorkerId,
-        /// Id of the job, according to the worker.
+        /// ID of the job, according to the worker.
         job: JobId,
         /// Result of the job.
         reply: Reply,
     },
-    /// A worker returns a job that was recalled just before the worker began it.
+    /// A worker returns a job that was recalled just before the worker started it.
     JobReturned {
         /// Worker that returns the job.
         worker: WorkerId,
-        /// Id of the job, according to the worker.
+        /// ID of the job, according to the worker.
         job: JobId,
         /// Number of the job among all jobs sent to the worker, according to the worker.
         send_number: u64,
     },
-    /// A worker has begun to send a result that exceeds the size limit. All data from this worker belongs to
-    /// the result until [`Event::Replied`].
+    /// A worker has started sending a result that exceeds the size limit. Until [`Event::Replied`], all data from this
+    /// worker belongs to that result.
     ResultTooLarge {
-        /// Worker that sends the result.
+        /// Worker that is sending the result.
         worker: WorkerId,
-        /// Id of the job, according to the worker.
+        /// ID of the job, according to the worker.
         job: JobId,
         /// Failure that the client gets as the outcome.
         failure: HandlerFailure,
     },
-    /// A worker violated the protocol, or closed its link while its process is still running. Further data
-    /// from the worker cannot be trusted.
+    /// A worker violated the protocol, or closed its link although its process is still running. Further data from the
+    /// worker cannot be trusted.
     ProtocolViolated {
         /// Worker that violated the protocol.
         worker: WorkerId,
@@ -244,20 +244,19 @@ pub enum Event<T> {
         /// Worker that will exit.
         worker: WorkerId,
     },
-    /// A worker died before reading any byte of this job, so the job has not begun. Precedes
-    /// [`Event::Exited`].
+    /// A worker died before reading any byte of this job, so the job was not started. Precedes [`Event::Exited`].
     JobUnread {
         /// Worker that died.
         worker: WorkerId,
-        /// Job that the worker had not read.
+        /// Job that the worker did not read.
         job: JobId,
     },
-    /// A worker died without having begun this job, according to a record that the worker itself wrote.
-    /// Precedes [`Event::Exited`].
+    /// A worker died without having started this job, according to a record that the worker itself wrote. Precedes
+    /// [`Event::Exited`].
     JobNotBegun {
         /// Worker that died.
         worker: WorkerId,
-        /// Job that the worker had not begun.
+        /// Job that the worker did not start.
         job: JobId,
     },
     /// A worker's process has exited. Its descendants may still be running. The slot stays occupied until
@@ -273,38 +272,38 @@ pub enum Event<T> {
         /// The exited worker.
         worker: WorkerId,
     },
-    /// A worker and all its descendants are gone, because the keeper died and the supervisor killed all
-    /// workers. No further event follows for this worker.
+    /// A worker and all its descendants are gone, because the keeper died and the supervisor killed all workers. No
+    /// further event follows for this worker.
     LostWithKeeper {
         /// Worker that is gone.
         worker: WorkerId,
     },
-    /// The memory usage of a worker was measured.
+    /// A worker's memory usage was measured.
     Memory {
         /// Worker whose memory was measured.
         worker: WorkerId,
         /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was paused, so workers that were silent until now may be healthy.
+    /// The supervisor itself was paused, so workers that have been silent until now may be healthy.
     SupervisorPaused,
-    /// Replaces all workers one after the other. Each old worker continues until its replacement is ready.
-    /// Workers that are still starting are killed and started again.
+    /// Replaces all workers one after the other. Each old worker continues to run until its replacement is ready.
+    /// Workers that are still starting are killed and restarted.
     Restart,
     /// Rejects queued jobs and stops accepting new ones. Jobs in flight continue.
     Drain,
     /// Accepts jobs again after [`Event::Drain`].
     Resume,
-    /// Clears the restart history, starts failed slots at once, closes the breaker, and releases quarantined
+    /// Clears the restart history, starts failed slots immediately, closes the breaker, and releases quarantined
     /// payloads.
     Reset,
-    /// Changes individual limits at once, without dropping a job.
+    /// Changes individual limits immediately, without dropping any job.
     ChangeLimits(LimitChange),
-    /// Replaces all limits at once, without dropping a job. Deadlines and queue timeouts of existing jobs do
-    /// not change.
+    /// Replaces all limits immediately, without dropping any job. Deadlines and queue timeouts of existing jobs do not
+    /// change.
     Reconfigure(Box<Limits>),
-    /// Replaces all workers like [`Event::Restart`], because new workers will run a different program or
-    /// configuration. If a replacement fails to start, another attempt follows.
+    /// Replaces all workers like [`Event::Restart`], because new workers will run a different program or configuration.
+    /// If a replacement fails to start, another attempt follows.
     ReplaceWorkers,
     /// Sets the limits of one tenant.
     ChangeTenantLimits {
@@ -315,25 +314,25 @@ pub enum Event<T> {
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
     ScaleToZero,
-    /// Announces that [`Event::Start`] will follow, so that jobs may wait for workers.
+    /// Announces that [`Event::Start`] will follow, so that jobs can wait for workers.
     AnnounceStart,
-    /// Forces the breaker open, or releases a forced-open breaker.
+    /// Forces the breaker open, or releases a breaker that was forced open.
     ForceBreaker {
-        /// True to force the breaker open, false to release the breaker.
+        /// True to force the breaker open, false to release it.
         open: bool,
     },
-    /// Caps the number of permits, because a successor uses the others. The remaining jobs of this bulkhead never
-    /// need more.
+    /// Caps the number of permits, because a successor uses the others. This bulkhead's remaining jobs never need more
+    /// permits than the cap.
     CapPermits {
         /// Maximum number of permits, or `None` if there is no longer a successor.
         most: Option<u32>,
     },
-    /// Sets the number of permits that the predecessor of an upgrade still needs. This bulkhead does not use them for
+    /// Sets the number of permits that the predecessor in an upgrade still needs. This bulkhead does not use them for
     /// its own jobs.
     PredecessorHolds {
         /// Number of permits.
         permits: u32,
-        /// Number of jobs that wait in the predecessor. They count towards `max_queue`.
+        /// Number of jobs waiting in the predecessor. They count towards `max_queue`.
         waiting: u32,
     },
     /// Quarantines a payload that the predecessor had quarantined.
@@ -341,27 +340,26 @@ pub enum Event<T> {
         /// Digest of the payload.
         digest: Digest,
     },
-    /// Stops the bulkhead. Queued jobs are rejected at once. Jobs in flight can continue until `by`.
+    /// Stops the bulkhead. Queued jobs are rejected immediately. Jobs in flight can continue until `by`.
     Stop {
         /// Time at which the remaining workers are killed.
         by: Time,
     },
 }
 
-/// An action of the state machine, which the caller must perform.
+/// An action that the state machine requests and the caller must perform.
 #[derive(Debug)]
 pub enum Action<T> {
     /// Start a process for a worker.
     Spawn {
-        /// Id of the new worker.
+        /// ID of the new worker.
         worker: WorkerId,
         /// Slot that the worker is started for.
         slot: u32,
-        /// Cause of the restart, or `None` for the first worker of the slot.
+        /// Cause of the restart, or `None` for the slot's first worker.
         restart_cause: Option<RestartCause>,
     },
-    /// Send a job to a worker. The caller's record of the job is available from
-    /// [`crate::Bulkhead::record_mut`].
+    /// Send a job to a worker. [`crate::Bulkhead::record_mut`] returns the caller's record of the job.
     Dispatch {
         /// Worker to send the job to.
         worker: WorkerId,
@@ -369,10 +367,10 @@ pub enum Action<T> {
         job: JobId,
         /// Time until the deadline or the end of the run limit.
         remaining: Duration,
-        /// True if the job is prefetched. A prefetched job counts as queued until the worker begins it.
+        /// True if the job is prefetched. A prefetched job counts as queued until the worker starts it.
         is_prefetched: bool,
     },
-    /// A job was recalled from a worker that had not begun the job.
+    /// A job was recalled from a worker that had not started it.
     Recalled {
         /// Worker that had the job.
         worker: WorkerId,
@@ -388,18 +386,18 @@ pub enum Action<T> {
     },
     /// Record how much processor time a silent worker has used, and how long it has waited for a processor.
     RecordCpuTime {
-        /// Worker that is silent.
+        /// The silent worker.
         worker: WorkerId,
     },
     /// Compare the processor time of a worker that is still silent with the values recorded at
     /// [`Action::RecordCpuTime`]. Always send the result as [`Event::CpuTimeChecked`].
     CheckCpuTime {
-        /// Worker that is silent.
+        /// The silent worker.
         worker: WorkerId,
     },
     /// Send a worker its new `max_in_flight`.
     SetMaxInFlight {
-        /// Worker that must get the new limit.
+        /// Worker to send the new limit to.
         worker: WorkerId,
         /// New maximum number of jobs in flight.
         max_in_flight: u32,
@@ -416,7 +414,7 @@ pub enum Action<T> {
         /// Reason for the kill.
         reason: KillReason,
     },
-    /// Send the outcome of a job to its client.
+    /// Send a job's outcome to its client.
     SendOutcome(JobOutcome<T>),
     /// Report an event to operators.
     Report(OperatorEvent),
@@ -429,7 +427,7 @@ pub struct LimitChange {
     pub processes: Option<u32>,
     /// Maximum number of jobs in flight per worker. After a decrease, running jobs continue.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs. A decrease removes no job from the queue.
+    /// Maximum number of queued jobs. A decrease does not remove any job from the queue.
     pub max_queue: Option<u32>,
     /// New rate limit, or `Some(None)` to remove the limit. Earlier charges still count.
     pub rate_limit: Option<Option<RateLimit>>,
@@ -448,25 +446,25 @@ impl LimitChange {
 /// Final outcome of a job.
 #[derive(Debug)]
 pub struct JobOutcome<T> {
-    /// Job id, or `None` if the job was rejected at submission.
+    /// Job ID, or `None` if the job was rejected at submission.
     pub job: Option<JobId>,
     /// Caller's record of the job.
     pub record: T,
-    /// Outcome of the job, without payload and times.
+    /// Outcome of the job, excluding payload and times.
     pub verdict: Verdict,
-    /// Number of attempts, not counting dispatches to workers that had not begun the job.
+    /// Number of attempts, not counting dispatches to workers that did not start the job.
     pub attempts: u32,
     /// Total time that the job spent in the queue.
     pub queued: Duration,
     /// Total time that the job spent in workers.
     pub ran: Duration,
-    /// Process id of the last worker that had the job.
+    /// PID of the last worker that had the job.
     pub worker_pid: Option<u32>,
     /// True if the client may submit the job again.
     pub retryable: bool,
-    /// Time that the client should wait before submitting the job again.
+    /// Time for the client to wait before submitting the job again.
     pub retry_after: Option<Duration>,
-    /// Deadline that applied, counted from the submission.
+    /// Deadline that applied to the job, counted from submission.
     pub deadline: Duration,
     /// Run limit that applied to each attempt, or `None` if there was no limit.
     pub run_limit: Option<Duration>,
@@ -475,9 +473,9 @@ pub struct JobOutcome<T> {
 /// Reason why a slot has no worker and will not get one soon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// The workers of the slot failed too often.
+    /// The slot's workers failed too often.
     Failed,
-    /// `restart.policy` forbids a restart.
+    /// `restart.policy` does not allow a restart.
     Policy,
 }
 
@@ -490,14 +488,14 @@ pub enum OperatorEvent {
         worker: WorkerId,
         /// Slot of the worker.
         slot: u32,
-        /// Process id.
+        /// PID.
         pid: u32,
     },
     /// A worker became ready for jobs.
     WorkerReady {
         /// Worker that is ready.
         worker: WorkerId,
-        /// Process id.
+        /// PID.
         pid: u32,
         /// Time since the spawn.
         after: Duration,
@@ -515,9 +513,9 @@ pub enum OperatorEvent {
         worker: WorkerId,
         /// Slot of the worker.
         slot: u32,
-        /// Process id.
+        /// PID.
         pid: u32,
-        /// The worker's death, with the reason if the supervisor killed it.
+        /// The worker's death, with the reason if the supervisor killed the worker.
         ending: Ending,
         /// Time since the spawn.
         uptime: Duration,
@@ -528,7 +526,7 @@ pub enum OperatorEvent {
     },
     /// The supervisor is killing a worker.
     WorkerKilled {
-        /// Process id.
+        /// PID.
         pid: u32,
         /// Reason for the kill.
         reason: KillReason,
@@ -539,12 +537,12 @@ pub enum OperatorEvent {
         worker: WorkerId,
         /// Slot that was taken over.
         slot: u32,
-        /// Process id.
+        /// PID.
         pid: u32,
     },
     /// A worker is being drained because it is being replaced.
     WorkerRecycled {
-        /// Process id of the old worker.
+        /// PID of the old worker.
         pid: u32,
         /// Reason for the replacement.
         reason: RecycleReason,
@@ -560,16 +558,16 @@ pub enum OperatorEvent {
     },
     /// The next worker of a slot will start after a delay.
     RestartBackoff {
-        /// Slot that waits.
+        /// Slot that is waiting.
         slot: u32,
         /// Length of the delay.
         delay: Duration,
     },
     /// No slot of the bulkhead has a worker or will get one soon.
     BulkheadFailed {
-        /// Reason why the last slot stopped.
+        /// Reason why the last slot was stopped.
         reason: StopReason,
-        /// Human-readable description of the last failure.
+        /// Human-readable description of the most recent failure.
         message: String,
     },
     /// A job will be retried because its worker or its program died.
@@ -580,12 +578,12 @@ pub enum OperatorEvent {
         attempts: u32,
         /// Outcome of the last attempt.
         crash: Verdict,
-        /// Process id of the worker in which the last attempt ran.
+        /// PID of the worker in which the last attempt ran.
         worker_pid: Option<u32>,
     },
     /// A payload was quarantined because it has caused too many crashes.
     JobQuarantined {
-        /// Job that caused the last of the crashes.
+        /// Job that caused the most recent crash.
         job: JobId,
         /// Digest of the payload.
         digest: Digest,
@@ -601,7 +599,7 @@ pub enum OperatorEvent {
     },
     /// The adaptive limit has changed since the last report.
     LimitAdapted {
-        /// Adaptive limit at the last report.
+        /// Adaptive limit in the last report.
         from: u32,
         /// Current adaptive limit.
         to: u32,
@@ -612,17 +610,17 @@ pub enum OperatorEvent {
     },
     /// Jobs are being rejected because of a rate limit.
     TenantThrottled {
-        /// Tenant that exceeds its rate limit; an empty name for jobs without a tenant. `None` if the limit
-        /// applies to the whole bulkhead.
+        /// Tenant that exceeds its rate limit. The name is empty for jobs without a tenant. `None` if the limit applies
+        /// to the whole bulkhead.
         tenant: Option<Arc<str>>,
-        /// Time until the rate limit admits a job again.
+        /// Time until the rate limit admits another job.
         retry_after: Duration,
     },
     /// A tenant accounts for more than half of the recent evictions.
     TenantEvictions {
         /// Name of the tenant.
         tenant: Arc<str>,
-        /// Fraction of the recent evictions that belong to the tenant, from 0 to 1.
+        /// Fraction of the recent evictions that affected the tenant, from 0 to 1.
         share: f64,
     },
     /// The bulkhead no longer accepts jobs.

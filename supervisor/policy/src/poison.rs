@@ -1,7 +1,7 @@
-//! Quarantine for payloads that kill workers. If a worker dies while running a single job, the crash is
-//! recorded under the digest of the job's payload, which the caller computes. After several such crashes,
-//! jobs with this payload are rejected. Message queues treat messages that fail repeatedly in a similar way,
-//! by moving them to a dead-letter queue (SQS, `maxReceiveCount`).
+//! Quarantine for payloads that kill workers. If a worker dies while running a single job, the crash is recorded under
+//! the digest of the job's payload, which the caller computes. After several such crashes, jobs with this payload are
+//! rejected. Similarly, message queues move messages that fail repeatedly to a dead-letter queue (SQS,
+//! `maxReceiveCount`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -13,8 +13,8 @@ use crate::time::Time;
 /// removed first.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Digest of an operation and its payload. The caller must use a collision-resistant function, so that no
-/// client can create another payload with the same digest.
+/// Digest of an operation and its payload. The caller must use a collision-resistant function, so that no client can
+/// create a different payload with the same digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Digest(u64, u64);
 
@@ -42,7 +42,7 @@ impl fmt::Display for Digest {
 pub struct PoisonLimits {
     /// Number of crashes after which a payload is quarantined.
     pub crashes: u32,
-    /// Period within which the crashes must occur, and duration of the quarantine after the last crash.
+    /// Period within which the crashes must occur. Also the duration of the quarantine after the last crash.
     pub within: Duration,
 }
 
@@ -51,10 +51,10 @@ pub struct PoisonLimits {
 pub(crate) struct Poison {
     /// Settings of the quarantine. If this is `None`, no crashes are recorded.
     limits: Option<PoisonLimits>,
-    /// All recorded crashes, oldest first. A linear search is fast enough, because each crash costs a
-    /// process. A flood of new payloads can displace recorded crashes, but no quarantined payload.
+    /// All recorded crashes, oldest first. A linear search is fast enough, because each crash costs a process. A flood
+    /// of new payloads can displace recorded crashes, but not quarantined payloads.
     crashes: VecDeque<(Time, Digest)>,
-    /// Quarantined digests, each with the time of its last crash. Looked up for every job. A `BTreeMap`,
+    /// Quarantined digests, and the time of the last crash for each. Looked up for every job. A `BTreeMap` is used
     /// because a `HashMap` would use a random key.
     quarantined: BTreeMap<Digest, Time>,
 }
@@ -65,7 +65,7 @@ impl Poison {
         Self { limits, crashes: VecDeque::new(), quarantined: BTreeMap::new() }
     }
 
-    /// Replaces the settings, which then also apply to the recorded crashes.
+    /// Replaces the settings. The new settings also apply to crashes that are already recorded.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<PoisonLimits>) {
         match (std::mem::replace(&mut self.limits, limits), &self.limits) {
             (_, None) => self.reset(),
@@ -74,8 +74,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while running only a job with this payload. Returns true if the payload is
-    /// now quarantined.
+    /// Records that a worker died while running a job with this payload and no other job. Returns true if the payload
+    /// is now quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);
@@ -152,7 +152,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// As in SQS, `maxReceiveCount`. The third failure quarantines this payload and no other.
+    /// As in SQS, `maxReceiveCount`. The third failure quarantines only this payload.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();
@@ -166,12 +166,12 @@ mod tests {
         assert_eq!(poison.len(at(3)), 1);
     }
 
-    /// As with the restart intensity of Erlang's `supervisor`, only crashes within the period count.
+    /// As with the restart intensity in Erlang's `supervisor`, only crashes within the period count.
     #[test]
     fn old_crashes_do_not_count() {
         let mut poison = poison();
         for i in 0..50 {
-            assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i} caused a quarantine");
+            assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i} must not cause a quarantine");
         }
     }
 

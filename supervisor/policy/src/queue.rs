@@ -1,55 +1,53 @@
-//! The waiting jobs of one bulkhead, and the choice of the next job. Classes are served strictly by priority.
-//! Within a class, tenants take turns and get equal shares by cost. Within a tenant, the oldest job is first.
-//! The queue knows only the number, class, tenant and cost of a job, and never rejects a job.
+//! The waiting jobs of one bulkhead, and the choice of the next job. Classes are served strictly by priority. Within a
+//! class, tenants take turns and get equal shares by cost. Within a tenant, the oldest job is first. The queue knows
+//! only a job's number, class, tenant and cost, and never rejects a job.
 //!
-//! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
-//! Deficit Round Robin", 1995). In each round every tenant earns a quantum, and the tenant's oldest job is
-//! served once its cost is earned. In the paper, the quantum is as large as the largest job. Each visit then
-//! serves at least one job, but many small jobs of a tenant run one after the other. Here the quantum is 1,
-//! so that small jobs of different tenants alternate. Instead of visiting each round, the queue computes the
-//! round in which a job is served. A tenant whose oldest job costs `c` has its turn `c` rounds later and is
-//! stored in the slot of that round. A bitmap gives the next occupied slot. Fair queuing within a class, and
-//! the rule that a tenant cannot save up unused turns ("windup"), are taken from Kubernetes' API Priority and
-//! Fairness (KEP-1040).
+//! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit
+//! Round Robin", 1995). In each round, every tenant earns a quantum, and the tenant's oldest job is served once its
+//! cost has been earned. In the paper, the quantum is as large as the largest job. Each visit then serves at least one
+//! job, but many small jobs of the same tenant run one after the other. Here, the quantum is 1, so that small jobs of
+//! different tenants alternate. Instead of visiting each round, the queue computes the round in which a job is served.
+//! A tenant whose oldest job costs `c` has its turn `c` rounds later and is stored in the slot for that round. A bitmap
+//! shows the next occupied slot. Two ideas come from Kubernetes' API Priority and Fairness (KEP-1040): fair queuing
+//! within a class, and the rule that a tenant cannot save up unused turns ("windup").
 //!
-//! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list in a
-//! vector that is indexed by job or tenant, so that a job can be removed from the middle without a search.
+//! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list in a vector
+//! indexed by job or tenant, so that a job can be removed from the middle without a search.
 
 use bulkhead_shared::Priority;
 
 #[cfg(test)]
 mod tests;
 
-/// Maximum cost that is charged for a job. Limits the distance of a turn in rounds, and thus the number of
+/// Maximum cost charged for a job. Limits the number of rounds by which a turn can be ahead, and thus the number of
 /// slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Initial number of slots of a class, which is one word of the bitmap.
+/// Initial number of slots in a class. Equals one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Maximum number of entries of a table whose memory is never released.
+/// Maximum number of entries for which a table keeps its memory.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
 
-/// The waiting jobs of one bulkhead. Numbers of jobs and tenants should be small, because each table has an
-/// entry for every number up to the highest one.
+/// The waiting jobs of one bulkhead. Job and tenant numbers should be small, because each table has an entry for every
+/// number up to the highest one.
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: Jobs,
-    /// Indexed by the code of the priority.
+    /// Classes, indexed by priority code.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
     /// True for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last released, over which the cost of the next release is
-    /// amortised.
+    /// Number of jobs added since memory was last released. The cost of the next release is amortised over these jobs.
     added: usize,
 }
 
 impl Queue {
-    /// Memory used by the table entries of a job, in bytes.
+    /// Memory used by a job's table entries, in bytes.
     pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
 
     /// Adds a job behind all others of its tenant and class. O(1).
@@ -63,8 +61,8 @@ impl Queue {
         }
     }
 
-    /// Adds a job before all other jobs of its class. A blocked tenant stays blocked. The tenant is not
-    /// charged, because it was charged when the job was first served. O(1).
+    /// Adds a job before all other jobs of its class. A blocked tenant stays blocked. The tenant is not charged again,
+    /// because it was charged when the job was first served. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -92,8 +90,8 @@ impl Queue {
         Some(job)
     }
 
-    /// Blocks a tenant: its jobs are skipped. The tenant keeps its jobs and its position, and neither gains
-    /// nor loses turns. O(1).
+    /// Blocks a tenant, so that its jobs are skipped. The tenant keeps its jobs and its position, and neither gains nor
+    /// loses turns. O(1).
     pub(crate) fn block(&mut self, tenant: u32) {
         let index = tenant as usize;
         if self.is_blocked.len() <= index {
@@ -104,7 +102,7 @@ impl Queue {
         }
     }
 
-    /// Unblocks a tenant. In the round of its turn, the tenant comes before all other tenants. O(1).
+    /// Unblocks a tenant. In the round of its turn, this tenant comes before all others. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -112,12 +110,12 @@ impl Queue {
         }
     }
 
-    /// Returns the number of waiting jobs, including the jobs of blocked tenants. O(1).
+    /// Returns the number of waiting jobs, including those of blocked tenants. O(1).
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Returns the number of waiting jobs of a class. O(1).
+    /// Returns the number of waiting jobs in a class. O(1).
     #[cfg(test)]
     pub(crate) fn len_of(&self, class: Priority) -> usize {
         self.classes[class as usize].len
@@ -128,13 +126,13 @@ impl Queue {
         self.ranking.len_of(tenant)
     }
 
-    /// Returns the newest job of a class, which is the first candidate for rejection. O(1).
+    /// Returns the newest job in a class, which is the first candidate for rejection. O(1).
     pub(crate) fn newest(&self, class: Priority) -> Option<u32> {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// Returns the tenant with the most waiting jobs. Among equals, returns the tenant that reached this
-    /// number first. O(1).
+    /// Returns the tenant with the most waiting jobs. If several tenants have equally many, returns the tenant that
+    /// reached this number first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
@@ -166,9 +164,8 @@ impl Queue {
         }
     }
 
-    /// Releases memory after a burst, but only after as many jobs were added as the tables have entries.
-    /// Otherwise, adding and removing a single high number repeatedly would grow and shrink a table each
-    /// time.
+    /// Releases memory after a burst, but only after as many jobs have been added as the tables have entries.
+    /// Otherwise, repeatedly adding and removing a single high number would grow and shrink a table each time.
     fn release_memory(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
         let places = self.jobs.table.len().max(self.ranking.lens.len()).max(slots.unwrap_or(0));
@@ -196,11 +193,10 @@ enum Removal {
 struct Entry {
     class: Priority,
     tenant: u32,
-    /// Cost that the tenant must earn before the job is served. Zero for a job that was returned to the
-    /// queue.
+    /// Cost that the tenant must earn before the job is served. Zero for a job that was returned to the queue.
     cost: u32,
-    /// Position in the order of arrival. Increases with each new job, and decreases with each job that is
-    /// returned to the queue, because such a job counts as older than all waiting jobs.
+    /// Position in the order of arrival. New jobs get increasing positions. Jobs that are returned to the queue get
+    /// decreasing ones, because they count as older than all waiting jobs.
     age: i64,
 }
 
@@ -273,7 +269,7 @@ enum Turn {
     None,
     /// The turn is in the round with this number.
     At(u64),
-    /// The tenant is blocked. Its turn comes this number of rounds after the tenant is unblocked.
+    /// The tenant is blocked. Its turn comes this many rounds after the tenant is unblocked.
     In(u64),
 }
 
@@ -327,8 +323,8 @@ impl Class {
         }
     }
 
-    /// Sets the turn of a flow after its oldest job was removed. Credit earned for a cancelled job counts for
-    /// the next job, up to the cost of that job, so that a tenant cannot save up turns.
+    /// Sets the turn of a flow after its oldest job was removed. The credit earned for a cancelled job counts towards
+    /// the next job, up to that job's cost, so that a tenant cannot save up turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, removal: Removal) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
@@ -353,7 +349,7 @@ impl Class {
         }
     }
 
-    /// Returns the next job of the class.
+    /// Returns the next job in the class.
     fn next(&self) -> Option<u32> {
         let returned = self.flow(self.returned.first).map(|flow| flow.returned.first);
         returned.or_else(|| Some(self.flow(self.rounds.first()?)?.waiting.first))
@@ -400,18 +396,18 @@ impl Class {
     }
 }
 
-/// Tenants, grouped by the round of their turn. Turns are at most the maximum cost ahead, so a ring with one
-/// slot per round can hold all turns.
+/// Tenants, grouped by the round of their turn. A turn is at most the maximum cost ahead, so a ring with one slot per
+/// round can hold all turns.
 #[derive(Default)]
 struct Rounds {
     /// Round in which the last job was served.
     now: u64,
-    /// Tenants of each round, in the order of their turns. The number of slots is a power of two.
+    /// Tenants in each round, in the order of their turns. The number of slots is a power of two.
     slots: Vec<List>,
     links: Links,
-    /// Bitmap with one bit for each slot, set if the slot is occupied.
+    /// Bitmap with one bit per slot, set if the slot is occupied.
     words: Vec<u64>,
-    /// Bitmap with one bit for each entry of `words`, set if the entry is not zero.
+    /// Bitmap with one bit per entry of `words`, set if the entry is not zero.
     summary: u64,
 }
 
@@ -455,8 +451,7 @@ impl Rounds {
         if ahead != 0 {
             return some(self.slots[word * 64 + ahead.trailing_zeros() as usize].first);
         }
-        // Searches the words after the current one, then wraps around and searches the rest of the current
-        // word last.
+        // Searches the words after the current one, then wraps around and searches the rest of the current word last.
         let turned = self.summary.rotate_right(word as u32 + 1);
         let word = (word + 1 + turned.trailing_zeros() as usize) % 64;
         some(self.slots[word * 64 + self.words[word].trailing_zeros() as usize].first)
@@ -495,8 +490,8 @@ impl Rounds {
     }
 }
 
-/// Tenants, ranked by number of waiting jobs. A tenant's number changes by one at a time, so the highest
-/// number is cheap to maintain.
+/// Tenants, ranked by their number of waiting jobs. A tenant's number changes by one at a time, so the highest number
+/// is cheap to maintain.
 #[derive(Default)]
 struct Ranking {
     /// Number of waiting jobs, indexed by tenant.
@@ -523,7 +518,7 @@ impl Ranking {
         self.lens[index] += 1;
     }
 
-    /// Decrements a tenant's number of jobs. The number must be at least one.
+    /// Decrements a tenant's number of jobs. It must be at least one.
     fn subtract(&mut self, tenant: u32) {
         let index = tenant as usize;
         self.lens[index] -= 1;
@@ -599,15 +594,13 @@ impl Links {
         *self.before(list, link.after) = link.before;
     }
 
-    /// Returns the link to the successor of `item`, or the list's link to its first item if `item` is
-    /// [`NONE`].
+    /// Returns the link to the successor of `item`. If `item` is [`NONE`], returns the list's link to its first item.
     fn after<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.first } else { &mut self.0[item as usize].after }
     }
 
-    /// Returns the link to the predecessor of `item`, or the list's link to its last item if `item` is
-    /// [`NONE`].
+    /// Returns the link to the predecessor of `item`. If `item` is [`NONE`], returns the list's link to its last item.
     fn before<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.last } else { &mut self.0[item as usize].before }

@@ -1,6 +1,6 @@
-//! Rate limit by the generic cell rate algorithm (ITU-T I.371; for requests, see Brandur Leach, "Rate
-//! limiting, cells, and GCRA"). The only state is the time at which the bucket will be empty. In any period
-//! `t`, jobs with a total cost of at most `per_second × t + burst` pass, regardless of the arrival pattern.
+//! Rate limit by the generic cell rate algorithm (ITU-T I.371; for requests, see Brandur Leach, "Rate limiting, cells,
+//! and GCRA"). The only state is the time at which the bucket will be empty. In any period `t`, jobs with a total cost
+//! of at most `per_second × t + burst` pass, regardless of when they arrive.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Rate limit of a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
-    /// Cost per second that passes in the long term. Greater than 0.
+    /// Cost per second that passes in the long term. Must be greater than 0.
     pub per_second: f64,
-    /// Maximum cost that passes at once after a pause. At least 1.
+    /// Maximum cost that passes at once after a pause. Must be at least 1.
     pub burst: u32,
     /// Scope of the limit.
     pub per: RatePer,
@@ -32,13 +32,13 @@ vocabulary! {
 /// Reason why a job exceeds the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// The job would pass after this time if no other job passes before.
+    /// The job would pass after this time if no other job passes before it.
     RetryIn(Duration),
     /// The job costs more than the burst and will never pass.
     Never,
 }
 
-/// Time at which the bucket will be empty, in nanoseconds of [`Time`]. Has 128 bits, so that it cannot
+/// Time at which the bucket will be empty, in nanoseconds on the clock of [`Time`]. Has 128 bits, so that it cannot
 /// overflow. Zero means an empty bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bucket(u128);
@@ -61,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Converts the bucket to another limit. Earlier charges keep their cost, which drains at the new rate,
-    /// and are capped at the new burst.
+    /// Converts the bucket to another limit. Earlier charges keep their cost. They drain at the new rate, and are
+    /// capped at the new burst.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
@@ -73,9 +73,8 @@ impl Bucket {
 }
 
 impl RateLimit {
-    /// Returns the time in which a job of this cost drains from the bucket. The time per unit of cost is
-    /// rounded up to whole nanoseconds, so that the rate is never exceeded. The maximum is about six
-    /// centuries.
+    /// Returns the time in which a job of this cost drains from the bucket. The time per unit of cost is rounded up to
+    /// whole nanoseconds, so that the rate is never exceeded. The maximum is about six centuries.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }

@@ -7,31 +7,31 @@ use std::time::Duration;
 use crate::limits::Restart;
 use crate::time::Time;
 
-/// Time for which a worker must be ready before the failure history of its slot is cleared. The worker must
-/// also have completed a job.
+/// Time for which a worker must be ready before its slot's failure history is cleared. The worker must also have
+/// completed a job.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Maximum number of consecutive workers of a bulkhead that can die during their first jobs before restarts
-/// are delayed.
+/// Maximum number of consecutive workers in a bulkhead that can die during their first jobs before restarts are
+/// delayed.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
-/// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a
-/// process, so a machine can handle a hundred starts per second, but not a thousand.
+/// Minimum interval between delayed restarts in a bulkhead. The kernel needs milliseconds to start and end a process,
+/// so a machine can handle a hundred starts per second, but not a thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Decision after the failure of a worker.
+/// Decision made after a worker has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// The slot has failed too often. Start a probe at this time, to find out whether workers succeed again.
+    /// The slot has failed too often. Start a probe at this time to find out whether workers succeed again.
     Failed { probe_at: Time },
 }
 
 /// Failure history of one slot.
 #[derive(Debug, Default)]
 pub(crate) struct FailureHistory {
-    /// Times of the most recent failures, at most `max + 1`.
+    /// Times of the most recent failures, up to `max + 1` of them.
     failures: VecDeque<Time>,
     /// Number of consecutive failures since the history was last cleared.
     streak: u32,
@@ -57,9 +57,9 @@ impl FailureHistory {
         NextStart::At(now + self.delay(limits, random))
     }
 
-    /// Returns the delay before the next start. The first failure causes no delay. Each further failure
-    /// doubles the maximum, and the delay is random between zero and the maximum (full jitter), so that slots
-    /// that failed together do not restart together.
+    /// Returns the delay before the next start. The first failure does not cause a delay. Each further failure doubles
+    /// the maximum, and the delay is random between zero and the maximum (full jitter), so that slots that failed
+    /// together do not restart together.
     fn delay(&self, limits: &Restart, random: u64) -> Duration {
         let Some(doublings) = self.streak.checked_sub(2) else { return Duration::ZERO };
         let factor = 1_u32.checked_shl(doublings.min(30)).unwrap_or(u32::MAX);
@@ -73,15 +73,15 @@ impl FailureHistory {
     }
 }
 
-/// Delays restarts after workers that became ready and then died during their first jobs. The first few such
-/// deaths are followed by immediate restarts. If many workers in succession die like this, the jobs are
-/// probably the cause, so all restarts of the bulkhead are spaced out, regardless of the number of slots.
-/// Only the next worker is delayed. The jobs of the dead worker get their outcomes at once.
+/// Delays restarts after workers that became ready and then died during their first jobs. The first few such deaths are
+/// followed by immediate restarts. If many workers in a row die like this, the jobs are probably the cause, so all
+/// restarts in the bulkhead are spaced out, regardless of the number of slots. Only the next worker is delayed. The
+/// dead worker's jobs get their outcomes immediately.
 #[derive(Debug, Default)]
 pub(crate) struct RestartSpacing {
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the last delayed restart.
+    /// Time of the most recent delayed restart.
     last: Option<Time>,
 }
 
@@ -104,10 +104,10 @@ mod tests {
     use super::*;
     use crate::limits::Limits;
 
-    /// A death is early if it happens during a worker's first jobs. After the first few consecutive early
-    /// deaths, restarts are no longer immediate.
+    /// A death is early if it happens during a worker's first jobs. After several consecutive early deaths, restarts
+    /// are no longer immediate.
     #[test]
-    fn restarts_are_delayed_after_many_early_deaths() {
+    fn delays_restarts_after_many_early_deaths() {
         let mut spacing = RestartSpacing::default();
         let now = Time(5_000_000_000);
         for _ in 0..=UNSPACED_DEATHS_MAX {
@@ -118,10 +118,14 @@ mod tests {
         assert_eq!(
             spacing.record_death(soon, true),
             now + RESTART_INTERVAL_MIN * 2,
-            "the delay must apply to all slots together"
+            "the delay must be shared by all slots"
         );
         let later = now + RESTART_INTERVAL_MIN * 5;
-        assert_eq!(spacing.record_death(later, true), later, "the last delayed restart is long enough ago");
+        assert_eq!(
+            spacing.record_death(later, true),
+            later,
+            "enough time has passed since the last delayed restart"
+        );
         assert_eq!(
             spacing.record_death(later, false),
             later,
@@ -130,8 +134,8 @@ mod tests {
         assert_eq!(spacing.record_death(later, true), later);
     }
 
-    /// The first restart is immediate. After the slot has failed too often, each further failure causes
-    /// another probe after the maximum delay, until the history is cleared.
+    /// The first restart is immediate. After the slot has failed too often, each further failure causes another probe
+    /// after the maximum delay, until the history is cleared.
     #[test]
     fn restart_delay_doubles_until_the_slot_fails() {
         let limits = Limits::default().restart;

@@ -1,6 +1,6 @@
-//! Adaptive `Retry-After` for rejections caused by load, modelled on Kubernetes' API Priority and Fairness
-//! and TCP's congestion window. The value starts at one second, doubles while many jobs are rejected, and
-//! decreases by one second when few are.
+//! Adaptive `Retry-After` for rejections caused by load, modelled on Kubernetes' API Priority and Fairness and on TCP's
+//! congestion window. The value starts at one second. It doubles while many jobs are rejected, and decreases by one
+//! second when few are.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::time::Time;
 /// counted.
 const SECONDS_MAX: u64 = 32;
 
-/// `Retry-After` value and recent rejections of one priority class.
+/// `Retry-After` value and recent rejections for one priority class.
 #[derive(Clone, Debug)]
 pub(crate) struct RetryAfter {
     seconds: u64,
@@ -18,8 +18,7 @@ pub(crate) struct RetryAfter {
     raised_at: u64,
     current: u64,
     count: u64,
-    /// Past seconds, each with its number of rejections. The index is the second modulo the length of the
-    /// array.
+    /// Past seconds, each with its number of rejections. The index is the second modulo the length of the array.
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 
@@ -30,7 +29,7 @@ impl Default for RetryAfter {
 }
 
 impl RetryAfter {
-    /// Counts a rejected job. Returns the time that its client should wait.
+    /// Counts a rejected job. Returns the time for its client to wait.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {
@@ -60,8 +59,8 @@ impl RetryAfter {
 mod tests {
     use super::*;
 
-    /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of
-    /// rejections, and the expected value.
+    /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of rejections, and
+    /// the expected value.
     #[test]
     fn retry_after_matches_kubernetes_test_table() {
         let table = [

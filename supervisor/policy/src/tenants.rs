@@ -1,7 +1,6 @@
-//! Table of the tenants of a bulkhead. Each tenant has a small number, which stays the same while the tenant
-//! has jobs. The table remembers a bounded number of tenants without jobs, and forgets first those that have
-//! been idle the longest. Forgetting them has little effect, because their rate-limit buckets are empty by
-//! then.
+//! Table of the tenants of a bulkhead. Each tenant has a small number that stays the same as long as the tenant has
+//! jobs. The table remembers a bounded number of tenants without jobs. The longest idle tenants are forgotten first.
+//! Forgetting them has little effect, because their rate-limit buckets are empty by then.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,17 +10,16 @@ use crate::limits::{TenantLimits, TenantOverrides};
 use crate::rate::{Bucket, RateLimit};
 use crate::time::Time;
 
-/// Number of a tenant. Valid while the tenant has jobs. Afterwards, the number can be reused for another
-/// tenant.
+/// A tenant's number. Valid while the tenant has jobs. After that, the number can be reused for another tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
 impl TenantId {
-    /// Number for jobs without a tenant.
+    /// Number used for jobs without a tenant.
     pub const NONE: Self = Self(0);
 }
 
-/// Maximum number of tenants without jobs that are remembered.
+/// Maximum number of tenants without jobs to remember.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
@@ -32,7 +30,7 @@ pub(crate) struct Tenant {
     /// Number of jobs, both queued and in flight, plus the number of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Reduction of the tenant's quota, in jobs, because its jobs have ended workers.
+    /// Number of jobs by which the tenant's quota is reduced, because its jobs have ended workers.
     pub(crate) withheld: u32,
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
@@ -42,10 +40,9 @@ pub(crate) struct Tenant {
     /// Number of submissions, regardless of their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
-    /// Last time at which throttling of this tenant was reported.
+    /// Time at which throttling of this tenant was last reported.
     pub(crate) throttled_at: Option<Time>,
-    /// Neighbours in the list of idle tenants. The list is ordered by the time at which each tenant became
-    /// idle.
+    /// Neighbours in the list of idle tenants. The list is ordered by the time at which each tenant became idle.
     older: u32,
     newer: u32,
 }
@@ -53,7 +50,7 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// Overrides by tenant name, including tenants that are not remembered.
+    /// Overrides by tenant name. Includes tenants that are not remembered.
     overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -86,8 +83,8 @@ impl Tenants {
         tenants
     }
 
-    /// Returns the number of a tenant. The number stays valid as long as the tenant has jobs, and at least
-    /// until the next call.
+    /// Returns a tenant's number. The number stays valid as long as the tenant has jobs, and at least until the next
+    /// call.
     pub(crate) fn find_or_add(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;
@@ -104,7 +101,7 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Replaces the overrides of a tenant. Returns the tenant's number if the tenant is in the table.
+    /// Replaces a tenant's overrides. Returns the tenant's number if the tenant is in the table.
     pub(crate) fn set_overrides(
         &mut self,
         now: Time,
@@ -175,7 +172,7 @@ impl Tenants {
         &self.table[id.0 as usize].name
     }
 
-    /// Counts an accepted job of the tenant.
+    /// Counts an accepted job for the tenant.
     pub(crate) fn add_job(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs += 1;
@@ -184,7 +181,7 @@ impl Tenants {
         }
     }
 
-    /// Counts the end of a job of the tenant.
+    /// Counts the end of one of the tenant's jobs.
     pub(crate) fn remove_job(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs -= 1;
@@ -198,8 +195,8 @@ impl Tenants {
         self.by_name.values().map(|&index| (TenantId(index), &self.table[index as usize]))
     }
 
-    /// Assigns a number to a new tenant. If the maximum number of idle tenants is reached, reuses the number
-    /// of the tenant that has been idle the longest.
+    /// Assigns a number to a new tenant. If there are already as many idle tenants as allowed, reuses the number of the
+    /// longest idle tenant.
     fn add(&mut self, name: &str) -> u32 {
         let name: Arc<str> = name.into();
         let label = self.labelled.binary_search_by(|label| (**label).cmp(&name));
@@ -260,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn longest_idle_tenant_is_forgotten_first() {
+    fn forgets_longest_idle_tenant_first() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
         let busy = tenants.find_or_add("busy");
         tenants.add_job(busy);

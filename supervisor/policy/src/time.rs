@@ -1,4 +1,4 @@
-//! Points in time, in nanoseconds since an origin that the caller chooses.
+//! Points in time, in nanoseconds since an origin chosen by the caller.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct Time(pub u64);
 
 impl Time {
-    /// The origin that the caller chose.
+    /// The origin chosen by the caller.
     pub const ZERO: Time = Time(0);
 
     /// Returns the time from `earlier` to `self`, or zero if `self` is not later.
@@ -33,7 +33,7 @@ impl Sub<Duration> for Time {
     }
 }
 
-/// Returns the earlier of two times, or the only time if the other one is `None`.
+/// Returns the earlier of two times. If one of them is `None`, returns the other.
 pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(a.min(b)),
@@ -41,7 +41,7 @@ pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     }
 }
 
-/// Returns the duration in nanoseconds, saturated to 64 bits.
+/// Returns the duration in nanoseconds, saturating at 64 bits.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

@@ -1,41 +1,40 @@
-//! Timers that are identified by small numbers. Most timers are set in the order of their times, because jobs
-//! of one bulkhead usually have the same limit. Such timers are stored in a queue, in which setting and
-//! clearing take O(1). All other timers are stored in a binary heap with an index of positions, in which both
-//! take O(log n). Clearing a timer leaves an empty place in the queue. The number of empty places is bounded
-//! by the number of set timers.
+//! Timers identified by small numbers. Most timers are set in chronological order, because the jobs in one bulkhead
+//! usually have the same limit. Such timers are stored in a queue, in which setting and clearing take O(1). All other
+//! timers are stored in a binary heap with an index of positions, in which both take O(log n). Clearing a timer leaves
+//! an empty place in the queue. The number of empty places is bounded by the number of set timers.
 
 use std::collections::VecDeque;
 
 use crate::time::Time;
 
-/// Position of a timer. An index in the heap or, if [`IN_QUEUE`] is set, the number of a place in the queue.
+/// Position of a timer: an index in the heap or, if [`IN_QUEUE`] is set, the number of a place in the queue.
 type Position = u32;
 
 const ABSENT: Position = u32::MAX;
 const IN_QUEUE: Position = 1 << 31;
-/// Mask for place numbers, which wrap around.
+/// Mask for place numbers. They wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
 /// Maximum number of empty places in the queue, regardless of the number of timers.
 const STALE_MAX: usize = 64;
 
-/// Timers, identified by number. Numbers should be small, because the table has an entry for every number up
-/// to the highest one.
+/// Timers identified by number. Numbers should be small, because the table has an entry for every number up to the
+/// highest one.
 #[derive(Default)]
 pub struct Timers {
-    /// Places of the queue, ordered by time. The first and the last place always hold a set timer. A place
-    /// between them is stale if its timer was cleared or moved.
+    /// Places in the queue, ordered by time. The first and the last place always hold a set timer. A place between them
+    /// is stale if its timer was cleared or moved.
     queue: VecDeque<(Time, u32)>,
     /// Number of the first place in the queue. Wraps around.
     first: u32,
-    /// Number of set timers in the queue.
+    /// Number of timers that are set and stored in the queue.
     queued_timers: usize,
     heap: Vec<(Time, u32)>,
     position: Vec<Position>,
 }
 
 impl Timers {
-    /// Size of the table entries of a timer, in bytes.
+    /// Size of a timer's table entries, in bytes.
     pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<Position>();
 
     /// Returns the time of the earliest timer.
@@ -89,9 +88,9 @@ impl Timers {
         }
     }
 
-    /// Ensures that the timer with this number is due no later than `at`. Keeps an earlier timer, so that
-    /// frequent postponements cost nothing. When the timer fires, the caller must compare the time with the
-    /// actual deadline.
+    /// Ensures that the timer with this number is due no later than `at`. Does not move an earlier timer, so that
+    /// frequent postponements cost nothing. When the timer fires, the caller must compare the time with the actual
+    /// deadline.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);
@@ -144,7 +143,7 @@ impl Timers {
             .is_some_and(|(_, number)| self.position[*number as usize] == self.position_of(place))
     }
 
-    /// Removes stale places from both ends of the queue. If there are too many, removes all stale places.
+    /// Removes stale places from both ends of the queue. If too many stale places remain, removes all of them.
     fn compact(&mut self) {
         while !self.queue.is_empty() && !self.is_live(0) {
             self.queue.pop_front();
@@ -217,7 +216,7 @@ mod tests {
 
     /// The number of empty places is bounded by the number of set timers.
     #[test]
-    fn timers_set_in_order_take_bounded_space() {
+    fn timers_set_in_order_use_bounded_space() {
         let mut timers = Timers::default();
         // One timer stays at the front of the queue while later timers are set and cleared.
         timers.set(0, Time(0));
@@ -235,7 +234,7 @@ mod tests {
         while let Some(number) = timers.pop_due(Time(u64::MAX)) {
             due.push(number);
         }
-        assert_eq!(due.len(), 6, "the last ten timers without the cleared ones must remain");
+        assert_eq!(due.len(), 6, "of the last ten timers, those that were not cleared must remain");
         assert!(timers.queue.is_empty() && timers.next().is_none());
     }
 

@@ -9,12 +9,12 @@ use crate::messages::{JobJournal, WorkerId};
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Maximum time between the request to start a process and the report that it runs. Long, because the keeper
-/// starts processes one after the other. The limit `start.handshake` begins once the process runs.
+/// Maximum time between the request to start a process and the report that it is running. The time is long because the
+/// keeper starts processes one after the other. The timeout `start.handshake` begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time until a process forked from a template runs. Long, because the template may request more time
-/// to initialise. If a template takes too long, the caller kills it, which makes the worker's start fail.
+/// Maximum time until a process forked from a template is running. The time is long because the template may request
+/// more time to initialise. If a template takes too long, the caller kills it. The worker's start then fails.
 const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Default)]
@@ -27,28 +27,27 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard_at: Time,
     pub(crate) silence: SilenceCheck,
-    /// Number of consecutive silences that were attributed to a busy machine.
+    /// Number of consecutive silences attributed to a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
-    /// Heartbeat interval that was sent to the worker.
+    /// Heartbeat interval sent to the worker.
     pub(crate) heartbeat: Duration,
     pub(crate) revision: Revision,
     /// True if the worker can change its `max_in_flight` after the welcome.
     pub(crate) can_resize: bool,
-    /// Last `max_in_flight` that was sent to the worker. `u32::MAX` before the welcome.
+    /// Most recent `max_in_flight` sent to the worker. `u32::MAX` before the welcome.
     pub(crate) sent_max_in_flight: u32,
-    /// Journal of the jobs that the worker has begun. Without a journal, jobs are neither prefetched nor
-    /// recalled.
+    /// Journal of the jobs that the worker has started. Without a journal, jobs are neither prefetched nor recalled.
     pub(crate) journal: Option<Box<dyn JobJournal>>,
-    /// Number of jobs that were sent to the worker.
+    /// Number of jobs sent to the worker.
     pub(crate) sent: u64,
-    /// Number of the last job that the worker is known to have begun.
+    /// Number of the last job that the worker is known to have started.
     pub(crate) last_begun: u64,
-    /// Number of the last job that had been sent at the latest recall of all jobs.
+    /// Number of the last job sent before all jobs were most recently recalled.
     pub(crate) recalled_up_to: u64,
-    /// Time of the next check whether the worker is late to begin a job.
+    /// Time of the next check of whether the worker is late in starting a job.
     pub(crate) next_begin_check: Option<Time>,
-    /// True if the worker was late to begin a job and has shown no sign of life since.
+    /// True if the worker was late in starting a job and has not shown a sign of life since then.
     pub(crate) is_stalled: bool,
     /// Prefetched jobs, oldest first.
     pub(crate) prefetched: VecDeque<u32>,
@@ -63,41 +62,41 @@ pub(crate) struct Worker {
     pub(crate) exclusivity: Exclusivity,
     /// Indexes of the jobs in flight.
     pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that the worker had not begun when it died, according to its own record.
+    /// Number of jobs that the worker had not started when it died, according to its own record.
     pub(crate) unbegun: usize,
     /// Number of jobs in flight whose clients are still waiting.
     pub(crate) awaited_jobs: u32,
-    /// Number of jobs in flight that have passed the bulkhead's own deadline or run limit.
+    /// Number of jobs in flight that have exceeded the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker is killed, unless the reason no longer applies at that time.
+    /// Time at which the worker is killed, unless the reason no longer applies by then.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     pub(crate) jobs_given: u64,
-    /// Earliest time of an attempt to replace this worker. For a standby, the time of the next check whether
-    /// the slot's worker is idle.
+    /// Earliest time for an attempt to replace this worker. For a standby, the time of the next check of whether the
+    /// slot's worker is idle.
     pub(crate) next_replacement_at: Time,
     /// Time of the next check of `recycle.age`.
     pub(crate) next_age_check: Time,
-    /// Last status that the worker reported before it became ready.
+    /// Most recent status that the worker reported before it became ready.
     pub(crate) last_start_status: Option<String>,
 }
 
 /// Relation of a worker to its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Assignment {
-    /// The worker fills a slot for jobs. `is_at_job_limit` is true if the worker was given all jobs that
-    /// `recycle.jobs` allows.
+    /// The worker fills a job slot. `is_at_job_limit` is true if the worker was given all the jobs that `recycle.jobs`
+    /// allows.
     Active { slot: u32, is_at_job_limit: bool },
     /// The worker fills a spare slot.
     Spare { slot: u32 },
-    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, it waits on standby
+    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, the worker remains a standby
     /// until the slot's current worker is given its last job.
     Successor { slot: u32, reason: RecycleReason },
-    /// The worker was replaced. Its running jobs are charged to the last slot that it filled. The slot waits
-    /// for the worker to leave unless `has_released_slot` is set.
+    /// The worker was replaced. Its running jobs are charged to the last slot that it filled. The slot waits for the
+    /// worker to leave unless `has_released_slot` is set.
     Replaced { slot: u32, charged_slot: u32, was_killed: bool, has_released_slot: bool },
-    /// The worker had already been killed when a spare took over its slot, and occupies the spare slot until
-    /// it is gone. Its death is charged to the last slot that it filled.
+    /// The worker had already been killed when a spare took over its slot. It occupies the spare slot until it is gone.
+    /// Its death is charged to the last slot that it filled.
     Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
 }
 
@@ -108,7 +107,7 @@ impl Default for Assignment {
 }
 
 impl Assignment {
-    /// Returns the assignment of a worker that has the slot to itself.
+    /// Returns the assignment for a worker that has the slot to itself.
     pub(crate) fn of_slot(slot: u32, is_spare_slot: bool) -> Self {
         if is_spare_slot { Self::Spare { slot } } else { Self::Active { slot, is_at_job_limit: false } }
     }
@@ -122,7 +121,7 @@ impl Assignment {
         slot
     }
 
-    /// Returns the last slot that the worker filled, to which its running jobs and its death are charged.
+    /// Returns the last slot that the worker filled. Its running jobs and its death are charged to this slot.
     pub(crate) fn charged_slot(self) -> u32 {
         match self {
             Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
@@ -147,7 +146,7 @@ impl Assignment {
         matches!(self, Self::Active { .. } | Self::Spare { .. } | Self::Displaced { .. })
     }
 
-    /// Returns true if the worker was given all jobs that `recycle.jobs` allows.
+    /// Returns true if the worker was given all the jobs that `recycle.jobs` allows.
     pub(crate) fn is_at_job_limit(self) -> bool {
         matches!(
             self,
@@ -155,7 +154,7 @@ impl Assignment {
         )
     }
 
-    /// Returns true if the running jobs count as overcommit of the charged slot.
+    /// Returns true if the running jobs count towards the overcommit of the charged slot.
     pub(crate) fn is_overcommit(self) -> bool {
         matches!(self, Self::Replaced { was_killed: false, .. })
     }
@@ -169,28 +168,28 @@ impl Assignment {
     }
 }
 
-/// Age of the program, configuration and secrets that a worker has.
+/// Revision of the program, configuration and secrets that a worker has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
-    /// The worker was started after the last restart and the last change of the configuration.
+    /// The worker was started after the last restart and after the last configuration change.
     #[default]
     UpToDate,
     /// The worker was started before a restart. If a replacement fails to start, no further attempt is made.
     BeforeRestart,
-    /// The worker has a previous program or configuration. If a replacement failed to start, the next attempt
-    /// is made at `retry_at`.
+    /// The worker has a previous program or configuration. If a replacement failed to start, the next attempt is made
+    /// at `retry_at`.
     BeforeReload { retry_at: Option<Time> },
 }
 
-/// State of the silence check for a worker that missed its heartbeats.
+/// State of the silence check for a worker that has missed its heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SilenceCheck {
     /// The worker is not silent.
     #[default]
     None,
-    /// The worker is silent. Its processor time is observed until this time.
+    /// The worker is silent. Its processor time is being observed until this time.
     Observing { until: Time },
-    /// The observation is complete, and the caller was asked for the result.
+    /// The observation is complete, and the caller has been asked for the result.
     AwaitingResult,
 }
 
@@ -208,17 +207,17 @@ pub(crate) enum Exclusivity {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The process is being started or is running, and has not sent its hello.
+    /// The process is being started or is running, and has not sent HELLO yet.
     Handshaking { until: Time },
-    /// The worker has sent its hello and is initialising.
+    /// The worker has sent HELLO and is initialising.
     Initializing { until: Time },
     /// The worker accepts jobs.
     Ready,
-    /// The worker finishes its jobs and then exits.
+    /// The worker is finishing its jobs and will then exit.
     Draining,
     /// The worker was sent SIGKILL and has not exited yet.
     Killing(KillReason),
-    /// The process of the worker has exited, and its descendants are being reaped.
+    /// The worker's process has exited, and its descendants are being reaped.
     Dead(EndEffect),
 }
 
@@ -228,7 +227,7 @@ impl Default for Phase {
     }
 }
 
-/// Consequences of a worker's end for its slot.
+/// Consequences for a slot when its worker ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
     /// The worker failed to start, or ended while idle without having completed a job.
@@ -237,9 +236,9 @@ pub(crate) struct EndEffect {
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
     pub(crate) is_early_death: bool,
-    /// The worker was killed before it had begun any job, because it was no longer needed.
+    /// The worker was killed because it was no longer needed, before it had started any job.
     pub(crate) is_not_needed: bool,
-    /// The worker had been given all jobs that `recycle.jobs` allows.
+    /// The worker had been given all the jobs that `recycle.jobs` allows.
     pub(crate) is_at_job_limit: bool,
 }
 
@@ -288,8 +287,7 @@ impl Worker {
         matches!(self.phase, Phase::Dead(_))
     }
 
-    /// Returns the reason why the worker is being killed, or `None` if it was not killed or has already
-    /// exited.
+    /// Returns the reason why the worker is being killed. Returns `None` if it was not killed or has already exited.
     pub(crate) fn killed(&self) -> Option<KillReason> {
         match &self.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -297,7 +295,7 @@ impl Worker {
         }
     }
 
-    /// Returns the process id, or `None` if the process is not running.
+    /// Returns the PID, or `None` if the process is not running.
     pub(crate) fn living_pid(&self) -> Option<u32> {
         self.pid.filter(|_| !self.is_dead())
     }
@@ -340,13 +338,13 @@ impl Worker {
         self.assignment.unreleased_slot().is_some() && self.phase == Phase::Draining && self.is_idle()
     }
 
-    /// Returns true if the worker may be given more jobs while it has free permits.
+    /// Returns true if the worker can be given more jobs while it has free permits.
     pub(crate) fn takes_jobs(&self) -> bool {
         self.is_available() && self.exclusivity == Exclusivity::Shared && !self.is_stalled
     }
 
-    /// Returns true if the worker can prefetch jobs. This requires that the number of its running jobs equals
-    /// the number of its permits. With more running jobs, a reply would not free a permit.
+    /// Returns true if the worker can prefetch jobs. The number of its running jobs must equal the number of its
+    /// permits. With more running jobs, a reply would not free a permit.
     pub(crate) fn can_prefetch(&self, permits: u32) -> bool {
         self.journal.is_some()
             && self.is_available()
@@ -357,8 +355,8 @@ impl Worker {
             && self.late_checks == 0
     }
 
-    /// Returns true if no client is waiting for any of the worker's jobs, or if a job has passed the
-    /// bulkhead's own deadline or run limit.
+    /// Returns true if no client is waiting for any of the worker's jobs, or if a job has exceeded the bulkhead's own
+    /// deadline or run limit.
     pub(crate) fn is_stuck(&self) -> bool {
         !self.jobs.is_empty() && (self.awaited_jobs == 0 || self.overdue_jobs > 0)
     }
@@ -403,8 +401,8 @@ impl Worker {
         self.jobs.get(at as usize).copied()
     }
 
-    /// Assigns a number to the next job sent to the worker. If `check_at` is set, schedules a check whether
-    /// the worker has begun its jobs by then.
+    /// Assigns a number to the next job sent to the worker. If `check_at` is set, schedules a check of whether the
+    /// worker has started its jobs by then.
     pub(crate) fn send(&mut self, check_at: Option<Time>) -> (WorkerId, u64) {
         self.sent += 1;
         if let Some(at) = check_at {
@@ -413,7 +411,7 @@ impl Worker {
         (self.id, self.sent)
     }
 
-    /// Schedules a check whether the worker has begun its jobs by `at`. Does nothing if a check is already
+    /// Schedules a check of whether the worker has started its jobs by `at`. Does nothing if a check is already
     /// scheduled.
     pub(crate) fn schedule_begin_check(&mut self, at: Time) {
         if self.journal.is_some() && self.next_begin_check.is_none() && self.may_have_unbegun() {
@@ -421,8 +419,8 @@ impl Worker {
         }
     }
 
-    /// Records that the worker began a job or sent a result. If the worker was late, schedules the next check
-    /// at `check_at`.
+    /// Records that the worker started a job or sent a result. If the worker was late, schedules the next check at
+    /// `check_at`.
     pub(crate) fn record_progress(&mut self, now: Time, check_at: Time) {
         self.last_progress_at = now;
         if std::mem::take(&mut self.late_checks) > 0 {
@@ -431,7 +429,7 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker had jobs that it had not begun when its journal was last read.
+    /// Returns true if there were jobs that the worker had not started when its journal was last read.
     pub(crate) fn may_have_unbegun(&self) -> bool {
         self.last_begun.max(self.recalled_up_to) < self.sent
     }
@@ -441,7 +439,7 @@ impl Worker {
         self.last_heard_at + self.silence_max(missed) <= now
     }
 
-    /// Returns the number of jobs that the worker may still be given.
+    /// Returns the number of jobs that the worker can still be given.
     pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }
@@ -465,8 +463,8 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker must currently send heartbeats. A worker without a dispatch thread must do
-    /// so only while idle.
+    /// Returns true if the worker must currently send heartbeats. A worker without a dispatch thread must do so only
+    /// while idle.
     pub(crate) fn owes_heartbeats(&self) -> bool {
         self.has_dispatch_thread || self.jobs.is_empty()
     }
@@ -488,7 +486,7 @@ impl Worker {
     }
 }
 
-/// Names of the states of a worker, used in all interfaces.
+/// Names of a worker's states, used in all interfaces.
 pub const WORKER_STATES: [&str; 9] = [
     "spawning",
     "handshaking",

@@ -1,11 +1,11 @@
-//! Workers and slots of a bulkhead. All changes go through [`Workers::edit`] and [`Workers::set_slot`], which
-//! also update all values derived from a worker or slot: the number of permits, the tables for the choice of
-//! a worker, the links between workers and slots, and the timers.
+//! Workers and slots of a bulkhead. All changes go through [`Workers::edit`] and [`Workers::set_slot`], which also
+//! update all values derived from a worker or slot: the number of permits, the tables for choosing a worker, the links
+//! between workers and slots, and the timers.
 //!
-//! The limit also covers replaced workers. Jobs that still run in a replaced worker are an overcommit of its
-//! slot. Each slot has a share of the permits. The overcommit first uses the part of this share that does not
-//! count towards the limit, which is the whole share while the slot has no ready worker. Then it uses permits
-//! of the slot's new worker. Only if the overcommit exceeds the share does it use permits of other slots.
+//! The limit also covers replaced workers. Jobs that are still running in a replaced worker are an overcommit of its
+//! slot. Each slot has a share of the permits. The overcommit first uses the part of this share that does not count
+//! towards the limit, which is the whole share while the slot has no ready worker. After that, it uses permits of the
+//! slot's new worker. It uses permits of other slots only if it exceeds the share.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, Worker};
 /// Maximum number of prefetched jobs per worker.
 const PREFETCHED_MAX: usize = 64;
 
-/// Position for a worker. During a replacement, the slot also has a successor or a replaced worker.
+/// A place for one worker. During a replacement, the slot also has a successor or a replaced worker.
 #[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
@@ -35,7 +35,7 @@ pub(crate) struct Slot {
     pub(crate) record: SlotRecord,
 }
 
-/// Numbers of permits of a slot.
+/// Numbers of a slot's permits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SlotPermits {
     /// Number of jobs that are still running in replaced workers.
@@ -50,11 +50,11 @@ struct SlotPermits {
 pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
-    /// State of the slot before the bulkhead was scaled to zero, if the slot was waiting for its next worker.
+    /// State of the slot before the bulkhead was scaled to zero. Set if the slot was waiting for its next worker.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the slot has had a worker, which makes its next worker a restart.
+    /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
-    /// Recorded cause for the end of the last worker.
+    /// Recorded cause of the last worker's end.
     pub(crate) last_end: Option<RestartCause>,
     /// True if the slot's first start has succeeded or failed.
     pub(crate) has_settled: bool,
@@ -63,7 +63,7 @@ pub(crate) struct SlotRecord {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SlotState {
-    /// The slot has no worker, because the bulkhead has not started, is scaled to zero, or is stopping.
+    /// The slot has no worker, because the bulkhead has not been started, is scaled to zero, or is stopping.
     #[default]
     Empty,
     /// A worker will start at [`Event::Start`](crate::Event::Start), or when the previous worker is gone.
@@ -72,9 +72,9 @@ pub(crate) enum SlotState {
     Closed,
     /// The worker in this table entry fills the slot.
     Occupied(u32),
-    /// The next worker starts at this time.
+    /// The next worker will start at this time.
     Backoff { until: Time },
-    /// The slot is stopped, because its workers failed too often or `restart.policy` forbids a restart. If
+    /// The slot is stopped, because its workers failed too often or `restart.policy` does not allow a restart. If
     /// `probe_at` is set, another attempt is made at that time.
     Stopped { probe_at: Option<Time> },
 }
@@ -91,7 +91,7 @@ impl SlotState {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }
 
-    /// Returns true if the slot has a worker, or gets one when the previous worker is gone.
+    /// Returns true if the slot has a worker, or will get one when the previous worker is gone.
     pub(crate) fn is_occupied(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
@@ -103,7 +103,7 @@ impl SlotState {
 }
 
 impl Slot {
-    /// Returns true if the slot is for jobs and has or will get a worker.
+    /// Returns true if the slot is for jobs and has a worker or will get one.
     pub(crate) fn is_live(&self) -> bool {
         self.state.is_live() && !self.is_spare_slot
     }
@@ -117,9 +117,9 @@ struct Derived {
     stalled_permits: u32,
     /// Number of permits that the worker adds to the limit.
     permits: u32,
-    /// Number of jobs that the worker adds to the overcommit of its charged slot.
+    /// Number of jobs by which the worker increases the overcommit of its charged slot.
     overcommit: u32,
-    /// Number of the worker's jobs, or `None` if the worker cannot be given another one.
+    /// Number of the worker's jobs, or `None` if the worker cannot be given another job.
     load_level: Option<u32>,
 }
 
@@ -127,7 +127,7 @@ impl Derived {
     fn of(worker: &Worker, limits: &Limits) -> Self {
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Subtracts prefetched jobs, because they may already have begun.
+        // Prefetched jobs are subtracted because they may already have started.
         let left = worker.jobs_left(limits).saturating_sub(worker.prefetched.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
@@ -148,18 +148,18 @@ impl Derived {
 struct Entry {
     worker: Worker,
     derived: Derived,
-    /// Number of prefetched jobs, or `None` if the worker cannot prefetch more. Not part of [`Derived`],
-    /// because it also depends on recent run times.
+    /// Number of prefetched jobs, or `None` if the worker cannot prefetch any more. Not part of [`Derived`], because it
+    /// also depends on recent run times.
     prefetch_level: Option<u32>,
 }
 
 /// Sums over all workers and slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
-    /// Number of workers that count towards the limit.
+    /// Number of workers whose permits count towards the limit.
     pub(crate) ready: u32,
-    /// Number of free permits of stalled workers. A stalled worker was late to begin a job, and gets no jobs
-    /// until it shows a sign of life.
+    /// Number of free permits of stalled workers. A stalled worker was late in starting a job, and gets no jobs until
+    /// it shows a sign of life.
     pub(crate) stalled_permits: u64,
     /// Total number of permits of all workers that count towards the limit.
     pub(crate) permits: u64,
@@ -167,11 +167,11 @@ pub(crate) struct Totals {
     pub(crate) in_use: u32,
     /// Number of permits in use, including those that do not count towards the limit.
     pub(crate) held: u32,
-    /// Number of slots that have or will have a worker.
+    /// Number of slots that have a worker or will get one.
     pub(crate) live_slots: u32,
 }
 
-/// Workers, indexed by place, together with the slots.
+/// Workers, indexed by place, and the slots.
 #[derive(Default)]
 pub(crate) struct Workers {
     table: Vec<Option<Entry>>,
@@ -188,9 +188,9 @@ pub(crate) struct Workers {
     prefetch_candidates: WorkersByLoad,
     /// Worker that gets no new jobs, so that it becomes idle for the first suspect.
     reserved: Option<u32>,
-    /// Smoothed average time that a job spends in a worker, in nanoseconds.
+    /// Smoothed average of the time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
-    /// Workers that get no more jobs but may have prefetched jobs to recall.
+    /// Workers that do not get any more jobs but may have prefetched jobs to recall.
     to_recall: Vec<u32>,
     /// Replaced workers that have finished all their jobs since the last event.
     finished: Vec<u32>,
@@ -211,7 +211,7 @@ impl Workers {
         self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
     }
 
-    /// Returns the worker with this id, or `None` if it has exited and its frames are no longer valid.
+    /// Returns the worker with this ID, or `None` if it has exited and its frames are no longer valid.
     pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }
@@ -238,7 +238,7 @@ impl Workers {
         self.table.iter().all(Option::is_none)
     }
 
-    /// Adds a worker that is about to be started, and returns its id.
+    /// Adds a worker that is about to be started, and returns its ID.
     pub(crate) fn insert(&mut self, limits: &Limits, now: Time, assignment: Assignment) -> WorkerId {
         let place = self.free_places.pop().unwrap_or_else(|| {
             reserve_one(&mut self.table);
@@ -271,8 +271,8 @@ impl Workers {
         Some(worker)
     }
 
-    /// Changes the jobs of a worker and updates all derived values. Of the worker's timer, only the check for
-    /// late jobs is updated.
+    /// Changes a worker's jobs and updates all derived values. In the worker's timer, only the check for late jobs is
+    /// updated.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -330,15 +330,15 @@ impl Workers {
         self.edit(limits, id.place, change)
     }
 
-    /// Changes fields of a worker that affect only the worker's timer.
+    /// Changes fields of a worker that affect only its timer.
     pub(crate) fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         let result = change(&mut self.table.get_mut(place as usize)?.as_mut()?.worker);
         self.touch(place);
         Some(result)
     }
 
-    /// Records a sign of life. Usually changes nothing else, and does not postpone the worker's timer.
-    /// Returns true if the worker was silent.
+    /// Records a sign of life. Usually changes nothing else, and does not postpone the worker's timer. Returns true if
+    /// the worker was silent.
     #[inline]
     pub(crate) fn record_sign_of_life(&mut self, limits: &Limits, id: WorkerId, now: Time) -> bool {
         let Some(Some(Entry { worker, .. })) = self.table.get_mut(id.place as usize) else { return false };
@@ -394,8 +394,7 @@ impl Workers {
         self.edit_slot(limits, slot, |slot| slot.state = state);
     }
 
-    /// Turns a job slot into a spare slot, or a spare slot into a job slot. The slot's worker stays in the
-    /// slot.
+    /// Turns a job slot into a spare slot, or a spare slot into a job slot. The worker stays in the slot.
     pub(crate) fn set_spare_slot(&mut self, limits: &Limits, slot: u32, is_spare_slot: bool) {
         self.edit_slot(limits, slot, |slot| slot.is_spare_slot = is_spare_slot);
         if let Some(place) = self.slot(slot).state.worker() {
@@ -426,8 +425,8 @@ impl Workers {
         self.slot_timers.pop_due(now)
     }
 
-    /// Returns a worker whose timer has fired, so that its deadlines must be checked. Ends the silence of a
-    /// worker that need not send heartbeats.
+    /// Returns a worker whose timer has fired. Its deadlines must then be checked. Ends the silence of a worker that
+    /// does not need to send heartbeats.
     pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
         self.set_timers(limits, is_stopping);
         let place = self.timers.pop_due(now)?;
@@ -502,8 +501,8 @@ impl Workers {
         }
     }
 
-    /// Returns the time of the next attempt to start a successor for a worker that was given its last job.
-    /// For a standby, returns the time of the next check whether the slot's worker is idle.
+    /// Returns the time of the next attempt to start a successor for a worker that was given its last job. For a
+    /// standby, returns the time of the next check of whether the slot's worker is idle.
     fn successor_check_at(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
         let can_start = || {
             let slot = self.slot(worker.assignment.slot());
@@ -515,7 +514,7 @@ impl Workers {
 
     // Choice of workers.
 
-    /// Returns the worker with the fewest jobs among the workers that can be given another one.
+    /// Returns the worker with the fewest jobs among the workers that can be given another job.
     pub(crate) fn least_loaded(&self) -> Option<u32> {
         self.by_load.least_loaded()
     }
@@ -531,7 +530,7 @@ impl Workers {
         self.table[place as usize].as_ref().map_or(0, |entry| entry.derived.permits)
     }
 
-    /// Returns the total number of free permits of workers that can be given a job.
+    /// Returns the total number of free permits of all workers that can be given a job.
     pub(crate) fn free_permits(&self) -> u64 {
         let able = self.table.iter().flatten().filter(|entry| entry.derived.load_level.is_some());
         able.map(|Entry { worker, derived, .. }| {
@@ -540,7 +539,7 @@ impl Workers {
         .sum()
     }
 
-    /// Returns the worker with the fewest prefetched jobs among the workers that can prefetch another one.
+    /// Returns the worker with the fewest prefetched jobs among the workers that can prefetch another job.
     pub(crate) fn prefetch_candidate(&self) -> Option<u32> {
         self.prefetch_candidates.least_loaded()
     }
@@ -569,7 +568,7 @@ impl Workers {
         self.service_ns
     }
 
-    /// Records the time that a job has spent in a worker.
+    /// Records the time that a job spent in a worker.
     pub(crate) fn record_service_time(&mut self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
@@ -614,7 +613,7 @@ impl Workers {
         self.update_slots(limits, assignment);
     }
 
-    /// Adds a worker to the records of its slot (successor, replaced workers, overcommit), or removes the worker if
+    /// Adds a worker to its slot's records (successor, replaced workers, overcommit), or removes the worker if
     /// `is_added` is false.
     fn link(&mut self, place: u32, assignment: Assignment, is_added: bool) {
         if let Assignment::Successor { slot, .. } = assignment {
@@ -630,7 +629,7 @@ impl Workers {
         }
     }
 
-    /// Updates the totals after a change of a worker's derived numbers.
+    /// Updates the totals after a worker's derived numbers have changed.
     fn count(&mut self, before: Derived, after: Derived) {
         let totals = &mut self.totals;
         totals.ready = totals.ready + u32::from(after.is_available) - u32::from(before.is_available);
@@ -648,7 +647,7 @@ impl Workers {
         }
     }
 
-    /// Recomputes the numbers of permits of a slot, and updates the totals.
+    /// Recomputes the numbers of a slot's permits, and updates the totals.
     fn update_slot(&mut self, limits: &Limits, slot: u32) {
         let before = self.slot(slot).permits;
         let after = self.permits_of_slot(limits, slot);
@@ -660,8 +659,8 @@ impl Workers {
     fn permits_of_slot(&self, limits: &Limits, slot: u32) -> SlotPermits {
         let Slot { state, is_spare_slot, permits: SlotPermits { overcommit, .. }, .. } = *self.slot(slot);
         let (current, share) = match state {
-            // Workers in spare slots add no permits. Their running jobs are charged to the last job slot that
-            // they filled.
+            // Workers in spare slots do not add permits. Their running jobs are charged to the last job slot that they
+            // filled.
             _ if is_spare_slot => (None, 0),
             SlotState::Occupied(place) => (self.table[place as usize].as_ref(), limits.max_in_flight),
             SlotState::Closed => (None, 0),
@@ -679,8 +678,8 @@ impl Workers {
             }
             _ => (0, 0, overcommit),
         };
-        // The part of the slot's share that does not count towards the limit absorbs the overcommit first.
-        // While new limits are being applied, a worker can still have its previous number of permits.
+        // The part of the slot's share that does not count towards the limit absorbs the overcommit first. While new
+        // limits are being applied, a worker can still have its previous number of permits.
         let in_use = taken + excess.saturating_sub(share.saturating_sub(permits));
         SlotPermits { overcommit, in_use, held: taken + excess }
     }

@@ -1,7 +1,7 @@
-//! Tests the adaptive limit with jobs whose run time depends on the number of running jobs. The limit must
-//! fall and rise, settle at the expected value, and let all jobs through.
+//! Tests the adaptive limit with jobs whose run time depends on the number of running jobs. The limit must fall and
+//! rise, settle at the expected value, and let all jobs complete.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -16,8 +16,8 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// A bulkhead under load from `waiting` clients, each of which submits one job after the other, with a record
-/// of the limit.
+/// A bulkhead under load from `waiting` clients, and a record of the limit. Each client submits one job after the
+/// other.
 struct Load {
     fixture: Fixture,
     /// Running jobs, ordered by the time at which they will end.
@@ -50,8 +50,7 @@ impl Load {
             .limit
     }
 
-    /// Runs the clients for `time`. A job takes `service(running)`, where `running` is the number of running
-    /// jobs.
+    /// Runs the clients for `time`. A job takes `service(running)`, where `running` is the number of running jobs.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
         let end = self.fixture.now + time;
         while self.fixture.now < end {
@@ -87,7 +86,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and highest limit in the period `last`.
+    /// Returns the lowest and the highest limit in the last `last` of the run.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -111,25 +110,25 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Returns the run time of a job on `count` cores: 5 ms if there is a core for each running job, and
-/// proportionally longer if not.
+/// Returns the run time of a job on `count` cores. It is 5 ms if there is a core for each running job, and
+/// proportionally longer otherwise.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
 
 #[test]
-fn limit_follows_the_run_time_of_jobs() {
+fn limit_follows_job_run_times() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     assert_eq!(load.limit(), 64, "the limit must start at the maximum");
     // Sixteen concurrent jobs take 20 ms on four cores.
     load.run(60 * SECOND, cores(4));
     let (low, high) = load.range(30 * SECOND);
-    assert!(low >= 10 && high <= 18, "the limit was {low} to {high}");
+    assert!(low >= 10 && high <= 18, "the limit ranged from {low} to {high}");
     assert!(load.changes(30 * SECOND) <= 60, "the limit changed {} times in 30 s", load.changes(30 * SECOND));
     // Jobs are now four times as slow, so four concurrent jobs take 20 ms.
     load.run(30 * SECOND, cores(1));
     let (low, high) = load.range(20 * SECOND);
-    assert!(low >= 2 && high <= 5, "the limit was {low} to {high}");
+    assert!(low >= 2 && high <= 5, "the limit ranged from {low} to {high}");
     // The machine is now fast enough for any number of jobs.
     load.run(15 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
@@ -142,7 +141,7 @@ fn limit_recovers_within_seconds_after_an_overload() {
     load.run(5 * SECOND, |_| 10 * MS);
     assert_eq!(load.range(4 * SECOND), (64, 64));
     load.run(3 * SECOND, |_| 200 * MS);
-    assert_eq!(load.limit(), 2, "jobs take too long at any limit, so the limit must fall to the minimum");
+    assert_eq!(load.limit(), 2, "jobs take too long at any limit, so the limit must fall to its minimum");
     assert!(
         !load.fixture.bulkhead.is_short_of_workers(),
         "permits removed by the adaptive limit must not count as missing"
@@ -156,7 +155,7 @@ fn limit_recovers_within_seconds_after_an_overload() {
 
 /// Slow jobs count even though quick jobs end first.
 #[test]
-fn limit_stays_low_if_a_third_of_jobs_is_slow() {
+fn limit_stays_low_if_a_third_of_the_jobs_are_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
     let turn = std::cell::Cell::new(0);
     load.run(20 * SECOND, |_| {
@@ -164,11 +163,11 @@ fn limit_stays_low_if_a_third_of_jobs_is_slow() {
         if turn.get() % 3 == 0 { 700 * MS } else { 10 * MS }
     });
     let (_, high) = load.range(15 * SECOND);
-    assert!(high <= 8, "the limit was up to {high}");
+    assert!(high <= 8, "the limit was as high as {high}");
 }
 
 #[test]
-fn limit_grows_only_under_full_use() {
+fn limit_rises_only_when_all_permits_are_in_use() {
     let mut load = Load::new(crowded(1, 32, adaptive(2, 32, 50 * MS)), 100);
     load.run(5 * SECOND, |_| 500 * MS);
     assert_eq!(load.limit(), 2);
@@ -195,8 +194,8 @@ fn limit_grows_only_under_full_use() {
     );
 }
 
-/// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and run
-/// time. Returns the lowest limit.
+/// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and the given run
+/// time. Returns the lowest limit that was reached.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
@@ -233,10 +232,10 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert_eq!(least_limit(&[("a", 20, slow), ("b", 1, quick)]), Some(8));
     assert!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 2, quick)]) < Some(8));
     assert!(least_limit(&[("a", 4, slow), ("b", 4, slow)]) < Some(8));
-    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "a single tenant must have the only vote");
+    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "if there is only one tenant, its vote must decide");
 }
 
-/// A job that hangs counts at its deadline.
+/// A hanging job counts at its deadline.
 #[test]
 fn deadline_misses_lower_the_limit_unlike_quick_failures() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
@@ -268,21 +267,21 @@ fn deadline_misses_lower_the_limit_unlike_quick_failures() {
 }
 
 #[test]
-fn monitor_mode_reports_without_limiting() {
+fn monitor_mode_reports_limit_without_enforcing_it() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
     let mut load = Load::new(crowded(4, 16, numbers), 100);
     load.run(20 * SECOND, cores(4));
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (64, 64));
     let (low, high) = load.range(10 * SECOND);
-    assert!(low >= 10 && high <= 40, "the limit was {low} to {high}");
+    assert!(low >= 10 && high <= 40, "the limit ranged from {low} to {high}");
     load.run(10 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
 }
 
-/// Ordinary jobs cannot use the permits reserved for critical jobs. The limit must rise even if the reserved
-/// permits are free.
+/// Ordinary jobs cannot use the permits reserved for critical jobs. The limit must rise even if the reserved permits
+/// are free.
 #[test]
-fn limit_grows_with_reserved_permits() {
+fn limit_rises_although_reserved_permits_are_free() {
     for reserved_permits in [0.1, 0.25, 0.5] {
         let limits =
             Limits { critical_reserve: reserved_permits, ..crowded(4, 16, adaptive(2, 64, 20 * MS)) };
@@ -329,7 +328,7 @@ fn reports_limit_changes_at_most_every_ten_seconds() {
 
 /// A delayed report is sent when it is due, without waiting for the next job.
 #[test]
-fn final_limit_is_reported_without_further_jobs() {
+fn reports_final_limit_even_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     load.run(3 * SECOND, cores(4));
     let told = |load: &Load| {
@@ -364,7 +363,11 @@ fn reload_clamps_the_current_limit() {
         load.fixture.apply(Event::Reconfigure(Box::new(limits)));
     };
     reload(&mut load, Some(adaptive(6, 12, 50 * MS)));
-    assert_eq!((load.limit(), load.fixture.bulkhead.in_flight()), (6, 6), "the new limit must apply at once");
+    assert_eq!(
+        (load.limit(), load.fixture.bulkhead.in_flight()),
+        (6, 6),
+        "the new limit must apply immediately"
+    );
     reload(&mut load, None);
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (16, 16));
     reload(&mut load, Some(adaptive(1, 4, 50 * MS)));

@@ -1,8 +1,8 @@
-//! Cases taken from tests and bug reports of other systems, each with its source. Cases about permits,
-//! deadlines and workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are next
-//! to the code that they test.
+//! Cases taken from tests and bug reports of other systems, each with its source. Cases about permits, deadlines and
+//! workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are in the files of the code that
+//! they test.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -19,26 +19,29 @@ fn change(max_in_flight: Option<u32>, processes: Option<u32>) -> Event<u32> {
 
 // Resizing.
 
-/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit is
-/// raised.
+/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit is raised.
 #[test]
-fn raised_limit_dispatches_a_waiting_job_at_once() {
+fn raised_limit_immediately_dispatches_waiting_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 4));
     let first = fixture.job();
     let waiting: Vec<_> = (0..3).map(|_| fixture.job()).collect();
     fixture.apply(change(Some(3), None));
     let worker = fixture.holder(first);
     assert_eq!(fixture.resized, [(worker, 3)]);
-    assert_eq!(fixture.dispatched.len(), 3, "as many jobs must be dispatched as there are new permits");
+    assert_eq!(
+        fixture.dispatched.len(),
+        3,
+        "two more jobs must be dispatched, because there are two more permits"
+    );
     assert!(fixture.was_dispatched(waiting[1]) && !fixture.was_dispatched(waiting[2]));
     assert_eq!(fixture.bulkhead.limit(), 3);
 }
 
-/// resilience4j's `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here, no caller is
-/// blocked, and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the
-/// number of running jobs reaches the lower limit.
+/// In resilience4j, `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here, no caller is blocked,
+/// and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the number of running
+/// jobs falls to the new limit.
 #[test]
-fn lowered_limit_is_reached_under_load() {
+fn running_jobs_fall_to_lowered_limit_under_load() {
     let mut fixture = Fixture::ready(limits(2, 4, 100));
     let running: Vec<_> = (0..8).map(|_| fixture.job()).collect();
     let waiting: Vec<_> = (0..8).map(|_| fixture.job()).collect();
@@ -82,10 +85,10 @@ fn zero_max_in_flight_rejects_all_jobs() {
     assert!(fixture.was_dispatched(job));
 }
 
-/// Semian, `test_resize_tickets_increase` and `_decrease`, applied to workers: new workers start at once, and
+/// Semian, `test_resize_tickets_increase` and `_decrease`, applied to workers: new workers start immediately, and
 /// surplus workers finish their jobs.
 #[test]
-fn worker_count_follows_processes() {
+fn number_of_workers_follows_processes_key() {
     let mut fixture = Fixture::ready(limits(1, 1, 10));
     let running = fixture.job();
     let waiting = [fixture.job(), fixture.job()];
@@ -110,8 +113,8 @@ fn worker_count_follows_processes() {
 
 // Sharing.
 
-/// With a limit of 10, Netflix concurrency-limits admits 10 batch and 7 live calls, because a partition can
-/// always use its share. Here, some permits are reserved instead, and the limit is never exceeded.
+/// With a limit of 10, Netflix concurrency-limits admits 10 batch and 7 live calls, because a partition can always use
+/// its share. Here, permits are reserved instead, and the limit is never exceeded.
 #[test]
 fn jobs_in_flight_never_exceed_the_limit() {
     let mut fixture = Fixture::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
@@ -128,10 +131,10 @@ fn jobs_in_flight_never_exceed_the_limit() {
 }
 
 /// Kubernetes' API Priority and Fairness lets a request wait for a quarter of its deadline. For example, the
-/// `queueWaitTime` of a request with a deadline of 60 s is 15 s. Here the maximum wait is configured. If it
-/// is not configured, a job waits until its deadline.
+/// `queueWaitTime` of a request with a deadline of 60 s is 15 s. Here, the maximum wait is configured. If it is not
+/// configured, a job waits until its deadline.
 #[test]
-fn queue_wait_is_bounded_by_queue_timeout_or_deadline() {
+fn job_waits_at_most_until_queue_timeout_or_deadline() {
     let deadline = 60 * SECOND;
     for (queue_timeout, wait, reason) in [
         (Some(deadline / 4), 15 * SECOND, ("rejected", Some("queue_timeout"))),
@@ -165,11 +168,11 @@ fn tenants_with_unequal_demand_get_equal_shares() {
         let record = fixture.outcomes.last().and_then(|answer| answer.record.checked_sub(2));
         served.push(record.is_some_and(|record| record % 11 == 0));
     }
-    // The first job had no tenant. Each tenant has ten of the next twenty jobs.
+    // The first job had no tenant. Of the next twenty jobs, each tenant has ten.
     assert_eq!(served[1..].iter().filter(|&&is_modest| is_modest).count(), 10);
 }
 
-// The breaker together with jobs.
+// The breaker in combination with jobs.
 
 fn breaker() -> BreakerLimits {
     BreakerLimits {
@@ -183,7 +186,7 @@ fn breaker() -> BreakerLimits {
     }
 }
 
-/// Returns a bulkhead with a ready worker and a breaker that opened after five crashes.
+/// Returns a bulkhead that has a ready worker and whose breaker opened after five crashes.
 fn tripped(max_in_flight: u32) -> Fixture {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, max_in_flight, 10) });
     for _ in 0..5 {
@@ -230,7 +233,7 @@ fn ignored_probe_returns_its_claim() {
     fixture.wait(5 * SECOND);
     for _ in 0..10 {
         let probes = [fixture.job(), fixture.job()];
-        assert_eq!(fixture.submit(), None, "both probes are in progress");
+        assert_eq!(fixture.submit(), None, "no job must be admitted while both probes are in progress");
         for probe in probes {
             fixture.apply(Event::Cancel { job: probe, unless_begun: false });
             fixture.reply(probe);
@@ -239,10 +242,10 @@ fn ignored_probe_returns_its_claim() {
     }
 }
 
-/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end must not keep the breaker half-open
-/// forever. Here, the deadline of the probe ends this state.
+/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end must not keep the breaker half-open forever.
+/// Here, a probe's deadline ends the half-open state.
 #[test]
-fn half_open_state_ends_at_the_deadline_of_a_probe() {
+fn half_open_state_ends_at_deadline_of_a_probe() {
     let mut fixture = tripped(8);
     fixture.wait(5 * SECOND);
     let probe = fixture.job_with(Some(3 * SECOND));
@@ -287,10 +290,10 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed, and further retries only up to
-/// a fraction of the jobs.
+/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed. Beyond that, retries are limited to a
+/// fraction of the jobs.
 #[test]
-fn retry_budget_has_a_minimum_and_a_share() {
+fn retry_budget_always_allows_a_few_retries() {
     let mut fixture = Fixture::ready(retrying(1, 0.01));
     let jobs: Vec<_> = (0..30).map(|_| fixture.idempotent_job()).collect();
     while fixture.outcomes.len() < jobs.len() {
@@ -319,8 +322,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker dies while it has four jobs. As in Erlang's advice, the culprit must be found. Each job is
-/// retried alone, so that an innocent job is not killed twice by the same other job.
+/// A worker dies while it has four jobs. As Erlang's advice says, the culprit must be found. Each job is retried alone,
+/// so that the same culprit does not kill an innocent job twice.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -335,7 +338,7 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
         assert_eq!(
             fixture.dispatched[before + turn].1,
             job,
-            "suspects must run in their order, before jobs that have not run yet"
+            "suspects must run in their original order, before jobs that have not run yet"
         );
         if turn == 2 {
             fixture.exit_worker(fixture.holder(job), Death::Signal(11));
@@ -365,7 +368,7 @@ fn job_is_not_retried_after_its_deadline() {
     assert_eq!(fixture.outcomes[0].attempts, 1);
 }
 
-/// A second attempt gets no extra time, because the deadline counts from the submission.
+/// A second attempt gets no extra time, because the deadline counts from submission.
 #[test]
 fn deadline_covers_all_attempts() {
     let mut fixture = Fixture::ready(retrying(1, 1.0));
@@ -379,14 +382,14 @@ fn deadline_covers_all_attempts() {
     assert_eq!(fixture.outcomes[0].attempts, 2);
 }
 
-/// SQS, `maxReceiveCount`: a message that was received too often is moved to the dead-letter queue, and other
-/// messages are still delivered.
+/// SQS, `maxReceiveCount`: a message that was received too often is moved to the dead-letter queue, and other messages
+/// are still delivered.
 #[test]
 fn repeatedly_crashing_payload_is_quarantined() {
     let poison = Some(PoisonLimits { crashes: 3, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 2, 10) });
     for _ in 0..3 {
-        let Some(job) = fixture.submit_payload(7) else { panic!("the payload was quarantined too early") };
+        let Some(job) = fixture.submit_payload(7) else { panic!("the payload must not be quarantined yet") };
         fixture.exit_worker(fixture.holder(job), Death::Signal(11));
         fixture.bring_up(fixture.newest_worker());
     }
@@ -394,7 +397,7 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert_eq!(fixture.events.iter().filter(|note| is_told(note)).count(), 1);
     assert_eq!(fixture.submit_payload(7), None);
     assert_eq!(fixture.last_reason(), Some("quarantined"));
-    let Some(other) = fixture.submit_payload(8) else { panic!("another payload was quarantined") };
+    let Some(other) = fixture.submit_payload(8) else { panic!("another payload must not be quarantined") };
     // The culprit is unknown, because the worker has two jobs.
     let beside = fixture.job();
     fixture.exit_worker(fixture.holder(other), Death::Signal(11));
@@ -405,15 +408,14 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// Six bad payloads must not stop the slot for all other jobs, because deaths during jobs are not failed
-/// starts.
+/// Fifty bad payloads must not stop the slot for all other jobs, because deaths during jobs are not failed starts.
 #[test]
-fn quarantined_payload_does_not_stop_the_slot() {
+fn quarantined_payloads_do_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 1, 10) });
     for payload in 0..50 {
         let Some(job) = fixture.submit_payload(payload) else {
-            panic!("the payload has not been submitted before")
+            panic!("a payload that has never been submitted must be accepted")
         };
         fixture.exit_worker(fixture.holder(job), Death::Signal(11));
         // After many consecutive deaths, restarts are delayed.
@@ -427,10 +429,10 @@ fn quarantined_payload_does_not_stop_the_slot() {
 
 // Scaling to zero.
 
-/// systemd's socket activation with an idle timeout: workers are stopped when there are no jobs, and started
-/// again for the next job. Measurements are kept.
+/// systemd's socket activation with an idle timeout: workers are stopped when there are no jobs, and restarted for the
+/// next job. Measurements are kept.
 #[test]
-fn idle_bulkhead_scales_to_zero_and_restarts() {
+fn idle_bulkhead_scales_to_zero_and_restarts_for_next_job() {
     let mut fixture = Fixture::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });
     let job = fixture.job();
     fixture.wait(5 * SECOND);

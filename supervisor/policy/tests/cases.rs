@@ -1,7 +1,7 @@
-//! Rules learned from other systems or promised by the documentation. The comment of each test names the
-//! source of its rule.
+//! Rules that come from other systems or are promised by the documentation. The comment on each test names the source
+//! of its rule.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -16,8 +16,8 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Permits.
 
-/// Polly, `BulkheadScenarios`: of L calls with N permits and Q places in the queue, min(L, N) run and max(0,
-/// L - N - Q) are rejected. All permits are free at the end.
+/// Polly, `BulkheadScenarios`: of L calls with N permits and Q queue places, min(L, N) run and max(0, L - N - Q) are
+/// rejected. At the end, all permits are free.
 #[test]
 fn rejects_jobs_beyond_permits_and_queue() {
     for (processes, max_in_flight, queue) in [(1, 1, 0), (1, 4, 2), (4, 1, 2), (2, 3, 0), (3, 2, 7)] {
@@ -44,7 +44,7 @@ fn rejects_jobs_beyond_permits_and_queue() {
 
 /// `docs/operations/upgrade.md`: both supervisors together never exceed the limit.
 #[test]
-fn permits_of_the_other_supervisor_are_not_used() {
+fn does_not_use_permits_of_the_other_supervisor() {
     let mut successor = Fixture::ready(limits(2, 2, 3));
     successor.apply(Event::PredecessorHolds { permits: 3, waiting: 2 });
     assert_eq!((successor.bulkhead.limit(), successor.bulkhead.queue_capacity()), (1, 1));
@@ -70,7 +70,7 @@ fn permits_of_the_other_supervisor_are_not_used() {
 
 /// Failsafe #393: waiting jobs that time out must not use up permits.
 #[test]
-fn timed_out_jobs_leave_full_capacity() {
+fn jobs_that_time_out_do_not_reduce_capacity() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(8, 1, 8) });
     let running: Vec<_> = (0..8).map(|_| fixture.job()).collect();
     let waiting: Vec<_> = (0..8).map(|_| fixture.job()).collect();
@@ -104,25 +104,25 @@ fn permit_freed_at_the_timeout_is_not_lost() {
     }
 }
 
-/// Semian: when the holder of a permit is killed by SIGKILL, the permit is returned. Here, this happens when
+/// Semian: when the holder of a permit is killed by SIGKILL, the permit is returned. Here, the permit is returned when
 /// the next process is ready.
 #[test]
-fn permit_of_a_killed_worker_returns() {
+fn permit_of_a_killed_worker_becomes_free_again() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
     let (first, second) = (fixture.job(), fixture.job());
     fixture.exit_worker(fixture.holder(first), Death::Signal(9));
     fixture.expect(first, "crashed", Some("signal"));
-    assert!(!fixture.was_dispatched(second), "no worker is ready for the job yet");
+    assert!(!fixture.was_dispatched(second), "the job must wait until a worker is ready");
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(second);
     fixture.expect(second, "ok", None);
     assert_eq!(fixture.bulkhead.available(), 1);
 }
 
-/// tower: a dropped future returns its permit. Here, the permit of a disconnected client is returned only
-/// after the worker has replied or exited, because the job may still be running.
+/// tower: a dropped future returns its permit. Here, the permit of a disconnected client's job is returned only after
+/// the worker has replied or exited, because the job may still be running.
 #[test]
-fn cancelled_job_keeps_its_permit_until_the_work_ends() {
+fn cancelled_job_keeps_its_permit_until_its_work_ends() {
     for obeys in [true, false] {
         let mut fixture = Fixture::ready(limits(1, 1, 0));
         let (worker, job) = (fixture.newest_worker(), fixture.job());
@@ -146,10 +146,10 @@ fn cancelled_job_keeps_its_permit_until_the_work_ends() {
     }
 }
 
-/// The client gets its outcome when an oversized result begins to arrive. The permit is returned after the
-/// whole result has arrived, which does not count as a late reply. Until then, the worker gets no new job.
+/// The client gets its outcome when an oversized result starts to arrive. The permit is returned after the whole result
+/// has arrived, and this does not count as a late reply. Until then, the worker gets no new job.
 #[test]
-fn oversized_result_uses_its_permit_until_it_has_arrived() {
+fn oversized_result_holds_its_permit_until_it_has_arrived() {
     let mut fixture =
         Fixture::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
     let (worker, job) = (fixture.newest_worker(), fixture.job());
@@ -169,10 +169,10 @@ fn oversized_result_uses_its_permit_until_it_has_arrived() {
     assert_eq!((fixture.bulkhead.counters().late_replies, fixture.bulkhead.available()), (0, 1));
 }
 
-/// A worker is killed if it stops sending an oversized result, or is still sending it after the job's
+/// A worker is killed if it stops sending an oversized result, or if it is still sending the result after the job's
 /// deadline.
 #[test]
-fn worker_with_endless_oversized_result_is_killed() {
+fn kills_worker_with_endless_oversized_result() {
     for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
         let mut fixture =
             Fixture::ready(Limits { deadline: 10 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 0) });
@@ -180,7 +180,7 @@ fn worker_with_endless_oversized_result_is_killed() {
         fixture.apply(Event::ResultTooLarge { worker, job, failure: too_large() });
         for part in 1.. {
             fixture.now = fixture.now + SECOND;
-            // Arrived data is handled before the timer.
+            // Data that has arrived is handled before the timer.
             if part <= parts {
                 fixture.apply(Event::FrameReceived { worker });
             }
@@ -193,7 +193,7 @@ fn worker_with_endless_oversized_result_is_killed() {
         assert_eq!(
             fixture.now.since(Time::ZERO),
             lives_for * SECOND,
-            "wrong time of the kill after {parts} parts"
+            "the worker was killed at the wrong time after {parts} parts"
         );
         fixture.exit_worker(worker, Death::Signal(9));
         fixture.expect(job, "failed", Some("result_too_large"));
@@ -209,8 +209,8 @@ fn too_large() -> HandlerFailure {
     }
 }
 
-/// When memory is exhausted, waiting jobs are rejected to free memory, and running jobs continue. Each job
-/// has one outcome, and the counters are consistent.
+/// When memory is exhausted, waiting jobs are rejected to free memory, and running jobs continue. Each job has exactly
+/// one outcome, and the counters are consistent.
 #[test]
 fn memory_exhaustion_rejects_only_waiting_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -231,7 +231,7 @@ fn memory_exhaustion_rejects_only_waiting_jobs() {
 
 /// `docs/architecture.md`: a reply from an earlier generation is dropped and counted.
 #[test]
-fn reply_from_an_earlier_generation_is_dropped() {
+fn drops_reply_from_an_earlier_generation() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
     let (old, first, second) = (fixture.newest_worker(), fixture.job(), fixture.job());
     fixture.exit_worker(old, Death::Signal(11));
@@ -245,9 +245,9 @@ fn reply_from_an_earlier_generation_is_dropped() {
 
 // The queue.
 
-/// Hystrix: a job that is cancelled while it is waiting never runs.
+/// Hystrix: a job that is cancelled while waiting never runs.
 #[test]
-fn job_cancelled_in_the_queue_never_runs() {
+fn job_cancelled_while_queued_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 3));
     let jobs: Vec<_> = (0..4).map(|_| fixture.job()).collect();
     fixture.apply(Event::Cancel { job: jobs[1], unless_begun: false });
@@ -274,7 +274,7 @@ fn queue_timeout_and_deadline_have_different_reasons() {
     fixture.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// `docs/semantics.md`: a job never runs after its deadline, even if no tick was handled in between.
+/// `docs/semantics.md`: a job never runs after its deadline, even if no tick was handled before then.
 #[test]
 fn expired_job_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -290,8 +290,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// `docs/semantics.md`: while workers are starting, as many jobs can wait as the workers will have permits,
-/// even without a queue.
+/// `docs/semantics.md`: while workers are starting, as many jobs can wait as these workers will have permits, even
+/// without a queue.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -305,7 +305,7 @@ fn jobs_wait_for_starting_workers() {
     assert_eq!((fixture.submit(), fixture.bulkhead.queue_capacity()), (None, 0));
 }
 
-/// If a worker dies before reading its job, the job has not begun. The next worker runs this job first.
+/// If a worker dies before reading its job, the job was not started. The next worker runs this job first.
 #[test]
 fn unread_job_is_dispatched_first() {
     let mut fixture = Fixture::ready(limits(1, 1, 5));
@@ -320,7 +320,7 @@ fn unread_job_is_dispatched_first() {
     assert_eq!(fixture.holder(later), fixture.newest_worker());
 }
 
-/// If no other worker will start, the client gets its outcome at once.
+/// If no other worker will start, the client gets its outcome immediately.
 #[test]
 fn unread_job_ends_if_no_worker_will_start() {
     let mut limits = limits(1, 1, 5);
@@ -337,10 +337,9 @@ fn unread_job_ends_if_no_worker_will_start() {
 
 // Deadlines.
 
-/// `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the other jobs of
-/// the worker.
+/// `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the worker's other jobs.
 #[test]
-fn short_deadline_leaves_other_jobs_running() {
+fn short_deadline_does_not_stop_other_jobs() {
     let mut fixture = Fixture::ready(limits(1, 2, 0));
     let (hasty, patient) = (fixture.job_with(Some(SECOND)), fixture.job());
     fixture.wait(2 * SECOND);
@@ -351,7 +350,7 @@ fn short_deadline_leaves_other_jobs_running() {
     fixture.reply(patient);
     fixture.expect(patient, "ok", None);
     fixture.wait(100 * MS);
-    assert_eq!(fixture.killed.len(), 1, "the worker must be killed, because it has no other jobs");
+    assert_eq!(fixture.killed.len(), 1, "the worker must be killed because it has no other jobs");
 }
 
 /// `docs/semantics.md`: at the bulkhead's own deadline, the worker is killed together with its other jobs.
@@ -385,8 +384,8 @@ fn worker_that_replies_within_grace_survives() {
     assert_eq!((fixture.killed.len(), fixture.verdicts(job).len()), (0, 1));
 }
 
-/// `docs/semantics.md`: the run limit counts from the dispatch, regardless of the time in the queue, and
-/// restarts with each attempt.
+/// `docs/semantics.md`: the run limit counts from dispatch, regardless of the time in the queue, and restarts with each
+/// attempt.
 #[test]
 fn run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -404,8 +403,8 @@ fn run_limit_counts_from_each_dispatch() {
     assert_eq!(fixture.outcomes.last().map(|answer| answer.run_limit), Some(Some(SECOND)));
 }
 
-/// `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit requested by
-/// the client, the worker is killed only if it has no other job.
+/// `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit requested by the client,
+/// the worker is killed only if it has no other jobs.
 #[test]
 fn only_bulkhead_run_limit_kills_a_shared_worker() {
     let mut fixture = Fixture::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
@@ -422,9 +421,9 @@ fn only_bulkhead_run_limit_kills_a_shared_worker() {
 
 // Restarts.
 
-/// `docs/semantics.md`: the first restart is immediate, and later restarts are delayed by a `backoff` that
-/// doubles each time. After more than `max` failures the slot has failed, and another worker is started after
-/// `backoff_max`. A reset clears the history.
+/// `docs/semantics.md`: the first restart is immediate, and later restarts are delayed by a `backoff` that doubles each
+/// time. After more than `max` failures, the slot has failed, and another worker is started after `backoff_max`. A
+/// reset clears the history.
 #[test]
 fn failed_starts_are_retried_with_backoff() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));
@@ -453,8 +452,8 @@ fn failed_starts_are_retried_with_backoff() {
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so that
-/// bad payloads cannot stop a bulkhead for everyone.
+/// `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so that bad payloads
+/// cannot stop a bulkhead for all clients.
 #[test]
 fn deaths_during_jobs_are_not_failed_starts() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 0) });
@@ -468,7 +467,7 @@ fn deaths_during_jobs_are_not_failed_starts() {
         assert_eq!(fixture.verdicts(job).len(), 1);
         // From the eleventh consecutive death on, restarts are delayed.
         fixture.wait(if round < 10 { Duration::ZERO } else { 20 * MS });
-        assert_ne!(fixture.newest_worker(), worker, "the next worker must be started at once");
+        assert_ne!(fixture.newest_worker(), worker, "the next worker must be started immediately");
         fixture.bring_up(fixture.newest_worker());
     }
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
@@ -506,15 +505,19 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     fixture.bring_up(new);
     assert_eq!((&fixture.drained[..], fixture.bulkhead.available()), (&[old][..], 0));
     fixture.reply(between);
-    assert_eq!(fixture.bulkhead.available(), 1, "the job must count against the old worker");
+    assert_eq!(fixture.bulkhead.available(), 1, "the job must be charged to the old worker");
     fixture.exit_worker(old, Death::Exit(0));
     fixture.expect(between, "ok", None);
-    assert_eq!(fixture.spawned.len(), 2, "the last job of the old worker must not recycle another worker");
+    assert_eq!(
+        fixture.spawned.len(),
+        2,
+        "the end of the old worker's last job must not recycle another worker"
+    );
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not increase the
-/// number of workers.
+/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not increase the number of
+/// workers.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -531,11 +534,11 @@ fn slot_has_at_most_two_workers() {
     assert_eq!(
         (fixture.spawned.len(), fixture.drained.len()),
         (2, 2),
-        "both workers must have been given all jobs that they may run"
+        "both workers must have been given all the jobs that `recycle.jobs` allows"
     );
     let waits = fixture.job();
     fixture.exit_worker(fixture.drained[0], Death::Signal(11));
-    assert_eq!(fixture.spawned.len(), 3, "the next replacement must start now");
+    assert_eq!(fixture.spawned.len(), 3, "the next replacement must start immediately");
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(waits);
 }
@@ -561,7 +564,7 @@ fn rolling_restart_replaces_one_slot_at_a_time() {
 
 // Operator commands.
 
-/// `docs/semantics.md`: new and queued jobs are rejected at once, and jobs in flight are completed.
+/// `docs/semantics.md`: new and queued jobs are rejected immediately, and jobs in flight are completed.
 #[test]
 fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -601,8 +604,8 @@ fn stop_waits_for_jobs_until_its_time_limit() {
     }
 }
 
-/// If a worker gets no processor time, its silence does not prove that it is hung, and a kill would only add
-/// to the load. The number of excused silences is limited.
+/// If a worker gets no processor time, its silence does not prove that it is hung, and killing it would only add to the
+/// load. The number of excused silences is limited.
 #[test]
 fn starved_worker_is_killed_later_than_hung_worker() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {
@@ -610,7 +613,7 @@ fn starved_worker_is_killed_later_than_hung_worker() {
         let worker = fixture.newest_worker();
         while fixture.killed.is_empty() {
             let Some(due) = fixture.bulkhead.next_deadline() else {
-                panic!("the bulkhead has no timer any more")
+                panic!("the bulkhead must still have a timer")
             };
             fixture.now = due;
             let cpu_time_checks = fixture.cpu_time_checks.len();
@@ -624,9 +627,9 @@ fn starved_worker_is_killed_later_than_hung_worker() {
     }
 }
 
-/// A worker that ends each job itself gets time for this while clients wait for its other jobs.
+/// A worker that ends each job itself is given time to do so while clients are waiting for its other jobs.
 #[test]
-fn slowly_ending_job_leaves_other_jobs_running() {
+fn slowly_ending_job_does_not_stop_other_jobs() {
     for is_answered in [true, false] {
         let numbers = Limits { deadline: SECOND, grace: MS, worker_ends_jobs: true, ..limits(1, 2, 0) };
         let mut fixture = Fixture::ready(numbers);
@@ -643,7 +646,7 @@ fn slowly_ending_job_leaves_other_jobs_running() {
             fixture.wait(101 * MS);
             fixture.expect(other, "deadline_exceeded", Some("running"));
         }
-        // From now on, no client waits for any job of the worker.
+        // From now on, no client is waiting for any of the worker's jobs.
         fixture.wait(2 * MS);
         assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
     }
@@ -682,7 +685,7 @@ fn restarts_report_their_causes() {
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::NotStarted)));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    // The replacement starts first, so the end of the previous worker does not cause another restart.
+    // The replacement starts first, so the previous worker's exit does not cause another restart.
     fixture.apply(Event::Restart);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Restart)));
     fixture.bring_up(fixture.newest_worker());

@@ -1,7 +1,7 @@
-//! The two stages of a worker's death: the exit is reported at once, and the slot is freed when all
-//! descendants are gone. Also tests that the start timeouts count from the time at which the process runs.
+//! The two stages of a worker's death: the exit is reported immediately, and the slot is freed when all descendants are
+//! gone. Also tests that the start timeouts count from the time at which the process is running.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -9,7 +9,7 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use fixture::{Fixture, SECOND, limits};
 
-/// The client does not wait until the worker's descendants are gone, but the slot does.
+/// The client does not have to wait until the worker's descendants are gone, but the slot does.
 #[test]
 fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -27,7 +27,7 @@ fn slot_waits_for_descendants_of_a_dead_worker() {
     assert_eq!((view.state, view.pid, view.in_flight), ("reaping", None, 0));
     assert!(!fixture.bulkhead.is_stopped());
 
-    // Later events about this worker have no effect, not even a second exit.
+    // Later events about this worker, even a second exit, have no effect.
     fixture.apply(Event::Exited { worker, death: Death::Exit(0) });
     fixture.apply(Event::SpawnFailed { worker, message: String::new() });
     fixture.apply(Event::ProtocolViolated { worker, message: String::new() });
@@ -40,7 +40,7 @@ fn slot_waits_for_descendants_of_a_dead_worker() {
     assert_eq!(fixture.holder(waits), fixture.newest_worker());
 }
 
-/// The descendants of a dead worker delay only its own slot.
+/// The descendants of a dead worker block only its own slot.
 #[test]
 fn other_workers_run_jobs_during_reaping() {
     let mut fixture = Fixture::ready(limits(2, 1, 5));
@@ -66,10 +66,10 @@ fn stop_waits_for_reaping() {
     assert!(fixture.bulkhead.is_stopped());
 }
 
-/// The keeper dies before all descendants are gone. No further event about the worker follows, and policy
-/// must not wait for one.
+/// The keeper dies before all descendants are gone. No further event about the worker follows, and policy must not wait
+/// for one.
 #[test]
-fn keeper_death_ends_the_wait_for_descendants() {
+fn keeper_death_ends_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
     let worker = fixture.newest_worker();
     fixture.apply(Event::Exited { worker, death: Death::Exit(1) });
@@ -77,9 +77,9 @@ fn keeper_death_ends_the_wait_for_descendants() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-/// The keeper starts workers one after the other, so the last of many workers waits for all others.
+/// The keeper starts workers one after the other, so the last of many workers waits for all the others.
 #[test]
-fn handshake_time_starts_at_the_spawn() {
+fn handshake_timeout_counts_from_the_spawn() {
     let mut limits = limits(1, 1, 0);
     limits.start.handshake = SECOND;
     let mut fixture = Fixture::starting(limits);
@@ -93,7 +93,7 @@ fn handshake_time_starts_at_the_spawn() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// A template may request more time to initialise. If it is killed, the start of the worker fails.
+/// A template may request more time to initialise. If it is killed, the worker's start fails.
 #[test]
 fn forked_worker_waits_for_its_template() {
     let mut limits = limits(1, 1, 0);
@@ -108,7 +108,7 @@ fn forked_worker_waits_for_its_template() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// The time between the request to start a process and the report that it runs is limited.
+/// The time between the request to start a process and the report that it is running is limited.
 #[test]
 fn spawn_order_without_report_times_out() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));

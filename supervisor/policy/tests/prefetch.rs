@@ -1,4 +1,4 @@
-//! Prefetched jobs, and dispatched jobs that a worker has not begun.
+//! Prefetched jobs, and dispatched jobs that a worker has not started.
 
 mod fixture;
 
@@ -14,7 +14,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
 
-/// Returns a bulkhead with a `lookahead` of 100 ms, in which each worker has completed a job of 10 ms.
+/// Returns a bulkhead with a `lookahead` of 100 ms in which each worker has completed jobs of 10 ms.
 fn fixture(limits: Limits) -> Fixture {
     let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in fixture.spawned.clone() {
@@ -41,7 +41,7 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns a bulkhead with two workers, and the id of the first one, which begins no further jobs.
+/// Returns a bulkhead with two workers, and the ID of the first one. That worker does not start any further jobs.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];
@@ -50,7 +50,7 @@ fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
 }
 
 #[test]
-fn each_reply_begins_the_oldest_prefetched_job() {
+fn each_reply_starts_the_oldest_prefetched_job() {
     let mut fixture = fixture(limits(1, 1, 10));
     let jobs = jobs(&mut fixture, 4);
     assert_eq!(prefetched(&fixture), jobs[1..]);
@@ -68,12 +68,12 @@ fn each_reply_begins_the_oldest_prefetched_job() {
 }
 
 #[test]
-fn reply_for_an_unbegun_job_kills_the_worker() {
+fn reply_to_a_job_not_yet_started_kills_the_worker() {
     let mut fixture = fixture(limits(1, 1, 10));
     let jobs = jobs(&mut fixture, 3);
     fixture.reply(jobs[2]);
     assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]));
-    // The job has run, so it goes to no other worker.
+    // The job has run, so it is not sent to another worker.
     fixture.expect(jobs[2], "crashed", Some("protocol"));
 }
 
@@ -90,7 +90,11 @@ fn prefetching_stops_above_the_limit() {
     assert!(before.iter().all(|job| fixture.recalled_jobs.contains(job)));
     let sent = fixture.sent.len();
     fixture.reply(runs[0]);
-    assert_eq!(fixture.sent.len(), sent, "no job must be sent while as many jobs run as the limit allows");
+    assert_eq!(
+        fixture.sent.len(),
+        sent,
+        "no job must be sent while the number of running jobs is at the limit"
+    );
     fixture.reply(runs_elsewhere[0]);
     assert!(fixture.sent.len() > sent);
 }
@@ -121,12 +125,12 @@ fn prefetch_depth_follows_run_time() {
     let mut fixture = fixture(limits(1, 1, 1000));
     jobs(&mut fixture, 500);
     let many = fixture.prefetched.len();
-    assert!((8..=13).contains(&many), "{many} jobs of 10 ms were prefetched for 100 ms");
+    assert!((8..=13).contains(&many), "{many} jobs of 10 ms were prefetched with a lookahead of 100 ms");
     let mut slow = Fixture::starting(Limits { lookahead: 5 * MS, ..limits(1, 1, 10) });
     slow.bring_up_with_journal(slow.newest_worker(), ABLE);
     warm_up(&mut slow, 1);
     jobs(&mut slow, 3);
-    assert!(slow.prefetched.is_empty(), "a job of 10 ms must not be prefetched for 5 ms");
+    assert!(slow.prefetched.is_empty(), "a job of 10 ms must not be prefetched with a lookahead of 5 ms");
 }
 
 #[test]
@@ -138,14 +142,14 @@ fn late_prefetched_job_moves_to_an_idle_worker() {
         fixture.prefetched.clone().into_iter().partition(|(worker, _)| *worker == slow);
     assert_eq!((of_slow.len(), of_other.len()), (2, 2), "both workers must have prefetched two jobs");
     fixture.wait(101 * MS);
-    assert!(fixture.recalled_jobs.is_empty(), "no other worker could begin the job");
+    assert!(fixture.recalled_jobs.is_empty(), "no job must be recalled if no other worker can start it");
     fixture.reply(jobs[1]);
     of_other.iter().for_each(|&(_, job)| fixture.reply(job));
     assert_eq!(fixture.recalled_jobs, [of_slow[1].1, of_slow[0].1]);
     let worker = fixture.holder(jobs[1]);
     assert!(
         fixture.bulkhead.holds(worker, of_slow[0].1),
-        "the other worker must have the oldest recalled job"
+        "the other worker must have been given the oldest recalled job"
     );
     assert_eq!(fixture.holder(of_slow[1].1), worker, "the other worker must have prefetched the rest");
 }
@@ -195,15 +199,18 @@ fn prefetched_job_ends_as_not_executed() {
 }
 
 #[test]
-fn prefetched_job_begun_early_counts_as_executed() {
+fn prefetched_job_started_early_counts_as_executed() {
     let mut fixture = fixture(limits(1, 1, 10));
     let first = fixture.job();
     let (cancelled, late) = (fixture.job(), fixture.job_with(Some(SECOND)));
     let worker = fixture.holder(first);
-    // The worker has begun both jobs, and its replies are in transit.
+    // The worker has started both jobs, and its replies are in transit.
     fixture.journal.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
-    assert!(fixture.verdicts(cancelled).is_empty(), "the job has begun, so it has no outcome yet");
+    assert!(
+        fixture.verdicts(cancelled).is_empty(),
+        "the job has started, so it must not have an outcome yet"
+    );
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: false });
     assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
     fixture.wait(SECOND);
@@ -217,7 +224,7 @@ fn prefetched_job_begun_early_counts_as_executed() {
 }
 
 #[test]
-fn run_limit_restarts_for_an_unbegun_job() {
+fn run_limit_restarts_for_a_job_not_yet_started() {
     let mut fixture = fixture(limits(1, 1, 10));
     let worker = fixture.spawned[0];
     fixture.set_stuck(worker, true);
@@ -227,7 +234,7 @@ fn run_limit_restarts_for_an_unbegun_job() {
     assert_eq!((&fixture.recalled_jobs[..], fixture.verdicts(job).len()), (&[job][..], 0));
     fixture.set_stuck(worker, false);
     fixture.wait(5 * MS);
-    assert_eq!(fixture.bulkhead.queued(), 1, "the worker must get no job before its next sign of life");
+    assert_eq!(fixture.bulkhead.queued(), 1, "the worker must not get any job before its next sign of life");
     fixture.apply(Event::FrameReceived { worker });
     fixture.wait(MS);
     fixture.expect(job, "deadline_exceeded", Some("running"));
@@ -298,7 +305,7 @@ fn recalls_all_prefetched_jobs(mut fixture: Fixture, event: Event<u32>) -> (Fixt
 }
 
 #[test]
-fn changes_of_limits_recall_prefetched_jobs() {
+fn limit_changes_recall_prefetched_jobs() {
     let change = LimitChange { max_in_flight: Some(2), ..LimitChange::default() };
     let (fixture, worker, _) =
         recalls_all_prefetched_jobs(self::fixture(limits(1, 1, 10)), Event::ChangeLimits(change));
@@ -321,7 +328,7 @@ fn changes_of_limits_recall_prefetched_jobs() {
         recalls_all_prefetched_jobs(self::fixture(limits), Event::ForceBreaker { open: true });
     let first = fixture.dispatched.last().unwrap().1;
     fixture.reply(first);
-    assert_eq!(fixture.bulkhead.in_flight(), 0, "no job must pass an open breaker");
+    assert_eq!(fixture.bulkhead.in_flight(), 0, "an open breaker must not let any job pass");
 }
 
 #[test]
@@ -337,10 +344,10 @@ fn worker_journal_alone_cannot_quarantine_a_payload() {
     assert!(fixture.verdicts(other).is_empty(), "the job must wait for the next worker");
 }
 
-// Jobs that were dispatched with a permit but do not begin.
+// Jobs that were dispatched with a permit but have not started.
 
 #[test]
-fn unbegun_job_moves_to_an_idle_worker() {
+fn job_not_yet_started_moves_to_an_idle_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let job = fixture.job();
     assert_eq!(fixture.holder(job), stuck);
@@ -349,7 +356,11 @@ fn unbegun_job_moves_to_an_idle_worker() {
     assert_ne!(fixture.holder(job), stuck);
     fixture.reply(job);
     fixture.expect(job, "ok", None);
-    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "a job that never began must have no attempt");
+    assert_eq!(
+        fixture.outcomes.last().unwrap().attempts,
+        1,
+        "a dispatch to a worker that did not start the job must not count"
+    );
     // The stuck worker gets no jobs until its next sign of life.
     let next = jobs(&mut fixture, 2);
     assert!(next.iter().all(|&job| fixture.sent.last().unwrap().0 != stuck && fixture.holder(job) != stuck));
@@ -360,7 +371,7 @@ fn unbegun_job_moves_to_an_idle_worker() {
 }
 
 #[test]
-fn unbegun_job_stays_if_no_other_worker_is_free() {
+fn job_not_yet_started_stays_if_no_other_worker_is_free() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let (first, second) = (fixture.job(), fixture.job());
     fixture.wait(300 * MS);
@@ -370,7 +381,7 @@ fn unbegun_job_stays_if_no_other_worker_is_free() {
 }
 
 #[test]
-fn unbegun_job_ends_without_killing_its_worker() {
+fn job_not_yet_started_ends_without_killing_its_worker() {
     for in_flight in [1, 3] {
         let (mut fixture, _) = beside_a_stuck_one(limits(1, in_flight, 10));
         let late = fixture.job_with(Some(SECOND));
@@ -392,7 +403,7 @@ fn job_waits_for_a_stalled_worker_even_without_queue() {
     let moved = fixture.job();
     fixture.wait(102 * MS);
     assert_ne!(fixture.holder(moved), stuck);
-    let waits = fixture.submit().expect("the stalled worker has a permit");
+    let waits = fixture.submit().expect("the job must wait for the stalled worker's permit");
     assert!(fixture.verdicts(waits).is_empty());
     fixture.reply(moved);
     fixture.reply(waits);
@@ -402,14 +413,14 @@ fn job_waits_for_a_stalled_worker_even_without_queue() {
 #[test]
 fn used_permits_of_a_stalled_worker_do_not_extend_the_queue() {
     let (mut fixture, _stuck) = beside_a_stuck_one(limits(2, 2, 1));
-    // All permits of both workers are in use, and the first worker has not begun its second job.
+    // All permits of both workers are in use, and the first worker has not started its second job.
     let jobs = jobs(&mut fixture, 4);
     fixture.wait(102 * MS);
     let queued = fixture.job();
     assert!(fixture.verdicts(queued).is_empty());
     let excess = fixture.submit();
     assert!(fixture.bulkhead.workers(fixture.now).iter().any(|worker| worker.is_stalled));
-    assert!(excess.is_none(), "the queue has one place");
+    assert!(excess.is_none(), "the queue must have only one place");
     assert!(jobs.iter().all(|&job| fixture.verdicts(job).is_empty()));
 }
 
@@ -425,7 +436,7 @@ fn job_without_payload_copy_is_not_prefetched() {
 }
 
 #[test]
-fn immediate_cancellation_leaves_the_worker_available() {
+fn immediate_cancellation_keeps_worker_available() {
     for workers in [1, 2] {
         let mut fixture = fixture(limits(workers, 2, 0));
         for worker in fixture.spawned.clone() {
@@ -441,7 +452,7 @@ fn immediate_cancellation_leaves_the_worker_available() {
 }
 
 #[test]
-fn drain_keeps_dispatched_jobs_that_have_not_begun() {
+fn drain_keeps_dispatched_jobs_that_have_not_started() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
     let all = jobs(&mut fixture, 4);
     fixture.apply(Event::Drain);
@@ -467,7 +478,7 @@ fn job_without_payload_copy_stays_with_its_worker() {
 }
 
 #[test]
-fn reply_for_a_recalled_job_kills_the_worker() {
+fn reply_to_a_recalled_job_kills_the_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let job = fixture.job();
     fixture.wait(102 * MS);
@@ -477,23 +488,23 @@ fn reply_for_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// The job was recalled and then prefetched by the other worker. The first worker is killed because it sends
-/// a result for the job.
+/// The job was recalled and then prefetched to the other worker. The first worker is killed because it sends a result
+/// for the job.
 #[test]
-fn stale_reply_for_moved_job_does_not_affect_the_new_worker() {
+fn stale_reply_to_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let all = jobs(&mut fixture, 6);
     let other = fixture.spawned[1];
     let held = |fixture: &mut Fixture| all.iter().copied().find(|&job| fixture.bulkhead.holds(other, job));
     fixture.wait(300 * MS);
     while fixture.recalled_jobs.is_empty() {
-        let running = held(&mut fixture).expect("the other worker must have its permit in use");
+        let running = held(&mut fixture).expect("the other worker's permit must be in use");
         fixture.reply(running);
     }
     let is_elsewhere =
         |job: &&JobId| fixture.recalled_jobs.contains(job) && prefetched(&fixture).contains(job);
     let moved =
-        *all.iter().find(is_elsewhere).expect("the recalled job must be prefetched by the other worker");
+        *all.iter().find(is_elsewhere).expect("the recalled job must be prefetched to the other worker");
     fixture.apply(Event::Replied { worker: stuck, job: moved, reply: Reply::Ok });
     assert!(matches!(fixture.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
     fixture.exit_worker(stuck, Death::Signal(9));
@@ -515,13 +526,13 @@ fn implausible_journal_kills_the_worker() {
 }
 
 #[test]
-fn job_begun_during_recall_returns_once() {
+fn job_started_during_recall_is_returned_once() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
     let all = jobs(&mut fixture, 2);
     let first = fixture.journal[&stuck].count - 1;
     fixture.journal[&stuck].begun.0.store(first, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: all[1], unless_begun: false });
-    // The worker was about to begin the first job when the job was recalled.
+    // The worker was about to start the first job when the job was recalled.
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
     assert_eq!(
         fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(),
@@ -538,6 +549,6 @@ fn job_begun_during_recall_returns_once() {
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number });
     assert!(
         matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]),
-        "a job that was not recalled must not be returned"
+        "a worker that returns a job that was not recalled must be killed"
     );
 }

@@ -1,7 +1,7 @@
-//! Limits and programs that change while jobs run: which changes take effect at once, which later, and what
-//! is kept.
+//! Limits and programs that change while jobs are running: which changes take effect immediately, which take effect
+//! later, and what is kept.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -17,7 +17,7 @@ fn reconfigure(fixture: &mut Fixture, limits: Limits) {
 }
 
 #[test]
-fn reload_keeps_the_deadlines_of_existing_jobs() {
+fn reload_keeps_deadlines_of_existing_jobs() {
     let patient = Limits { queue_timeout: Some(5 * SECOND), deadline: 60 * SECOND, ..limits(1, 1, 5) };
     let mut fixture = Fixture::ready(Limits { deadline_max: 60 * SECOND, ..patient.clone() });
     let (_, before) = (fixture.job(), fixture.job());
@@ -30,9 +30,9 @@ fn reload_keeps_the_deadlines_of_existing_jobs() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// Queued jobs start only after the surplus jobs of the new limit have ended.
+/// Queued jobs start only after the jobs in excess of the new limit have ended.
 #[test]
-fn lower_limits_drop_no_jobs() {
+fn lower_limits_do_not_drop_any_jobs() {
     let mut fixture = Fixture::ready(limits(2, 2, 10));
     let jobs: Vec<_> = (0..10).map(|_| fixture.job()).collect();
     reconfigure(&mut fixture, limits(1, 1, 2));
@@ -43,7 +43,7 @@ fn lower_limits_drop_no_jobs() {
         fixture.reply(*job);
         assert!(
             !fixture.was_dispatched(jobs[4]),
-            "the job must wait until fewer jobs run than the new limit allows"
+            "the job must wait until fewer jobs are running than the new limit allows"
         );
     }
     fixture.reply(jobs[3]);
@@ -65,7 +65,7 @@ fn reload_keeps_rate_limit_charges() {
 }
 
 #[test]
-fn tenant_quotas_change_at_once() {
+fn tenant_quotas_change_immediately() {
     let share = |most: Option<u32>, own: &[(&str, u32)]| {
         let own = own.iter().map(|(name, most)| {
             ((*name).to_owned(), TenantOverrides { max_in_flight: Some(*most), ..TenantOverrides::default() })
@@ -108,7 +108,7 @@ fn crash(fixture: &mut Fixture) {
 }
 
 #[test]
-fn reload_of_other_keys_keeps_the_breaker_state() {
+fn reload_of_other_keys_keeps_breaker_state() {
     let with = |breaker, queue| Limits { breaker, ..limits(1, 1, queue) };
     let mut fixture = Fixture::ready(with(breaker(0.5), 0));
     (0..2).for_each(|_| crash(&mut fixture));
@@ -117,14 +117,14 @@ fn reload_of_other_keys_keeps_the_breaker_state() {
     assert_eq!(
         fixture.bulkhead.breaker(),
         BreakerState::Closed,
-        "only two calls were counted since the change"
+        "only two calls have been counted since the change"
     );
     reconfigure(&mut fixture, with(breaker(0.6), 7));
     crash(&mut fixture);
     assert_eq!(
         fixture.bulkhead.breaker(),
         BreakerState::Open,
-        "three calls were counted since the breaker's keys changed"
+        "three calls have been counted since the breaker's keys changed"
     );
     // A new limit does not close an open breaker.
     reconfigure(&mut fixture, with(breaker(0.9), 7));
@@ -147,7 +147,7 @@ fn reload_of_other_keys_keeps_the_breaker_state() {
 }
 
 #[test]
-fn running_worker_keeps_its_heartbeat_interval() {
+fn reload_keeps_heartbeat_interval_of_running_worker() {
     let health = |heartbeat| Limits { health: Health { heartbeat, missed: 2 }, ..limits(1, 1, 0) };
     let mut fixture = Fixture::ready(health(10 * SECOND));
     reconfigure(&mut fixture, health(SECOND));
@@ -169,7 +169,7 @@ fn new_restart_policy_fills_stopped_slots() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-// Replacement of the program.
+// Replacing the program.
 
 #[test]
 fn new_program_replaces_workers_one_at_a_time() {
@@ -192,7 +192,7 @@ fn new_program_replaces_workers_one_at_a_time() {
 }
 
 #[test]
-fn failed_replacement_is_retried_while_old_workers_serve() {
+fn retries_failed_replacement_while_old_workers_serve() {
     let mut fixture = Fixture::ready(limits(2, 1, 0));
     fixture.apply(Event::ReplaceWorkers);
     for attempt in 1..=3 {
@@ -237,7 +237,7 @@ fn newer_program_restarts_a_running_replacement() {
     fixture.apply(Event::ReplaceWorkers);
     assert_eq!(fixture.killed, [(first, KillReason::NotNeeded)]);
     fixture.exit_worker(first, Death::Signal(9));
-    assert_eq!(fixture.spawned.len(), 3, "the replacement must be started at once");
+    assert_eq!(fixture.spawned.len(), 3, "the replacement must be started immediately");
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.drained.len(), 1);
     fixture.wait(10 * MS);

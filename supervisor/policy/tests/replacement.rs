@@ -1,7 +1,6 @@
-//! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and
-//! `recycle.jobs`.
+//! Replaced workers: the number of running jobs during a replacement, workers that hang at exit, and `recycle.jobs`.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -16,7 +15,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Workers that hang at exit.
 
-/// Runs one job in each worker, without any worker exiting. Returns the bulkhead after all outcomes.
+/// Runs one job in each worker. The workers do not exit. Returns the bulkhead after all outcomes have been sent.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -26,24 +25,24 @@ fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
         if nth > 0 {
             fixture.bring_up(fixture.newest_worker());
         }
-        assert!(fixture.was_dispatched(job), "job {nth} must not wait for the exit of a worker");
+        assert!(fixture.was_dispatched(job), "job {nth} must not wait for a worker to exit");
         fixture.reply(job);
     }
     fixture
 }
 
 #[test]
-fn worker_hanging_at_exit_does_not_delay_jobs() {
+fn worker_that_hangs_at_exit_does_not_delay_jobs() {
     let fixture = served_by_workers_that_hang_at_exit(10);
     assert!(fixture.killed.is_empty(), "{:?}", fixture.killed);
 }
 
 #[test]
-fn oldest_workers_hanging_at_exit_are_killed() {
+fn kills_oldest_workers_that_hang_at_exit() {
     let mut fixture = served_by_workers_that_hang_at_exit(20);
     let all = fixture.spawned.clone();
     let killed: Vec<_> = fixture.killed.iter().map(|(worker, _)| *worker).collect();
-    // The last of twenty workers fills the slot, and sixteen other workers may still be exiting.
+    // The last of the twenty workers fills the slot, and sixteen other workers may still be exiting.
     assert_eq!(killed, all[..3]);
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.killed.len(), 4);
@@ -52,8 +51,8 @@ fn oldest_workers_hanging_at_exit_are_killed() {
 
 // The limit across generations.
 
-/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and the
-/// same number of jobs are waiting.
+/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and an equal number
+/// of jobs are waiting.
 fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId>, Vec<JobId>) {
     let mut fixture = Fixture::ready(limits);
     let running: Vec<_> = (0..2).map(|_| fixture.job()).collect();
@@ -70,8 +69,8 @@ fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId
     (fixture, running, waiting)
 }
 
-/// `docs/semantics.md`: at any time at most `processes` x `max_in_flight` jobs are running, even while
-/// workers are recycled, restarted or replaced because of a new program.
+/// `docs/semantics.md`: at any time, at most `processes` x `max_in_flight` jobs are running, even while workers are
+/// recycled, restarted or replaced because of a new program.
 #[test]
 fn limit_holds_while_workers_are_replaced() {
     let age = |limits: Limits| {
@@ -108,7 +107,7 @@ fn limit_holds_while_workers_are_replaced() {
 /// A worker that was sent SIGKILL before its slot was taken over does not reduce the permits of its
 /// replacement. A worker that is killed later holds its permits until it has exited.
 #[test]
-fn worker_killed_before_replacement_adds_no_overcommit() {
+fn worker_killed_before_replacement_does_not_add_overcommit() {
     for is_killed_first in [true, false] {
         let mut fixture = Fixture::ready(limits(1, 1, 1));
         let (old, job) = (fixture.newest_worker(), fixture.job_with(Some(SECOND)));
@@ -133,10 +132,10 @@ fn worker_killed_before_replacement_adds_no_overcommit() {
     }
 }
 
-/// If the new worker of a slot has also exited, the jobs of the replaced worker are charged to this slot, not
-/// to other slots.
+/// If a slot's new worker has exited too, the jobs of the replaced worker are charged to this slot and not to other
+/// slots.
 #[test]
-fn jobs_of_a_replaced_worker_count_against_its_slot() {
+fn jobs_of_a_replaced_worker_are_charged_to_its_slot() {
     let mut fixture = Fixture::ready(limits(2, 2, 4));
     let jobs: Vec<_> = (0..4).map(|_| fixture.job()).collect();
     fixture.apply(Event::Restart);
@@ -156,7 +155,7 @@ fn jobs_of_a_replaced_worker_count_against_its_slot() {
 
 // Workers that are starting when a restart begins.
 
-/// Returns the workers from before the last restart.
+/// Returns the workers that were started before the last restart.
 fn outdated(fixture: &Fixture) -> Vec<WorkerId> {
     let views = fixture.bulkhead.workers(fixture.now);
     views.iter().filter(|view| view.is_outdated).map(|view| view.id).collect()
@@ -199,7 +198,7 @@ fn restart_replaces_starting_workers_once() {
     }
 }
 
-/// A successor that was started before a restart, for any reason, does not take over the slot.
+/// A successor that was started before a restart, for whatever reason, does not take over the slot.
 #[test]
 fn restart_kills_starting_successors() {
     let restart: fn(&mut Fixture) = |fixture| {
@@ -221,7 +220,7 @@ fn restart_kills_starting_successors() {
         assert_eq!(fixture.killed, [(successor, KillReason::NotNeeded)]);
         fixture.reply_to_next();
         fixture.exit_worker(successor, Death::Signal(9));
-        assert_eq!(fixture.spawned.len(), started + 1, "the next successor must be started at once");
+        assert_eq!(fixture.spawned.len(), started + 1, "the next successor must be started immediately");
         let new = fixture.newest_worker();
         fixture.bring_up(new);
         assert_eq!(fixture.drained, [old]);
@@ -231,7 +230,7 @@ fn restart_kills_starting_successors() {
 }
 
 #[test]
-fn restart_kills_the_successor_of_a_worker_at_its_job_limit() {
+fn restart_kills_successor_of_a_worker_at_its_job_limit() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 1)));
     let last = fixture.job();
     let successor = fixture.newest_worker();
@@ -245,9 +244,10 @@ fn restart_kills_the_successor_of_a_worker_at_its_job_limit() {
     assert_eq!(fixture.holder(next), new);
 }
 
-/// The kills by restarts are not failures of the slot, and are followed by a start under every policy.
+/// Workers killed by restarts do not count as failures of the slot. Under every policy, another worker is started
+/// afterwards.
 #[test]
-fn restarts_of_a_starting_worker_do_not_stop_its_slot() {
+fn restarting_a_starting_worker_does_not_stop_its_slot() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
         let mut limits = limits(1, 1, 0);
         (limits.restart.policy, limits.restart.max) = (policy, 1);
@@ -264,7 +264,7 @@ fn restarts_of_a_starting_worker_do_not_stop_its_slot() {
     }
 }
 
-/// The slot's new worker is not replaced because of the restart, but because of the resize.
+/// The slot's new worker is replaced because of the resize, not because of the restart.
 #[test]
 fn resize_during_a_restart_replaces_new_workers() {
     let mut fixture = Fixture::ready(limits(2, 1, 0));
@@ -295,17 +295,17 @@ fn recycled(fixture: &Fixture) -> usize {
     fixture.events.iter().filter(is_one).count()
 }
 
-/// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as
+/// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as they would
 /// during startup, even without a queue.
 #[test]
-fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
+fn recycle_jobs_of_1_gives_each_job_a_new_worker() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
         let mut limits = counted(1, limits(2, 1, 0));
         limits.restart.policy = policy;
         let mut fixture = Fixture::ready(limits);
         for _ in 0..100 {
             let jobs = [fixture.job(), fixture.job()];
-            // Both jobs have begun or wait for one of two starting workers.
+            // Both jobs have started, or are waiting for one of two starting workers.
             for _ in 0..2 {
                 let gone = fixture.drained.clone();
                 fixture.bulkhead.workers(fixture.now).iter().filter(|view| view.in_flight == 0).for_each(
@@ -327,10 +327,10 @@ fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
     }
 }
 
-/// The successor is ready before the worker is given its last job, and takes over at that time. No job has to
-/// wait, and each worker begins exactly the allowed number of jobs.
+/// The successor is ready before the worker is given its last job, and takes over at that time. No job has to wait, and
+/// each worker starts exactly the allowed number of jobs.
 #[test]
-fn successor_is_ready_at_the_last_job() {
+fn successor_is_ready_when_last_job_is_dispatched() {
     let mut fixture = Fixture::starting(counted(10, limits(1, 1, 0)));
     for turn in 0..5 {
         let worker = fixture.newest_worker();
@@ -359,9 +359,9 @@ fn successor_is_ready_at_the_last_job() {
     assert_eq!(fixture.killed, []);
 }
 
-/// Neither a higher `max_in_flight` nor a lower `recycle.jobs` lets a worker begin more jobs than allowed.
+/// Neither a higher `max_in_flight` nor a lower `recycle.jobs` lets a worker start more jobs than allowed.
 #[test]
-fn recycle_jobs_is_never_exceeded() {
+fn worker_never_starts_more_jobs_than_recycle_jobs() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 2, 8)));
     let worker = fixture.newest_worker();
     fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(8), ..LimitChange::default() }));
@@ -380,7 +380,7 @@ fn recycle_jobs_is_never_exceeded() {
     assert!(!fixture.was_dispatched(three));
 }
 
-/// If a successor fails to start, another attempt is made while the worker runs its last job.
+/// If a successor fails to start, another attempt is made while the worker is running its last job.
 #[test]
 fn failed_successor_is_retried() {
     let mut limits = counted(1, limits(1, 1, 1));
@@ -393,13 +393,13 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.spawned.len(), 3);
     let next = fixture.job();
     fixture.bring_up(fixture.newest_worker());
-    assert!(!fixture.was_dispatched(next), "the job must wait while the replaced worker runs a job");
+    assert!(!fixture.was_dispatched(next), "the job must wait while the replaced worker is running a job");
     fixture.reply(job);
     fixture.exit_worker(old, Death::Exit(0));
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A standby may be outdated, so a restart also replaces it.
+/// A standby may be outdated, so a restart replaces standbys too.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -424,7 +424,7 @@ fn standby_takes_over_an_idle_slot() {
     let standby = fixture.newest_worker();
     fixture.bring_up(standby);
     fixture.wait(5 * SECOND);
-    assert_eq!(fixture.drained, [], "the worker must not be replaced while a job runs");
+    assert_eq!(fixture.drained, [], "the worker must not be replaced while a job is running");
     fixture.reply(job);
     fixture.wait(SECOND);
     assert_eq!((&fixture.drained, fixture.bulkhead.limit(), recycled(&fixture)), (&vec![old], 1, 1));
@@ -435,7 +435,7 @@ fn standby_takes_over_an_idle_slot() {
 
 /// A successor starts as soon as the worker is given its last job, unless another successor has just failed.
 #[test]
-fn worker_at_its_job_limit_gets_a_successor_at_once() {
+fn worker_at_its_job_limit_immediately_gets_a_successor() {
     let mut limits = counted(2, limits(1, 1, 0));
     limits.recycle.age = Some(2 * SECOND);
     let mut fixture = Fixture::ready(limits.clone());
@@ -460,7 +460,7 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     assert_ne!(successor, current, "no other worker must be started");
 }
 
-/// When the slot's worker dies, the standby takes over before the worker's descendants are gone. It later
+/// When the slot's worker dies, the standby takes over before the worker's descendants are gone. Later, the standby
 /// gets a successor like any other worker.
 #[test]
 fn standby_takes_over_when_the_worker_dies() {
@@ -505,8 +505,8 @@ fn timers_are_cleared_when_the_successor_starts() {
     );
 }
 
-/// After the successor of a worker that was given its last job has failed, a resize does not shorten the
-/// delay before the next attempt.
+/// A worker was given its last job, and its successor has failed. A resize does not shorten the delay before the next
+/// attempt.
 #[test]
 fn resize_does_not_shorten_the_successor_delay() {
     let mut limits = counted(1, limits(1, 1, 0));

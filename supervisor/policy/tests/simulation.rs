@@ -1,6 +1,6 @@
 //! Random sequences of events with a virtual clock. A model of the rules checks every step.
 //!
-//! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_STEPS` sets the total number of steps.
+//! `BULKHEAD_SIM_SEED` replays a single history. `BULKHEAD_SIM_STEPS` sets the total number of steps.
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -30,7 +30,7 @@ const STOP_MARGIN: Duration = Duration::from_secs(20);
 const TRACE_LINES: usize = 60;
 
 #[test]
-fn random_histories_follow_the_rules() {
+fn policy_follows_the_rules_in_random_histories() {
     let mut coverage = Coverage::default();
     if let Some(seed) = variable("BULKHEAD_SIM_SEED") {
         replay(seed, &mut coverage);
@@ -182,8 +182,8 @@ fn variable(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// Runs the history for a seed and returns its number of steps. If the history breaks a rule, runs it again
-/// with a trace.
+/// Runs the history for a seed and returns its number of steps. If a rule is broken, runs the history again with a
+/// trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
     let history = quiet.unwrap_or_else(|_| {
@@ -202,7 +202,7 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
-    /// Number of entries of [`TENANTS`] that this history uses.
+    /// Number of entries in [`TENANTS`] that this history uses.
     tenants: usize,
     trace: Trace,
 }
@@ -242,13 +242,13 @@ impl History {
             if is_urgent && self.world.chance(20) {
                 self.apply(Event::Stop { by: self.now });
             }
-            assert!(self.now <= by + STOP_MARGIN, "the bulkhead has not stopped in time");
+            assert!(self.now <= by + STOP_MARGIN, "the bulkhead did not stop in time");
         }
         self.model.check_end(&self.bulkhead);
         self
     }
 
-    /// Advances the clock to the next event and applies one event.
+    /// Advances the clock to the next event and applies that event.
     fn step(&mut self) {
         let tick_at = self.bulkhead.next_deadline();
         let next = tick_at
@@ -289,7 +289,7 @@ impl History {
     }
 }
 
-/// Last events of a history that broke a rule. Printed when dropped.
+/// The last events of a history that broke a rule. Printed when dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

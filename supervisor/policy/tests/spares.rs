@@ -1,6 +1,6 @@
-//! Spares: when they take over which slots, and how they affect the limit.
+//! Spares: when they take over slots, which slots they take over, and how they affect the limit.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -49,8 +49,8 @@ fn spare_takes_over_when_a_hung_worker_is_killed() {
     assert_eq!(fixture.spawned.len(), 3);
 }
 
-/// `docs/semantics.md`: after a worker was given its last job, its running jobs are charged to the spare that
-/// took over.
+/// `docs/semantics.md`: after a worker was given its last job, its running jobs are charged to the spare that took
+/// over.
 #[test]
 fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);
@@ -60,12 +60,12 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     assert_eq!(
         (takeovers(&fixture), fixture.was_dispatched(second)),
         (1, false),
-        "more jobs would run than the limit allows"
+        "no more jobs may run than the limit allows"
     );
     fixture.reply(first);
     assert!(
         fixture.was_dispatched(second),
-        "the job must be dispatched at once, without the start of a worker"
+        "the job must be dispatched immediately, without starting a worker"
     );
     assert_ne!(fixture.holder(first), fixture.holder(second));
     // The next spare starts without waiting for the exit of a worker that has completed its jobs.
@@ -74,8 +74,8 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     assert_eq!(fixture.spawned.len(), 4);
 }
 
-/// If a worker dies without having completed a job, the failure is charged to the slot that the worker
-/// filled, even if a spare has taken over this slot.
+/// If a worker dies without having completed a job, the failure is charged to the slot that the worker filled, even if
+/// a spare has taken over that slot.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);
@@ -84,7 +84,7 @@ fn spares_do_not_hide_a_crash_loop() {
     let mut next = 0;
     while let Some(&worker) = fixture.spawned.get(next) {
         next += 1;
-        assert!(next < 100, "workers are started again and again");
+        assert!(next < 100, "workers must not be restarted over and over");
         if next > 2 {
             fixture.bring_up(worker);
         }
@@ -96,7 +96,7 @@ fn spares_do_not_hide_a_crash_loop() {
     assert!(fixture.events.iter().any(|note| matches!(note, OperatorEvent::BulkheadFailed { .. })));
 }
 
-/// A starting spare may have read an old secret, so that it must not take over a slot.
+/// A starting spare may have read an old secret, so it must not take over a slot.
 #[test]
 fn restart_kills_starting_spares() {
     let mut fixture = Fixture::starting(with_spares(limits(1, 1, 0), 1));

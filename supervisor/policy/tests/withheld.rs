@@ -1,6 +1,6 @@
-//! Withheld places of a tenant's quota, after one of its jobs has ended a worker.
+//! Places withheld from a tenant's quota after one of its jobs has ended a worker.
 
-#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+#![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
 mod fixture;
 
@@ -12,7 +12,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 
-/// Returns limits for workers that all tenants share. Each tenant can have `share` jobs in flight.
+/// Returns limits for workers that are shared by all tenants. Each tenant can have `share` jobs in flight.
 fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     let mut limits = limits(processes, max_in_flight, 100);
     limits.tenants = TenantLimits { max_in_flight: Some(share), ..TenantLimits::default() };
@@ -36,7 +36,7 @@ fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     fixture.exit_worker(worker, Death::Signal(9));
 }
 
-/// Returns true if the next job of the tenant is dispatched at once.
+/// Returns true if the tenant's next job is dispatched immediately.
 fn may_go(fixture: &mut Fixture, tenant: &str) -> bool {
     let job = submit(fixture, tenant);
     let is_given = fixture.was_dispatched(job);
@@ -48,12 +48,15 @@ fn may_go(fixture: &mut Fixture, tenant: &str) -> bool {
 }
 
 #[test]
-fn permit_is_withheld_until_the_next_worker_is_ready() {
+fn withholds_permit_until_next_worker_is_ready() {
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let killer = submit(&mut fixture, "greedy");
     cancel_until_killed(&mut fixture, killer);
     let next = submit(&mut fixture, "greedy");
-    assert!(!fixture.was_dispatched(next), "the tenant's only place is withheld, although a worker is idle");
+    assert!(
+        !fixture.was_dispatched(next),
+        "the tenant's only place must be withheld although a worker is idle"
+    );
     assert!(may_go(&mut fixture, "other"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
@@ -66,7 +69,7 @@ fn permit_is_withheld_until_the_next_worker_is_ready() {
 }
 
 #[test]
-fn quota_of_two_kills_at_most_two_workers() {
+fn tenant_with_quota_of_two_kills_at_most_two_workers() {
     let mut fixture = Fixture::ready(shared(4, 1, 2));
     for _ in 0..2 {
         let job = submit(&mut fixture, "greedy");
@@ -76,22 +79,22 @@ fn quota_of_two_kills_at_most_two_workers() {
     assert!(!may_go(&mut fixture, "greedy"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    assert!(may_go(&mut fixture, "greedy"), "one of the two replacements is ready");
+    assert!(may_go(&mut fixture, "greedy"), "one place must be released, because one replacement is ready");
 }
 
 #[test]
-fn takeover_by_a_spare_releases_the_withheld_permit() {
+fn takeover_by_a_spare_releases_withheld_permit() {
     let mut limits = shared(2, 1, 1);
     limits.start.spares = 1;
     let mut fixture = Fixture::ready(limits);
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
     fixture.exit_worker(worker, SEGFAULT);
-    assert!(may_go(&mut fixture, "greedy"), "the spare is ready");
+    assert!(may_go(&mut fixture, "greedy"), "the place must be released, because a spare took over");
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
     fixture.exit_worker(worker, SEGFAULT);
-    assert!(!may_go(&mut fixture, "greedy"), "there was only one spare");
+    assert!(!may_go(&mut fixture, "greedy"), "the place must stay withheld, because there is no other spare");
 }
 
 #[test]
@@ -119,8 +122,8 @@ fn withheld_permit_is_released_when_the_slot_stops() {
     fixture.apply(Event::Exited { worker, death: SEGFAULT });
     assert!(!may_go(&mut fixture, "greedy"));
     fixture.apply(Event::Reaped { worker });
-    assert!(may_go(&mut fixture, "greedy"), "no other worker will start");
-    // A slot also disappears if the bulkhead gets fewer slots.
+    assert!(may_go(&mut fixture, "greedy"), "the place must be released, because no other worker will start");
+    // A slot also disappears if the number of slots is reduced.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let (other, job) = (submit(&mut fixture, "other"), submit(&mut fixture, "greedy"));
     let worker = fixture.holder(job);
@@ -133,7 +136,7 @@ fn withheld_permit_is_released_when_the_slot_stops() {
 }
 
 #[test]
-fn permit_is_withheld_only_for_the_overdue_job() {
+fn withholds_permit_only_for_the_overdue_job() {
     let mut limits = shared(2, 2, 2);
     (limits.deadline, limits.deadline_max) = (SECOND, SECOND);
     let mut fixture = Fixture::ready(limits);
@@ -160,7 +163,7 @@ fn permit_is_withheld_only_for_the_overdue_job() {
 }
 
 #[test]
-fn crash_with_several_jobs_withholds_a_permit_of_each_tenant() {
+fn crash_with_several_jobs_withholds_a_permit_from_each_tenant() {
     let mut fixture = Fixture::ready(shared(2, 4, 1));
     let jobs = ["a", "x", "b"].map(|tenant| submit(&mut fixture, tenant));
     let worker = fixture.holder(jobs[0]);
@@ -180,11 +183,11 @@ fn unread_job_does_not_withhold_a_permit() {
     let worker = fixture.holder(job);
     fixture.apply(Event::JobUnread { worker, job });
     fixture.exit_worker(worker, SEGFAULT);
-    assert_ne!(fixture.holder(job), worker, "another worker must get the job at once");
+    assert_ne!(fixture.holder(job), worker, "another worker must get the job immediately");
 }
 
 #[test]
-fn withheld_permit_remains_after_a_change_of_quotas() {
+fn permit_stays_withheld_after_quota_changes() {
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
@@ -194,7 +197,7 @@ fn withheld_permit_remains_after_a_change_of_quotas() {
     }
     assert!(
         !may_go(&mut fixture, "greedy"),
-        "a tenant without jobs is not forgotten while its place is withheld"
+        "a tenant without jobs must not be forgotten while its place is withheld"
     );
     let with_share = |fixture: &Fixture, share| {
         let tenants = TenantLimits { max_in_flight: share, ..TenantLimits::default() };
@@ -204,7 +207,7 @@ fn withheld_permit_remains_after_a_change_of_quotas() {
     assert!(may_go(&mut fixture, "greedy"));
     fixture.apply(with_share(&fixture, Some(2)));
     let first = submit(&mut fixture, "greedy");
-    assert!(fixture.was_dispatched(first), "one of two is withheld");
+    assert!(fixture.was_dispatched(first), "only one of two places must be withheld");
     fixture.apply(with_share(&fixture, Some(1)));
     fixture.reply(first);
     assert!(!may_go(&mut fixture, "greedy"));
@@ -214,7 +217,7 @@ fn withheld_permit_remains_after_a_change_of_quotas() {
 }
 
 #[test]
-fn suspect_waits_for_a_permit_of_its_tenant() {
+fn suspect_waits_for_a_permit_from_its_tenant() {
     let mut limits = shared(3, 1, 1);
     limits.retry = Some(RetryLimits { attempts: 3, budget: 1.0 });
     let mut fixture = Fixture::ready(limits);
@@ -223,7 +226,11 @@ fn suspect_waits_for_a_permit_of_its_tenant() {
     let job = fixture.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused"));
     let first = fixture.holder(job);
     fixture.exit_worker(first, SEGFAULT);
-    assert_eq!(fixture.holder(job), first, "the suspect must not run in place of other tenants' jobs");
+    assert_eq!(
+        fixture.holder(job),
+        first,
+        "the suspect must not run yet, because its tenant has no free permit"
+    );
     assert!(may_go(&mut fixture, "other"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
@@ -233,7 +240,7 @@ fn suspect_waits_for_a_permit_of_its_tenant() {
 }
 
 #[test]
-fn missing_quota_or_culprit_withholds_no_permit() {
+fn withholds_no_permit_without_a_quota_or_culprit() {
     let mut fixture = Fixture::ready(limits(2, 1, 100));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);

@@ -34,8 +34,8 @@ const POLLS_MAX: usize = 16;
 /// a second late, it emits the event `held_up`, and does not consider workers unresponsive because of the
 /// delay. The keeper does not depend on the data plane. It kills the workers when the application exits.
 ///
-/// Dropping the supervisor without a call of [`LocalSupervisor::shutdown`] kills all workers immediately,
-/// which takes a few milliseconds.
+/// Dropping the supervisor without calling [`LocalSupervisor::shutdown`] kills all workers immediately, which takes a
+/// few milliseconds.
 ///
 /// ```no_run
 /// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
@@ -54,11 +54,11 @@ const POLLS_MAX: usize = 16;
 /// }
 /// ```
 pub struct LocalSupervisor {
-    /// Parts of the running supervisor. `None` once the supervisor has ended.
+    /// Parts of the running supervisor. `None` once the supervisor has stopped.
     ready: Option<Ready>,
     /// Futures that serve the connections of clients of this supervisor.
     served: Mutex<Vec<Served>>,
-    /// Id of the process that created the supervisor.
+    /// PID of the process that created the supervisor.
     owner: u32,
     /// Reason why the supervisor failed; `None` if it did not.
     failed: Option<String>,
@@ -80,7 +80,7 @@ impl LocalSupervisor {
 
     /// Creates a client with a new connection, which all clones of the client share. Must be called within a tokio
     /// runtime, preferably on the thread that runs the supervisor. Jobs make progress only inside
-    /// [`LocalSupervisor::run_until`]. After the supervisor has ended, they fail with `Disconnected`.
+    /// [`LocalSupervisor::run_until`]. After the supervisor has stopped, jobs fail with `Disconnected`.
     pub fn client(&self) -> Client {
         match &self.ready {
             Some(ready) => {
@@ -105,7 +105,7 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // Stopped, which may be what `future` waits for.
+                // The supervisor has stopped, which may be what `future` is waiting for.
                 Ok(future.await)
             }
         }
@@ -116,7 +116,7 @@ impl LocalSupervisor {
     /// inside [`LocalSupervisor::run_until`] or [`LocalSupervisor::shutdown`].
     pub fn stop(&self) {
         if let Some(ready) = &self.ready {
-            // Fails only if the supervisor has already ended.
+            // Fails only if the supervisor has already stopped.
             let _ = ready.commands.stop();
         }
     }
@@ -140,8 +140,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Polls the data plane and the client connections until `future` completes. If the data plane ends first, returns
-    /// its result as `Err`.
+    /// Polls the data plane and the client connections until `future` completes. If the data plane stops first,
+    /// returns its result as `Err`.
     async fn run_with<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         let combined = Arc::<CombinedWaker>::default();
@@ -151,7 +151,7 @@ impl LocalSupervisor {
         poll_fn(|context| {
             combined.enter(context);
             for _ in 0..POLLS_MAX {
-                // Polled first, because it may be ready without any work of the data plane.
+                // Polled first, because the future may be ready without any work by the data plane.
                 if let Some(Poll::Ready(output)) = future_waker.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
@@ -181,7 +181,7 @@ fn is_any_woken(future: &PartWaker, driver: &PartWaker, clients: &[PartWaker]) -
     future.is_woken() || driver.is_woken() || clients.iter().any(PartWaker::is_woken)
 }
 
-/// Runs the event loop of the data plane until the data plane has ended.
+/// Runs the event loop of the data plane until the data plane has stopped.
 async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     let Some(ready) = ready else { return Ok(()) };
     let data_plane = &mut ready.data_plane;
@@ -202,8 +202,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             timeout => {
                 let timeout = timeout.unwrap_or(Duration::MAX);
                 match next(data_plane, &event_descriptor, timeout).await? {
-                    // Iterations for in-process clients alone save the system calls of a full one. Their number is
-                    // limited, so that sockets and timers do not starve.
+                    // Iterations that serve only in-process clients avoid the system calls of a full iteration. Their
+                    // number is limited, so that sockets and timers do not starve.
                     Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
                         client_iterations += 1;
                         guarded(data_plane, DataPlane::handle_in_process_clients)?;
@@ -263,7 +263,7 @@ enum Next {
     Other,
 }
 
-/// Waits for an event, at most until `timeout` has passed. Returns its source.
+/// Waits for an event for up to `timeout`. Returns the event's source.
 async fn next(
     data_plane: &DataPlane,
     event_descriptor: &AsyncFd<OwnedFd>,
@@ -280,8 +280,8 @@ async fn next(
     tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
 
-/// Runs `act`, and converts a panic into an error, so that a panic of the data plane does not end the
-/// caller's thread.
+/// Runs `act`, and converts a panic into an error, so that a panic in the data plane does not terminate the caller's
+/// thread.
 fn guarded<T>(
     data_plane: &mut DataPlane,
     act: impl FnOnce(&mut DataPlane) -> io::Result<T>,

@@ -1,9 +1,9 @@
 //! The symbolizer: turns [records of threads](bulkhead_shared::crash_record) into backtraces.
 //!
-//! The records, and each file that they name, come from a process that may be hostile. So the symbolizer runs as a
-//! separate process, which the keeper confines at least as strictly as the worker. It reads records from its
-//! link, writes one JSON document to the link, and exits. The supervisor limits the time and memory of the
-//! symbolizer, and validates the document.
+//! The records, and the files named in them, come from a process that may be hostile. The symbolizer therefore runs as
+//! a separate process, which the keeper confines at least as strictly as the worker. It reads records from its link,
+//! writes one JSON document to the link, and exits. The supervisor limits the time and memory of the symbolizer, and
+//! validates the document.
 //!
 //! - `record`: parses the records.
 //! - `modules`: opens programs and libraries, and finds their unwind tables.
@@ -27,8 +27,8 @@ use modules::Modules;
 use record::Process;
 use unwind::ProcessUnwinder;
 
-/// Reads records from the link, writes the backtraces to the link, and exits. `debug_folders` are further folders with
-/// separate debug information, in the layout of `/usr/lib/debug`.
+/// Reads records from the link, writes the backtraces to the link, and exits. `debug_folders` contains additional
+/// folders with separate debug information, in the layout of `/usr/lib/debug`.
 pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
     let result = inherited_link().and_then(|link| serve(&mut std::fs::File::from(link), debug_folders));
     if let Err(error) = &result {
@@ -43,9 +43,9 @@ pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
 fn inherited_link() -> io::Result<OwnedFd> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|number| number.parse().ok());
     let number: i32 = number.filter(|number| *number > 2).ok_or(io::ErrorKind::NotFound)?;
-    // SAFETY: the keeper passes the link under this number, and nothing else in this process uses descriptors
+    // SAFETY: the keeper passes the link under this number, and nothing else in this process has used descriptors
     // before.
-    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
+    #[expect(unsafe_code, reason = "the descriptor is inherited from the parent process")]
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
@@ -61,10 +61,10 @@ fn serve(link: &mut std::fs::File, debug_folders: &[String]) -> io::Result<()> {
 pub fn symbolize(bytes: &[u8], debug_folders: &[String]) -> NativeCrash {
     let processes = record::processes(bytes);
     let Some(first) = processes.first().and_then(|process| process.threads.first()) else {
-        return NativeCrash::unavailable("the record of the process is not valid");
+        return NativeCrash::unavailable("the record of the process is invalid");
     };
     if first.header.machine != MACHINE {
-        return NativeCrash::unavailable("the worker has another processor architecture than the supervisor");
+        return NativeCrash::unavailable("the worker's processor architecture differs from the supervisor's");
     }
     let has_crashed = first.header.signal != 0;
     let mut threads = Vec::new();
@@ -132,7 +132,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
 
-    /// Returns a record with these mappings. The header can contradict itself.
+    /// Returns a record with these mappings. The header can be inconsistent.
     fn record(registers: Vec<u64>, maps: &[u8], stack: &[u64]) -> Vec<u8> {
         let mut bytes = [0; HEADER_BYTES];
         let header = Header {
@@ -248,7 +248,7 @@ mod tests {
 
         /// Registers, stack and mappings are random, and the files are libraries with random changes.
         #[test]
-        fn forged_records_give_bounded_documents(
+        fn forged_records_produce_bounded_documents(
             registers in prop::collection::vec(prop_oneof![0..0x60_0000_u64, any::<u64>()], 33),
             stack in prop::collection::vec(prop_oneof![0..0x60_0000_u64, 0x1000..0x3000_u64, any::<u64>()], 0..600),
             changes in prop::collection::vec((0..4096_usize, any::<u8>()), 0..8),

@@ -1,6 +1,7 @@
 //! Programs and libraries that are named in records, with their unwind tables.
 //!
-//! A file is used only if its device and inode are those of the mapped file. A hostile worker may have written it.
+//! A file is used only if its device and inode are those of the mapped file. The file may have been written by a
+//! hostile worker.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -96,7 +97,7 @@ pub(crate) fn section_data<'m>(elf: &Elf<'m>, name: &str) -> Option<Cow<'m, [u8]
     is_small.then(|| compressed.decompress().ok()).flatten()
 }
 
-/// Returns the build id in hexadecimal digits. The file with separate debug information is named after the build id.
+/// Returns the build ID in hexadecimal digits. The file with separate debug information is named after the build ID.
 fn build_id(elf: &Elf<'_>) -> Option<String> {
     const BYTES: std::ops::RangeInclusive<usize> = 4..=64;
     let id = elf.build_id().ok()??;

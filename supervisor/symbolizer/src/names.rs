@@ -14,7 +14,7 @@ use crate::unwind::CodeAddress;
 
 type Slice<'s> = EndianSlice<'s, RunTimeEndian>;
 
-/// Returns the frames at each address: one, and an additional frame for each inlined function.
+/// Returns the frames at each address: one for the function itself, and one for each inlined function.
 pub(crate) fn frames(modules: &Modules<'_>, addresses: &[CodeAddress]) -> Vec<Vec<NativeFrame>> {
     let mut by_module: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     let mut found: Vec<Vec<NativeFrame>> = Vec::new();

@@ -51,7 +51,8 @@ pub(crate) struct Mapping<'r> {
     pub(crate) path: &'r str,
 }
 
-/// Returns the processes of the records. A record without mappings belongs to the process of the previous record.
+/// Returns the processes to which the records belong. A record without mappings belongs to the process of the previous
+/// record.
 pub(crate) fn processes(bytes: &[u8]) -> Vec<Process<'_>> {
     let mut processes: Vec<Process<'_>> = Vec::new();
     for record in Records::new(bytes).take(NATIVE_THREADS_MAX) {
@@ -86,7 +87,7 @@ impl<'r> Mappings<'r> {
 }
 
 impl Thread<'_> {
-    /// Returns the word of the stack at an address.
+    /// Returns the stack word at an address.
     pub(crate) fn stack_word(&self, address: u64) -> Option<u64> {
         let at = usize::try_from(address.checked_sub(self.header.stack_start)?).ok()?;
         self.stack.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))

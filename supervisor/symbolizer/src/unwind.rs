@@ -38,7 +38,7 @@ impl<'m, 'r> ProcessUnwinder<'m, 'r> {
         Self { modules, unwinder: UnwinderNative::new(), cache: CacheNative::new() }
     }
 
-    /// Returns the addresses of the frames, beginning with the function that crashed or that runs.
+    /// Returns the addresses of the frames, beginning with the function that crashed or is running.
     pub(crate) fn unwind(&mut self, thread: &Thread<'_>) -> Vec<CodeAddress> {
         let (current, mut registers) = registers(thread);
         let mut frames = vec![CodeAddress::exact(current)];

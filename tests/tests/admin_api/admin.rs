@@ -1,5 +1,5 @@
-//! Tests of the supervisor program and its admin socket, from an operator's view: command line, sockets, HTTP, events,
-//! logs and signals.
+//! Tests of the supervisor program and its admin socket, from an operator's point of view: command line, sockets, HTTP,
+//! events, logs and signals.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -72,10 +72,10 @@ impl Answer {
     /// Returns the next chunk of a chunked body. The last chunk is empty.
     fn chunk(&mut self) -> Vec<u8> {
         let mut size = String::new();
-        self.body.read_line(&mut size).expect("a chunk in time");
+        self.body.read_line(&mut size).expect("a chunk arrives in time");
         let size = usize::from_str_radix(size.trim_end(), 16).unwrap_or(0);
         let mut chunk = vec![0; size + 2];
-        self.body.read_exact(&mut chunk).expect("a chunk in time");
+        self.body.read_exact(&mut chunk).expect("a chunk arrives in time");
         chunk.truncate(size);
         chunk
     }
@@ -88,7 +88,7 @@ impl Answer {
                 whole.extend_from_slice(chunk);
             }
         } else {
-            self.body.read_to_end(&mut whole).expect("a body in time");
+            self.body.read_to_end(&mut whole).expect("the body arrives in time");
         }
         whole
     }
@@ -121,7 +121,7 @@ impl Stream {
         Self { answer, partial: String::new() }
     }
 
-    /// Returns the next event, or `None` at the end of the stream.
+    /// Returns the next event, or `None` if the stream has ended.
     fn next(&mut self) -> Option<Value> {
         loop {
             while let Some((block, rest)) = self.partial.split_once("\n\n") {
@@ -144,7 +144,7 @@ impl Stream {
     }
 }
 
-/// Checks that a response is a problem document with this status, and returns the document.
+/// Checks that a response is a problem document with the given status. Returns the document.
 #[track_caller]
 fn check_problem(mut answer: Answer, status: u16, what: &str) -> Value {
     let content = answer.header("content-type").to_owned();
@@ -217,7 +217,7 @@ impl Drop for Started {
 // Health.
 
 #[test]
-fn readyz_follows_supervisor_from_start_to_stop() {
+fn readyz_reflects_supervisor_state_from_start_to_stop() {
     let folder = tempfile::tempdir().unwrap();
     let mut supervisor = Supervisor::launch(
         folder,
@@ -294,7 +294,7 @@ fn readyz_follows_supervisor_from_start_to_stop() {
 // Routes and errors.
 
 #[test]
-fn invalid_requests_get_problem_documents() {
+fn invalid_requests_return_problem_documents() {
     let supervisor = Supervisor::start(ONE);
     let not_found = [
         ("GET", "/nope"),
@@ -355,7 +355,7 @@ fn invalid_requests_get_problem_documents() {
     for path in invalid {
         check_problem(get(&supervisor, path), 400, path);
     }
-    // Input that is not HTTP does not affect other clients.
+    // Input that is not HTTP must not affect other clients.
     for rubbish in [&b"rubbish\r\n\r\n"[..], &[0xff; 4096], b"GET / HTTP/9.9\r\n\r\n", b""] {
         let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -370,7 +370,7 @@ fn invalid_requests_get_problem_documents() {
 }
 
 #[test]
-fn operator_drains_resumes_restarts_and_resets_bulkhead() {
+fn operator_can_drain_resume_restart_and_reset_bulkhead() {
     let supervisor = Supervisor::start(&format!("{ONE}processes = 2\n"));
     supervisor.wait_number("b", "limit", 2);
     let post = |verb: &str| {
@@ -497,7 +497,7 @@ const KINDS: &str = "worker_started worker_ready worker_exited worker_killed wor
     restart_backoff bulkhead_failed job_timeout job_crashed draining stopped";
 
 #[test]
-fn events_have_the_fields_of_their_kind() {
+fn events_have_the_fields_defined_for_their_kind() {
     let mut supervisor = Supervisor::start(
         "[defaults]\ngrace = \"20ms\"\ndeadline = \"60s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
@@ -520,7 +520,7 @@ fn events_have_the_fields_of_their_kind() {
         .iter()
         .all(|kind| seen.iter().any(|event| event["kind"] == *kind))
     {
-        seen.push(stream.next().expect("more events"));
+        seen.push(stream.next().expect("the stream continues"));
     }
     supervisor.signal(Signal::SIGTERM);
     seen.extend(std::iter::from_fn(|| stream.next()));
@@ -536,7 +536,7 @@ fn events_have_the_fields_of_their_kind() {
     }
     let one = |kind: &str, bulkhead: &str| {
         let is_it = |event: &&Value| event["kind"] == kind && event["bulkhead"] == bulkhead;
-        seen.iter().find(is_it).unwrap_or_else(|| panic!("no {kind} of {bulkhead}: {seen:?}"))
+        seen.iter().find(is_it).unwrap_or_else(|| panic!("no {kind} event for {bulkhead}: {seen:?}"))
     };
     for kind in KINDS.split_ascii_whitespace() {
         assert!(seen.iter().any(|event| event["kind"] == kind), "no {kind}");
@@ -575,7 +575,7 @@ fn events_have_the_fields_of_their_kind() {
 }
 
 #[test]
-fn event_stream_continues_stored_events_without_gap() {
+fn event_stream_continues_stored_events_without_gaps() {
     let supervisor = Supervisor::start(&format!("{ONE}[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"));
     let kept = || get(&supervisor, "/v1/events?follow=false").lines();
     let before = kept();
@@ -627,7 +627,7 @@ fn event_stream_continues_stored_events_without_gap() {
 // Jobs.
 
 #[test]
-fn list_of_jobs_is_bounded_and_oldest_first() {
+fn job_list_is_bounded_and_sorted_oldest_first() {
     const JOBS: usize = 20_000;
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 30000\ndeadline = \"600s\"\n\
@@ -638,7 +638,7 @@ fn list_of_jobs_is_bounded_and_oldest_first() {
     supervisor.wait_number("b", "in_flight", 1);
     handles.extend((1..JOBS).map(|_| client.job("b", "").start().unwrap()));
     supervisor.wait_number("b", "queued", JOBS as u64 - 1);
-    // The list is made over several iterations of the event loop.
+    // The list is built over several iterations of the event loop.
     let list = |query: &str| supervisor.get(&format!("/v1/jobs?{query}"));
     let all = list("");
     assert_eq!((&all["total"], all["jobs"].as_array().unwrap().len()), (&JOBS.into(), 100));
@@ -652,7 +652,7 @@ fn list_of_jobs_is_bounded_and_oldest_first() {
     let none = list("bulkhead=other");
     assert_eq!((&none["total"], none["jobs"].as_array().unwrap().len()), (&0.into(), 0));
     handles.iter().for_each(|handle| handle.cancel());
-    wait_for("no job is left", || (list("")["total"] == 0).then_some(()));
+    wait_for("no jobs are left", || (list("")["total"] == 0).then_some(()));
 }
 
 fn number_of(job: &Value) -> u64 {
@@ -660,7 +660,7 @@ fn number_of(job: &Value) -> u64 {
 }
 
 #[test]
-fn job_at_a_fallback_is_listed_and_cancelled_there() {
+fn job_in_a_fallback_is_listed_and_cancelled_there() {
     let supervisor = Supervisor::start(
         "[bulkhead.first]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
          [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\ntenants = { isolate = true }\n",
@@ -688,7 +688,7 @@ fn job_at_a_fallback_is_listed_and_cancelled_there() {
 // Logs.
 
 #[test]
-fn logs_escape_control_characters_of_workers() {
+fn logs_escape_control_characters_in_worker_output() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\nenv = { PATH = \"/usr/bin:/bin\" }\nexec = [\"sh\", \"-c\", \"cat >&2\"]\n\
          [bulkhead.w]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
@@ -724,7 +724,7 @@ fn logs_escape_control_characters_of_workers() {
     assert!(!raw.contains(is_raw), "{raw:?}");
     let raw = live.chunk();
     assert!(!String::from_utf8(raw).unwrap().contains(is_raw));
-    let log = wait_for("the supervisor's log has the escaped output", || {
+    let log = wait_for("the supervisor's log contains the escaped output", || {
         Some(supervisor.log()).filter(|log| log.contains(r"\u{1b}") && log.contains("[cut]"))
     });
     assert!(!log.chars().any(|c| c.is_control() && c != '\n'), "{log:?}");
@@ -736,7 +736,7 @@ fn logs_escape_control_characters_of_workers() {
     assert_eq!(numbers("/v1/bulkheads/x/logs?since=1&limit=1").len(), 1);
     assert!(numbers("/v1/bulkheads/x/logs?since=1000").is_empty());
 
-    let lines = wait_for("the log has a line of both streams", || {
+    let lines = wait_for("the log has a line from each stream", || {
         let lines = get(&supervisor, "/v1/bulkheads/w/logs").lines();
         (lines.len() == 2).then_some(lines)
     });
@@ -753,7 +753,7 @@ fn logs_keep_at_most_1000_lines() {
     let client = Client::connect(supervisor.socket()).unwrap();
     client.job("b", "20000").operation("flood").send().unwrap();
     let lines = get(&supervisor, "/v1/bulkheads/b/logs").lines();
-    assert!((1..=1000).contains(&lines.len()), "{} lines are kept", lines.len());
+    assert!((1..=1000).contains(&lines.len()), "{} lines were kept", lines.len());
     assert_eq!(get(&supervisor, "/healthz").status, 200);
     client.job("b", "").send().unwrap();
 }
@@ -779,7 +779,7 @@ fn sockets_and_created_folders_are_private() {
     assert_eq!(supervisor.stop(), Some(0));
     assert!(!jobs.exists() && !path.join("admin.sock").exists(), "both sockets are removed");
 
-    // By default both sockets are private, and the admin socket is in the folder of the jobs socket.
+    // By default, both sockets are private, and the admin socket is in the same folder as the jobs socket.
     let folder = configured(&format!("[supervisor]\nsocket = \"jobs.sock\"\n{ONE}"));
     let supervisor = Started::start(folder.path(), &[]);
     supervisor.wait_ready();
@@ -798,7 +798,7 @@ fn start_fails_if_socket_path_is_in_use() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(text), "{said}");
     };
-    // A supervisor that was killed leaves sockets behind, which do not prevent a new start.
+    // The sockets that a killed supervisor leaves behind do not prevent a new start.
     drop((UnixListener::bind(path.join("jobs.sock")), UnixListener::bind(path.join("admin.sock"))));
     let mut first = Started::start(path, &[]);
     first.wait_ready();
@@ -841,7 +841,7 @@ fn check_prints_the_effective_configuration() {
     }
     assert_eq!(told.lines().last(), Some("# ok: the configuration is valid"), "{told}");
     assert!(!folder.path().join("jobs.sock").exists(), "nothing is started");
-    // The printed configuration is a valid file, and printing that file gives the same text.
+    // The printed configuration is itself a valid file, and printing that file produces the same text.
     std::fs::write(folder.path().join("workers.toml"), &told).unwrap();
     let again = program(folder.path(), &["--check"]).output().unwrap();
     assert_eq!(String::from_utf8(again.stdout).unwrap(), told);
@@ -942,7 +942,7 @@ fn invalid_command_line_exits_with_status_2() {
 }
 
 #[test]
-fn default_configuration_file_needs_no_option() {
+fn default_configuration_file_is_found_without_an_option() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let check = |variables: &[(&str, &Path)]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));

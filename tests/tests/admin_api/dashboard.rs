@@ -96,7 +96,7 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     let browser = Browser::start()?;
     let site = Site::start(bulkheads);
     browser.resize(1440, 1000);
-    // Discards the log of requests before the page is loaded.
+    // Discards the requests that were logged before the page is loaded.
     browser.log("performance");
     browser.visit(&site.url());
     browser.wait(
@@ -105,8 +105,8 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     Some((site, browser))
 }
 
-/// Checks that the page logged no errors and sent requests only to the supervisor. Ignores failed requests during a
-/// restart of the supervisor.
+/// Checks that the page logged no errors and sent requests only to the supervisor. Ignores requests that failed while
+/// the supervisor was restarting.
 fn check(site: &Site, browser: &Browser) {
     let errors: Vec<Value> = browser
         .log("browser")
@@ -122,7 +122,7 @@ fn check(site: &Site, browser: &Browser) {
             continue;
         }
         let params = &message["message"]["params"];
-        // The browser can still be loading its start pages (chrome:, chrome-untrusted:).
+        // The browser may still be loading its start pages (chrome:, chrome-untrusted:).
         if params["documentURL"].as_str().is_some_and(|document| document.starts_with("chrome")) {
             continue;
         }
@@ -150,7 +150,7 @@ fn dashboard_shows_every_bulkhead_and_new_crashes() {
         "document.querySelector('{} .gauge .value').textContent === '0 / 4'",
         card("thumbnail")
     ));
-    // A card shows a breaker only if the configuration has one.
+    // A card shows a breaker only if one is configured.
     browser.wait(&format!(
         "document.querySelector('{} .breaker').textContent === 'breaker closed'",
         card("sql")
@@ -161,7 +161,7 @@ fn dashboard_shows_every_bulkhead_and_new_crashes() {
     site.crash("thumbnail");
     browser
         .wait("[...document.querySelectorAll('#feed .kind')].some((e) => e.textContent === 'job crashed')");
-    println!("a crash was on the page {:?} after the job was sent", began.elapsed());
+    println!("the page showed the crash {:?} after the job was sent", began.elapsed());
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     browser.wait("document.querySelector('#crashes .cause')?.textContent === 'SIGABRT'");
     browser.click("#crashes summary");
@@ -199,8 +199,7 @@ fn dashboard_lists_failing_bulkheads_first() {
         "[...document.querySelectorAll('.card h3')].map((e) => e.textContent).join() === 'sql,zz,thumbnail,script'",
     );
     assert_eq!(browser.text(&format!("{} .service", card("sql"))), "service failing");
-    // The exact count varies, because the page can show an earlier moment and because the last job can run before its
-    // deadline.
+    // The exact count varies, because the page can lag behind and the last job can run before its deadline.
     browser.wait(&format!(
         "/deadline_exceeded\\/queued: \\d+ of 11/.test(document.querySelector('{} .why')?.textContent)",
         card("sql")
@@ -209,7 +208,7 @@ fn dashboard_lists_failing_bulkheads_first() {
 }
 
 #[test]
-fn dashboard_summarises_troubles_and_folds_healthy_bulkheads() {
+fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
     let _turn = heavy();
     let mut bulkheads =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n"
@@ -231,7 +230,7 @@ fn dashboard_summarises_troubles_and_folds_healthy_bulkheads() {
     assert_eq!(names("#cards"), "zz");
     assert_eq!(names("#folded"), (0..12).map(|n| format!("w{n}")).collect::<Vec<_>>().join(","));
     assert_eq!(browser.text("#fold-title"), "12 other healthy bulkheads");
-    // A search shows matching bulkheads also if they are folded.
+    // A search shows matching bulkheads even if they are folded.
     assert_eq!(browser.value("document.querySelector('#fold').open"), false);
     browser.fill("#filter", "w11");
     browser.wait("document.querySelector('#fold').open && document.querySelectorAll('.card:not([hidden])').length === 1");
@@ -240,7 +239,7 @@ fn dashboard_summarises_troubles_and_folds_healthy_bulkheads() {
     );
     browser.wait("!document.querySelector('#fold').open");
 
-    // Two equal crashes are one group of events.
+    // Two identical crashes form one group of events.
     for _ in 0..2 {
         site.place.job("w3", "abort", &[BEARER], b"a bad payload").problem(502);
     }
@@ -343,8 +342,7 @@ fn dashboard_asks_for_confirmation_before_changes() {
     browser.wait("document.querySelector('#dialog').textContent.includes('unknown key')");
     assert_eq!(browser.value("document.querySelector('#dialog .primary')"), Value::Null);
     let errors = browser.log("browser");
-    // The browser logs each error response. This test provokes such responses, so these entries are not errors of the
-    // page.
+    // The browser logs each error response. This test provokes such responses, so these entries are not page errors.
     let own: Vec<_> = errors.iter().filter(|e| e["level"] == "SEVERE" && e["source"] != "network").collect();
     assert!(own.is_empty(), "{own:#?}");
     check(&site, &browser);
@@ -411,7 +409,7 @@ fn dashboard_shows_markup_in_job_data_as_text() {
     shows("#details pre");
     let made = "document.querySelectorAll('main img, main script, aside img, aside script, pre *').length";
     assert_eq!(browser.value(made), 0);
-    // The Trusted Types policy of the page makes the browser reject injected markup.
+    // The page's Trusted Types policy makes the browser reject injected markup.
     let tried = browser.run(
         "try { document.body.innerHTML += '<img src=x onerror=window.hacked=1>'; return 'done' } catch (e) { return e.name }",
     );
@@ -535,18 +533,18 @@ max_in_flight = 2
 max_queue = 10
 "#;
 
-/// Threads that send jobs until `end` is called. `level` is the percentage of threads that are active.
+/// Threads that send jobs until `end` is called. `level` is the percentage of active threads.
 struct Load {
     level: Arc<AtomicU32>,
     lanes: Vec<JoinHandle<()>>,
 }
 
-/// Value of `level` that ends the threads.
+/// Value of `level` that stops the threads.
 const OVER: u32 = u32::MAX;
 
 impl Load {
-    /// Starts `count` threads that send jobs with this operation and payload, and sleep for `pause` milliseconds after
-    /// each job.
+    /// Starts `count` threads that send jobs with the given operation and payload, and sleep for `pause` milliseconds
+    /// after each job.
     fn begin(
         site: &Site,
         bulkhead: &'static str,
@@ -595,7 +593,7 @@ fn save(browser: &Browser, name: &str) {
 }
 
 #[test]
-fn updates_screenshots_of_documentation() {
+fn updates_documentation_screenshots() {
     if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
         return;
     }
@@ -630,7 +628,7 @@ fn updates_screenshots_of_documentation() {
     browser.press(&["\u{e00c}"]);
     browser.run("document.activeElement.blur()");
 
-    // A storm of crashes, in the dark theme.
+    // Shows a storm of crashes in the dark theme.
     browser.prefer("dark");
     let crashing = Load::begin(&site, "plugin", 4, "abort", "", 30);
     let rarely = Load::begin(&site, "thumbnail", 1, "segv", "", 2500);

@@ -9,12 +9,12 @@ use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of tenants. A supervisor remembers at most 4096 tenants of a bulkhead.
+/// Number of tenants. A supervisor remembers at most 4096 tenants per bulkhead.
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Starts a supervisor with records of [`TENANTS`] tenants. All jobs of these tenants were rejected.
+/// Starts a supervisor that remembers [`TENANTS`] tenants. All jobs of these tenants were rejected.
 fn crowded() -> (Supervisor, Client) {
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
     let supervisor = Supervisor::start(&bulkheads);
@@ -108,7 +108,7 @@ fn many_pending_commands_do_not_delay_shutdown() {
     };
     let asked = (0..100).filter_map(|_| ask()).count();
     assert!(asked > 0);
-    // The second signal ends the drain, which would wait for the running job.
+    // The second signal ends the drain. Otherwise, the drain would wait for the running job.
     supervisor.signal(Signal::SIGTERM);
     supervisor.signal(Signal::SIGINT);
     supervisor.signal(Signal::SIGCONT);

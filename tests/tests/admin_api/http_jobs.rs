@@ -13,7 +13,7 @@ const ONE: &str =
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Checks the fields that every problem document of a job has.
+/// Checks the fields that all problem documents about jobs share.
 #[track_caller]
 fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &str) -> Value {
     let problem = answer.problem(status);
@@ -45,7 +45,7 @@ fn http_job_returns_result_and_outcome_headers() {
         let payload: Vec<u8> = (0..size).map(|i| (i * 7) as u8).collect();
         let answer = place.job("b", "echo", &[&format!("traceparent: {TRACEPARENT}")], &payload);
         assert_eq!(answer.status, 200, "{}", answer.text());
-        assert!(answer.body == payload, "{size} bytes come back");
+        assert!(answer.body == payload, "{size} bytes come back unchanged");
         assert_eq!(answer.header("content-type"), "application/octet-stream");
         assert_eq!(answer.header("content-length"), size.to_string());
         assert_eq!(answer.header("bulkhead-outcome"), "ok");
@@ -73,7 +73,7 @@ fn http_job_returns_result_and_outcome_headers() {
         socket.write_all(b"0\r\n\r\n").unwrap();
         let answer = Answer::read(socket).expect("a response");
         assert_eq!(answer.status, 200, "{}", answer.text());
-        assert!(answer.body == payload, "{size} bytes come back");
+        assert!(answer.body == payload, "{size} bytes come back unchanged");
     }
     assert_eq!(supervisor.number("b", "done"), 2 * sizes.len() as u64);
 }
@@ -123,7 +123,7 @@ fn request_headers_set_deadline_tenant_and_trace() {
 }
 
 #[test]
-fn failed_jobs_get_problem_documents() {
+fn failed_jobs_return_problem_documents() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\nmax_result = 1000\n\
                  deadline = \"20s\"\nmax_queue = 4\n\
@@ -162,7 +162,7 @@ fn failed_jobs_get_problem_documents() {
     assert!(problem["worker_pid"].is_number(), "{problem}");
     let problem = check(&place.job("b", "segv", &[], b""), 502, "crashed", "signal", "unknown");
     assert_eq!(problem["signal"], "SIGSEGV");
-    let report = problem["report"].as_str().expect("the id of a crash report");
+    let report = problem["report"].as_str().expect("the problem names a crash report");
     let listed = supervisor.get(&format!("/v1/crashes/{report}"));
     assert_eq!(listed["jobs"][0]["job"], problem["job"], "{listed}");
     let problem = check(
@@ -176,7 +176,7 @@ fn failed_jobs_get_problem_documents() {
     check(&place.job("protocol", "", &[], b""), 502, "crashed", "protocol", "unknown");
     check(&place.job("hung", "stop", &[], b""), 502, "crashed", "hung", "unknown");
 
-    // A neighbour with a shorter deadline hangs, so that the supervisor kills the shared worker.
+    // A neighbour with a shorter deadline hangs, so the supervisor kills the shared worker.
     let guilty = {
         let place = place.clone();
         std::thread::spawn(move || place.job("shared", "hang", &[], b""))
@@ -193,7 +193,7 @@ fn failed_jobs_get_problem_documents() {
     check(&place.job("poison", "abort", &[], b"bad"), 422, "rejected", "quarantined", "no");
     assert_eq!(place.job("rate", "echo", &[], b"").status, 200);
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 0"], b""), 429, "rejected", "rate_limited", "no");
-    // A cost above the burst can never be served. The response still has `retry_after_ms`.
+    // A job whose cost exceeds the burst can never be served. The response still contains `retry_after_ms`.
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 9"], b""), 429, "rejected", "rate_limited", "no");
     let broken = "the bulkhead `broken` has failed";
     wait_for(broken, || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));
@@ -204,7 +204,7 @@ fn failed_jobs_get_problem_documents() {
     check(&place.job("hung", "echo", &[], b""), 503, "rejected", "draining", "no");
 }
 
-/// Occupies the only permit of a bulkhead until the file `go` exists, and queues `waiting` further jobs.
+/// Occupies a bulkhead's only permit until the file `go` exists, and queues `waiting` further jobs.
 fn crowd(
     place: &Place,
     supervisor: &Supervisor,
@@ -221,7 +221,7 @@ fn crowd(
 }
 
 #[test]
-fn overloaded_bulkhead_names_the_reject_reason() {
+fn overload_rejection_names_the_reason() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"6MiB\"\n",
         "[defaults]\ndeadline = \"10m\"\ncwd = \".\"\n\
@@ -295,7 +295,7 @@ fn overloaded_bulkhead_names_the_reject_reason() {
 }
 
 #[test]
-fn too_large_payload_is_rejected_before_it_arrives() {
+fn oversized_payload_is_rejected_before_it_arrives() {
     let supervisor = Supervisor::start(&format!("{ONE}max_payload = 1000\n"));
     let place = Place::of(&supervisor);
     let begin = |headers: &[&str], length: Option<usize>| {
@@ -304,7 +304,7 @@ fn too_large_payload_is_rejected_before_it_arrives() {
         socket
     };
     for length in [1001, 65_537, 1 << 30, (1 << 30) + 1, usize::MAX >> 8] {
-        // The client sends no byte of the payload.
+        // The client does not send any of the payload.
         let problem =
             check(&Answer::read(begin(&[], Some(length))).unwrap(), 413, "rejected", "too_large", "no");
         let detail = problem["detail"].as_str().unwrap();
@@ -369,7 +369,7 @@ fn disconnecting_client_cancels_its_job() {
 }
 
 #[test]
-fn http_connection_serves_only_one_job() {
+fn admin_http_connection_serves_only_one_job() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     let mut socket = place.connect();
@@ -432,7 +432,7 @@ fn malformed_requests_are_rejected() {
     assert_eq!(supervisor.number("b", "submitted"), 0);
 }
 
-/// Reads from a connection until its end and returns all bytes.
+/// Reads from a connection until it closes. Returns all bytes.
 fn drain(mut socket: Socket) -> Vec<u8> {
     socket.give_up_after(2 * PATIENCE);
     let mut bytes = Vec::new();
@@ -440,7 +440,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// Covers rejections in the control plane, which never reach the data plane.
+/// Covers jobs that the control plane rejects, so that they never reach the data plane.
 #[test]
 fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);
@@ -484,7 +484,7 @@ fn slow_clients_are_disconnected_without_delaying_others() {
     let mut changes = place.connect();
     changes.send_head("PATCH", "/v1/bulkheads/b", &["Expect: 100-continue"], Some(10));
 
-    // Other clients are served meanwhile.
+    // In the meantime, other clients are served.
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
     let waiters: Vec<_> = slow.into_iter().map(|socket| std::thread::spawn(move || drain(socket))).collect();
     let changes = std::thread::spawn(move || drain(changes));
@@ -508,7 +508,7 @@ fn slow_clients_are_disconnected_without_delaying_others() {
 }
 
 #[test]
-fn http_job_beyond_128_concurrent_jobs_is_rejected() {
+fn http_job_is_rejected_while_128_other_jobs_are_pending() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\ncwd = \".\"\ndeadline = \"60s\"\n",
     );
@@ -579,7 +579,7 @@ fn chunked_payloads_stay_within_memory_budget() {
     let statuses: Vec<u16> = statuses.collect();
     assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{statuses:?}");
     assert!(statuses.iter().filter(|status| **status == 503).count() >= 64, "{statuses:?}");
-    // All of the memory is free again.
+    // All of the memory budget is free again.
     assert_eq!(place.job("b", "echo", &[], &vec![1; 4 << 20]).status, 200);
     println!(
         "memory grew by at most {grown} MiB, {} served",

@@ -1,5 +1,4 @@
-//! Jobs over HTTP at `jobs_http`: connections that are kept alive, tokens, limits of connections, and hostile
-//! clients.
+//! Jobs over HTTP at `jobs_http`: kept-alive connections, tokens, connection limits, and hostile clients.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -17,7 +16,7 @@ const TOKEN: &str = "Authorization: Bearer a-token-for-the-jobs";
 const READER: &str = "Authorization: Bearer a-token-for-readers";
 const ADMIN: &str = "Authorization: Bearer a-token-for-operators";
 
-/// Returns a folder with the files of three tokens.
+/// Returns a folder that contains three token files.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let tokens = [
@@ -37,7 +36,7 @@ fn write_token(folder: &std::path::Path, name: &str, token: &str) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// The keys of both TCP listeners.
+/// Configuration keys of both TCP listeners.
 const LISTENERS: &str = "jobs_http = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\nhttp_token_file = \"admin\"\n";
 
 /// Starts a supervisor with both listeners and two tokens.
@@ -53,7 +52,7 @@ fn start() -> (Supervisor, Place) {
     start_with("", ONE)
 }
 
-/// Sends a job with the token on a connection that is kept alive.
+/// Sends a job with the token on a kept-alive connection.
 fn job(connection: &mut KeptAlive, operation: &str, payload: &[u8]) -> Option<Answer> {
     connection.ask("POST", JOBS, &[TOKEN, &format!("Bulkhead-Operation: {operation}")], payload)
 }
@@ -75,7 +74,7 @@ fn kept_alive_connection_serves_jobs_of_any_size() {
         let payload: Vec<u8> = (0..size).map(|i| (i * 7) as u8).collect();
         let answer = job(&mut connection, "echo", &payload).expect("an answer");
         assert_eq!((answer.status, answer.header("connection")), (200, ""), "{}", answer.text());
-        assert!(answer.body == payload, "{size} bytes come back");
+        assert!(answer.body == payload, "{size} bytes come back unchanged");
         assert_eq!(
             (answer.header("bulkhead-executed"), answer.header("bulkhead-retryable")),
             ("yes", "false")
@@ -91,7 +90,7 @@ fn kept_alive_connection_serves_jobs_of_any_size() {
             ("no", "not_found")
         );
         if size > 65_536 {
-            // The payload of a rejected job was not read, so that the connection must close.
+            // The payload of a rejected job was not read, so the connection must close.
             assert_eq!(unknown.header("connection"), "close");
             connection = place.keep_alive();
         } else {
@@ -130,7 +129,7 @@ fn pipelined_jobs_are_answered_in_order() {
 }
 
 #[test]
-fn jobs_listener_serves_nothing_else() {
+fn jobs_listener_serves_only_jobs_and_health_checks() {
     let (supervisor, place) = start();
     for path in ["/healthz", "/readyz", "/readyz?bulkhead=b"] {
         for host in ["Host: evil.example", "Host: 10.0.0.1:1", "Host:"] {
@@ -211,7 +210,7 @@ fn jobs_require_a_token_that_permits_jobs() {
 }
 
 #[test]
-fn access_tokens_can_only_read_the_admin_api() {
+fn admin_api_is_read_only_for_access_tokens() {
     let crash = "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n";
     let (supervisor, place) = start_with("", &format!("{ONE}{crash}"));
     let admin = Place::tcp(&supervisor);
@@ -315,7 +314,7 @@ fn access_entry_restricts_jobs_of_its_token() {
         let executed = if status == 200 { "yes" } else { "no" };
         assert_eq!(answer.header("bulkhead-executed"), executed, "{bulkhead} {tenant}");
     }
-    // The entries say nothing about the jobs socket.
+    // The entries do not apply to the jobs socket.
     assert!(bulkhead_client::blocking::Client::connect(supervisor.socket()).is_ok());
 }
 
@@ -332,14 +331,14 @@ fn reload_replaces_tokens_at_once() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 401);
     let another = "Authorization: Bearer another-token-for-jobs";
     assert_eq!(connection.ask("POST", JOBS, &[another], b"x").unwrap().status, 200);
-    // Permissions apply to the next job of a connection.
+    // Changed permissions apply to the next job on a connection.
     let entries = "[[access]]\ntoken_file = \"jobs\"\ntenants = [\"acme\"]\n";
     supervisor.configure(LISTENERS, &format!("{entries}{ONE}"));
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_reloaded", 2);
     assert_eq!(connection.ask("POST", JOBS, &[another], b"x").unwrap().status, 403);
     assert_eq!(connection.ask("POST", JOBS, &[another, "Bulkhead-Tenant: acme"], b"x").unwrap().status, 200);
-    // A token file that is missing keeps the previous configuration.
+    // If a token file is missing, the previous configuration stays in force.
     std::fs::remove_file(supervisor.file("jobs")).unwrap();
     supervisor.signal(Signal::SIGHUP);
     let rejected = &supervisor.wait_events("config_rejected", 1)[0];
@@ -347,7 +346,7 @@ fn reload_replaces_tokens_at_once() {
     assert_eq!(connection.ask("POST", JOBS, &[another, "Bulkhead-Tenant: acme"], b"x").unwrap().status, 200);
 }
 
-/// Sends bytes and returns everything that comes back, or the error.
+/// Sends raw bytes. Returns the complete response, or the error.
 fn raw(place: &Place, request: &[u8]) -> std::io::Result<String> {
     let mut socket = place.connect();
     let _ = socket.write_all(request);
@@ -357,7 +356,7 @@ fn raw(place: &Place, request: &[u8]) -> std::io::Result<String> {
 }
 
 #[test]
-fn invalid_requests_get_an_answer_and_run_no_job() {
+fn invalid_requests_are_answered_and_run_no_job() {
     let (supervisor, place) = start_with("", &format!("{ONE}max_payload = 1000\n"));
     let head = format!("POST {JOBS} HTTP/1.1\r\nHost: x\r\n{TOKEN}\r\n");
     let long = |n: usize| "x".repeat(n);
@@ -386,7 +385,7 @@ fn invalid_requests_get_an_answer_and_run_no_job() {
         // The supervisor may respond before the whole request is sent.
         let _ = socket.write_all(request.as_bytes());
         let answer = Answer::read(socket).unwrap_or_else(|| panic!("no answer to {shown:?}"));
-        // A path that exceeds the maximum size of the head can be reported with either status.
+        // A path that exceeds the maximum size of the request head can be rejected with either status.
         let status = if status == 414 { answer.status.clamp(414, 431) } else { status };
         answer.problem(status);
         assert_eq!(answer.header("bulkhead-executed"), "no", "{shown:?}");
@@ -397,8 +396,8 @@ fn invalid_requests_get_an_answer_and_run_no_job() {
     assert_eq!(job(&mut connection, "echo", b"x").unwrap().status, 200);
 }
 
-/// Sends a request with both a length and an encoding. The encoding takes precedence, so that no part of the payload
-/// is parsed as another request.
+/// Sends a request with both `Content-Length` and `Transfer-Encoding`. The latter takes precedence, so no part of the
+/// payload is parsed as another request.
 #[test]
 fn smuggled_request_is_never_served() {
     let (supervisor, place) = start();
@@ -449,7 +448,7 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         );
         assert_eq!(place.ask("GET", "/readyz", &[], b"").status, 200);
     }
-    // More silent connections than may wait: the oldest are refused, and health checks are served.
+    // Opens more silent connections than can wait. The oldest are refused, and health checks are served.
     let mut silent: Vec<KeptAlive> = (0..10).map(|_| place.keep_alive()).collect();
     assert_eq!(silent[0].answer().expect("the oldest is refused").status, 503);
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
@@ -463,7 +462,7 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
         assert_eq!(connection.answer().expect("an answer").status, 200);
     }
     drop(silent);
-    // An idle connection makes room for another one. A connection is idle a moment after its response.
+    // An idle connection is closed to make room for another. A connection becomes idle shortly after its response.
     let _later = wait_for("a further connection is served", || {
         let mut later = place.keep_alive();
         (job(&mut later, "echo", b"x").unwrap().status == 200).then_some(later)
@@ -476,15 +475,15 @@ fn connections_beyond_the_maximum_are_refused_without_a_reset() {
     });
     let other = &mut running[1 - closed];
     other.socket().give_up_after(PATIENCE);
-    assert_eq!(job(other, "echo", b"x").expect("the other is still open").status, 200);
+    assert_eq!(job(other, "echo", b"x").expect("the other connection is still open").status, 200);
 }
 
 #[test]
-fn clients_without_a_token_do_not_hold_connections() {
+fn clients_without_a_token_cannot_hold_connections() {
     let (_supervisor, place) = start_with("jobs_http_max = 8", ONE);
     let mut known = place.keep_alive();
     assert_eq!(job(&mut known, "echo", b"x").unwrap().status, 200);
-    // Connections that have begun a request, that have sent a wrong token, and that are silent.
+    // Connections that have begun a request, have sent a wrong token, or are silent.
     let mut strangers: Vec<KeptAlive> = Vec::new();
     for n in 0..40 {
         let mut stranger = place.keep_alive();
@@ -504,7 +503,7 @@ fn clients_without_a_token_do_not_hold_connections() {
 }
 
 #[test]
-fn thousand_connections_are_served_at_once() {
+fn a_thousand_connections_are_served_at_once() {
     let (supervisor, place) = start();
     let mut connections: Vec<KeptAlive> = (0..1000).map(|_| place.keep_alive()).collect();
     let headers = [TOKEN, "Bulkhead-Operation: steps:wait go"];
@@ -542,13 +541,13 @@ fn jobs_are_accepted_during_the_drain_notice() {
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
     let answer = job(&mut connection, "echo", b"x").expect("an answer");
     if answer.status == 503 {
-        // The machine was busy for the whole notice.
+        // The machine was busy for the whole notice period.
         assert_eq!(answer.header("bulkhead-reason"), "draining");
     } else {
         assert_eq!((answer.status, answer.header("connection")), (200, "close"));
         assert!(connection.is_closed());
     }
-    // In the drain, connections are still accepted, and jobs are rejected.
+    // During the drain, connections are still accepted, but jobs are rejected.
     wait_for("the drain has begun", || {
         let answer = place.job("b", "echo", &[TOKEN], b"x");
         (answer.status == 503).then(|| {
@@ -562,8 +561,8 @@ fn jobs_are_accepted_during_the_drain_notice() {
     let refused = job(&mut later, "echo", b"x").expect("an answer");
     assert_eq!((refused.status, refused.header("bulkhead-reason")), (503, "draining"));
     supervisor.touch("go");
-    assert_eq!(running.answer().expect("the running job ends").status, 200);
-    assert!(idle.is_closed(), "an idle connection ends in order");
+    assert_eq!(running.answer().expect("the running job has an answer").status, 200);
+    assert!(idle.is_closed(), "an idle connection is closed without an error");
     assert_eq!(supervisor.wait().code(), Some(0));
     let error = std::net::TcpStream::connect(match place {
         Place::Tcp(address) => address,
@@ -586,9 +585,10 @@ fn second_signal_ends_the_drain_notice() {
     assert_eq!(supervisor.wait().code(), Some(0));
 }
 
-/// A token sends chunked payloads until its share of the memory is full. The supervisor's own user still gets a share.
+/// A client with a token sends chunked payloads until its share of the memory is used up. The supervisor's own user
+/// still gets a share.
 #[test]
-fn token_cannot_take_memory_share_of_another_user() {
+fn token_holder_cannot_use_memory_share_of_another_user() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);
     let piece = vec![7; 1 << 20];
     let senders: Vec<_> = (0..12)
@@ -609,7 +609,7 @@ fn token_cannot_take_memory_share_of_another_user() {
         })
         .collect();
     let sockets: Vec<_> = senders.into_iter().map(|sender| sender.join().unwrap()).collect();
-    // The supervisor's own user is below an equal share, so it is served regardless of the token's payloads.
+    // The supervisor's own user uses less than an equal share, so its job is served regardless of the token's payloads.
     let own = Place::of(&supervisor);
     for _ in 0..3 {
         let answer = own.job("b", "echo", &[], &vec![1; 4 << 20]);

@@ -1,5 +1,5 @@
 //! Two supervisors behind HAProxy, with the configuration of `deploy/haproxy`. Hosts stop and die under load, and each
-//! job is counted where it runs.
+//! host records the jobs that it runs.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -36,7 +36,7 @@ impl Drop for Proxy {
 }
 
 impl Proxy {
-    /// Starts HAProxy in front of the hosts. Returns `None`, with a note, if HAProxy is not installed.
+    /// Starts HAProxy in front of the hosts. Prints a note and returns `None` if HAProxy is not installed.
     fn start(hosts: [SocketAddr; 2]) -> Option<Self> {
         if Command::new("haproxy").arg("-v").output().is_err() {
             not_run!("haproxy is not installed: install Debian's package haproxy");
@@ -82,20 +82,20 @@ impl Host {
         Self { supervisor: launch(address, keys, ""), address }
     }
 
-    /// Stops the supervisor as a service manager does, and starts another one.
+    /// Stops the supervisor as a service manager does, and starts a new one.
     fn restart(&mut self, keys: &str) {
         self.supervisor.signal(Signal::SIGTERM);
         assert_eq!(self.supervisor.wait().code(), Some(0));
         self.supervisor = launch(self.address, keys, &self.runs());
     }
 
-    /// Returns the trace contexts of the jobs that began here, one per line.
+    /// Returns the trace contexts of the jobs that began on this host, one per line.
     fn runs(&self) -> String {
         std::fs::read_to_string(self.supervisor.file("runs")).unwrap_or_default()
     }
 }
 
-/// Starts a supervisor in a new folder with the jobs that began before.
+/// Starts a supervisor in a new folder that contains the record of earlier jobs.
 fn launch(address: SocketAddr, keys: &str, runs: &str) -> Supervisor {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("runs"), runs).unwrap();
@@ -110,7 +110,7 @@ fn write_token(folder: &Path) {
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// Result of a job as its caller saw it.
+/// Result of a job as seen by its caller.
 #[derive(Debug)]
 struct Seen {
     number: usize,
@@ -119,7 +119,7 @@ struct Seen {
     told: String,
 }
 
-/// Sends jobs from `CALLERS` callers until `is_over` returns true for the number of jobs begun so far.
+/// Sends jobs from `CALLERS` callers until `is_over`, called with the number of jobs sent so far, returns true.
 fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
     let begun = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -160,7 +160,7 @@ fn trace(number: usize) -> String {
     format!("00-{:032x}-b7ad6b7169203331-01", number + 1)
 }
 
-/// Returns how often each job began.
+/// Returns the number of times that each job began.
 fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
     tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
 }
@@ -185,7 +185,7 @@ fn results(seen: &[Seen]) -> BTreeMap<&str, usize> {
 }
 
 #[test]
-fn stop_with_drain_notice_fails_no_job() {
+fn stop_with_drain_notice_does_not_fail_any_jobs() {
     let keys = "drain_notice = \"1s\"";
     let hosts = [Host::start(keys), Host::start(keys)];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
@@ -201,7 +201,7 @@ fn stop_with_drain_notice_fails_no_job() {
     assert_eq!(stopped.load(Ordering::SeqCst), 1);
     assert_eq!(results(&seen), BTreeMap::from([("200  yes", 1000)]));
     check_runs(&seen, &runs(&[first, second]));
-    println!("{} jobs on the host that stayed", second.runs().lines().count());
+    println!("{} jobs ran on the host that stayed up", second.runs().lines().count());
 }
 
 #[test]
@@ -223,9 +223,9 @@ fn killed_host_fails_only_jobs_in_flight() {
     println!("lost: {}, {:?}", lost.len(), results(&seen));
 }
 
-/// Each host stops four times, without a notice, while jobs run and wait.
+/// Each host stops four times, without a drain notice, while jobs run and wait.
 #[test]
-fn stops_under_load_reset_no_connection() {
+fn stopping_hosts_under_load_does_not_reset_connections() {
     let mut hosts = [Host::start(""), Host::start("")];
     let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
     let stops = AtomicUsize::new(0);
@@ -236,7 +236,7 @@ fn stops_under_load_reset_no_connection() {
             let before = host.runs().lines().count();
             wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
             host.restart("");
-            // A new job shows that the proxy has noticed that the host is back.
+            // A new job on the host shows that the proxy knows that the host is back.
             let before = host.runs().lines().count();
             wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
             stops.fetch_add(1, Ordering::SeqCst);
@@ -245,7 +245,7 @@ fn stops_under_load_reset_no_connection() {
     });
     let results = results(&seen);
     println!("{} jobs: {results:?}", seen.len());
-    // A backend of the proxy may not have noticed yet that the other host is back.
+    // The proxy may not know yet that the other host is back.
     let is_refusal = |told: &str| told.starts_with("503 ") && told.ends_with(" no");
     assert!(results.keys().all(|told| *told == "200  yes" || is_refusal(told)), "{results:?}");
     assert!(results["200  yes"] > seen.len() / 2, "{results:?}");

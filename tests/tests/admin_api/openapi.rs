@@ -28,7 +28,7 @@ fn start() -> (Supervisor, Place) {
     (supervisor, place)
 }
 
-/// Crashes a worker, so that there is a crash report. Returns the id of the report.
+/// Crashes a worker to create a crash report. Returns the ID of the report.
 fn crash(supervisor: &Supervisor, place: &Place) -> String {
     place.job("b", "abort", &[BEARER], b"").problem(502);
     wait_for("there is a crash report", || {
@@ -37,8 +37,7 @@ fn crash(supervisor: &Supervisor, place: &Place) -> String {
     })
 }
 
-/// Starts a job that runs until it is cancelled or the connection closes. Returns the connection, and the number of the
-/// job.
+/// Starts a job that runs until it is cancelled or the connection closes. Returns the connection and the job's number.
 fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
     let head = [BEARER, "Bulkhead-Operation: yield", "Content-Type: application/octet-stream"];
     let mut connection = place.keep_alive();
@@ -50,7 +49,7 @@ fn running_job(supervisor: &Supervisor, place: &Place) -> (KeptAlive, String) {
     (connection, number)
 }
 
-/// Returns every operation of the document (path, method, description).
+/// Returns every operation in the document (path, method, description).
 fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let paths = document["paths"].as_object().expect("paths");
     let each = paths.iter().flat_map(|(path, methods)| {
@@ -94,7 +93,7 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
         _ => panic!("{asked}: {kind} is not a type"),
     };
     match &schema["type"] {
-        Value::Array(kinds) => assert!(kinds.iter().any(is_of), "{asked}: {value} is none of {kinds:?}"),
+        Value::Array(kinds) => assert!(kinds.iter().any(is_of), "{asked}: {value} is not one of {kinds:?}"),
         Value::Null => {}
         kind => assert!(is_of(kind), "{asked}: {value} is not of type {kind}"),
     }
@@ -102,7 +101,7 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
         assert!(value.get(name.as_str().unwrap()).is_some(), "{asked}: {name} is missing in {value}");
     }
     if let Some(words) = schema["enum"].as_array() {
-        assert!(words.contains(value), "{asked}: {value} is none of {words:?}");
+        assert!(words.contains(value), "{asked}: {value} is not one of {words:?}");
     }
     for (name, property) in schema["properties"].as_object().into_iter().flatten() {
         if let Some(value) = value.get(name) {
@@ -270,7 +269,7 @@ fn schemathesis() -> Option<PathBuf> {
 fn generated_requests_match_the_openapi_document() {
     let Some(program) = schemathesis() else {
         not_run!(
-            "schemathesis is not installed: run `pip install schemathesis`, and put the program into PATH or \
+            "schemathesis is not installed: run `pip install schemathesis`, and add the program to PATH or \
              name the program in SCHEMATHESIS"
         );
         return;

@@ -39,7 +39,7 @@ fn start() -> (Supervisor, Place) {
     start_at("127.0.0.1:0", ONE)
 }
 
-/// Sends `request` and returns everything that comes back.
+/// Sends `request` and returns the complete response.
 fn raw(place: &Place, request: &str) -> String {
     let mut socket = place.connect();
     socket.write_all(request.as_bytes()).unwrap();
@@ -60,7 +60,7 @@ fn health_checks_need_no_host_header() {
         let answer = raw(&place, request);
         assert!(answer.lines().next().unwrap().ends_with(" 200 OK"), "{request:?}: {answer}");
     }
-    // Load balancers probe under any name.
+    // Load balancers send health checks with any host name.
     for request in [
         "GET /healthz HTTP/1.1\r\nHost: any.example\r\n\r\n",
         "GET /readyz?bulkhead=b HTTP/1.1\r\nHost: 10.1.2.3:80\r\n\r\n",
@@ -82,7 +82,7 @@ fn health_checks_need_no_host_header() {
 }
 
 #[test]
-fn response_has_one_connection_close_header() {
+fn response_has_exactly_one_connection_close_header() {
     let (supervisor, place) = start();
     for place in [place, Place::of(&supervisor)] {
         for path in ["/healthz", "/v1/nothing"] {
@@ -145,7 +145,7 @@ fn routes_except_health_checks_require_the_token() {
         }
     }
     place.ask("GET", &format!("/v1/bulkheads?token={TOKEN}"), &[], b"").problem(401);
-    // A rejected job over TCP has an outcome too.
+    // A job rejected over TCP also has an outcome.
     let told = |problem: &serde_json::Value| {
         json!(["outcome", "reason", "bulkhead", "executed", "retryable"].map(|field| &problem[field]))
     };
@@ -170,10 +170,10 @@ fn routes_except_health_checks_require_the_token() {
 }
 
 #[test]
-fn foreign_web_pages_are_forbidden() {
+fn requests_from_foreign_web_pages_are_forbidden() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // DNS rebinding: the Host header has a foreign name that resolves to the address of the supervisor.
+    // DNS rebinding: the Host header contains a foreign name that resolves to the supervisor's address.
     for host in [
         "Host: evil.example",
         "Host: evil.example:9464",
@@ -189,7 +189,7 @@ fn foreign_web_pages_are_forbidden() {
     for host in ["Host: localhost", "Host: LOCALHOST:1", "Host: 127.0.0.1:8080", "Host: [::1]"] {
         assert_eq!(place.ask("GET", "/v1/bulkheads", &[host, BEARER], b"").status, 200, "{host}");
     }
-    // Cross-origin requests by scripts and forms of other sites.
+    // Cross-origin requests from scripts and forms on other sites.
     let host = format!("Host: {address}");
     for origin in ["http://evil.example", "null", "https://localhost", "http://127.0.0.1:1"] {
         let origin = format!("Origin: {origin}");
@@ -204,7 +204,7 @@ fn foreign_web_pages_are_forbidden() {
     let same = format!("Origin: http://{address}");
     assert_eq!(place.ask("POST", "/v1/bulkheads/b/reset", &[&host, &same, BEARER], b"").status, 200);
 
-    // Changes require the content type `application/json`, which a form of another site cannot send.
+    // Changes require the content type `application/json`, which a form on another site cannot send.
     let change = br#"{"max_queue": 5}"#;
     for kind in [
         "text/plain",
@@ -221,7 +221,7 @@ fn foreign_web_pages_are_forbidden() {
         let kind = format!("Content-Type: {kind}");
         assert_eq!(place.ask("PATCH", "/v1/bulkheads/b", &[BEARER, &kind], change).status, 200);
     }
-    // A browser adds saved credentials to a request even if a form of another site sends the request.
+    // A browser adds saved credentials to a request even if a form on another site sends the request.
     for from in [
         "Origin: http://evil.example",
         "Origin: null",
@@ -257,7 +257,7 @@ fn foreign_web_pages_are_forbidden() {
         .problem(403);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Sec-Fetch-Site: cross-site"], b"").problem(403);
 
-    // A CORS preflight request of another site is rejected.
+    // A CORS preflight request from another site is rejected.
     let ask = [
         "Origin: http://evil.example",
         "Access-Control-Request-Method: POST",
@@ -371,7 +371,7 @@ fn malformed_and_stalled_requests_do_not_block_others() {
             held.push(socket);
         }
     }
-    // A payload without a token is rejected long before the last byte.
+    // A payload without a token is rejected long before its last byte.
     let mut socket = place.connect();
     socket.send_head("POST", "/v1/bulkheads/b/jobs", &[], Some(1 << 30));
     let piece = vec![0; 1 << 20];

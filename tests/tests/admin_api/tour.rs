@@ -6,20 +6,20 @@ use std::process::{Command, Stdio};
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, not_run, wait_for};
 
-/// Returns the commands of a section, each on one line.
+/// Returns the commands in a section, with each command on one line.
 fn commands(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations/http.md");
-    let text = std::fs::read_to_string(path).expect("the documentation is there");
-    let (_, rest) = text.split_once(&format!("\n## {section}\n")).expect("the section is there");
-    let section = rest.split("\n## ").next().expect("the end of the section");
+    let text = std::fs::read_to_string(path).expect("the page exists");
+    let (_, rest) = text.split_once(&format!("\n## {section}\n")).expect("the section exists");
+    let section = rest.split("\n## ").next().expect("the section ends");
     let blocks = section.split("\n```sh\n").skip(1).filter_map(|block| block.split("\n```").next());
     let whole = blocks.map(|block| block.replace("\\\n", "")).collect::<Vec<_>>().join("\n");
     whole.lines().map(str::to_owned).collect()
 }
 
-/// Runs a command of the documentation with the test's paths and address. Returns the output.
+/// Runs a command from the documentation with the test's paths and address. Returns the output.
 fn run(folder: &Path, command: &str, address: &str) -> String {
-    let here = |name: &str| folder.join(name).to_str().expect("an ordinary path").to_owned();
+    let here = |name: &str| folder.join(name).to_str().expect("the path is valid UTF-8").to_owned();
     let command = command
         .replace("/run/bulkhead/admin.sock", &here("admin.sock"))
         .replace("/etc/bulkhead/token", &here("token"))
@@ -30,7 +30,7 @@ fn run(folder: &Path, command: &str, address: &str) -> String {
         .current_dir(folder)
         .stdin(Stdio::null())
         .output()
-        .expect("there is a shell");
+        .expect("the shell runs");
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let complained = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{command}\n{} {said}{complained}", output.status);

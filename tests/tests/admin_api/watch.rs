@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
 
-/// A message of the stream.
+/// A message in the stream.
 #[derive(Debug)]
 struct Said {
     event: String,
@@ -29,18 +29,18 @@ impl Watcher {
         let mut reader = BufReader::new(socket);
         let mut head = String::new();
         while !head.ends_with("\r\n\r\n") {
-            assert!(reader.read_line(&mut head).expect("a head in time") > 0, "{head}");
+            assert!(reader.read_line(&mut head).expect("the response head arrives in time") > 0, "{head}");
         }
         assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/event-stream"), "{head}");
         Self(reader)
     }
 
-    /// Returns the next message, or `None` at the end. Skips chunk sizes and comments.
+    /// Returns the next message, or `None` if the stream has ended. Skips chunk sizes and comments.
     fn next(&mut self) -> Option<Said> {
         let mut said = Said { event: String::new(), id: None, data: Value::Null };
         loop {
             let mut line = String::new();
-            if self.0.read_line(&mut line).expect("something in time") == 0 {
+            if self.0.read_line(&mut line).expect("a line arrives in time") == 0 {
                 return None;
             }
             let line = line.trim_end();
@@ -117,7 +117,7 @@ fn watch_accepts_128_concurrent_clients() {
         watchers.iter_mut().map(|it| it.next_of("bulkheads").data["at"].to_string()).collect();
     let different = bulkhead_tests::tally(moments).len();
     assert!(different <= 50, "{different} moments for 100 watchers");
-    // At most 128 watchers can connect. A watcher that disconnects makes room for another one.
+    // At most 128 watchers can connect. When a watcher disconnects, another can connect.
     let rest: Vec<_> = (100..128).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
     Place::of(&supervisor).ask("GET", "/v1/watch", &[], b"").problem(503);
     drop((watchers, rest));
@@ -128,7 +128,7 @@ fn watch_accepts_128_concurrent_clients() {
         BufReader::new(socket).read_line(&mut line).ok()?;
         line.starts_with("HTTP/1.1 200").then_some(())
     });
-    // If there was no watcher for a while, a new watcher still gets the current state.
+    // After a while without watchers, a new watcher still gets the current state.
     let done = supervisor.number("b", "done");
     Place::of(&supervisor).job("b", "echo", &[], b"");
     let mut late = Watcher::begin(&supervisor, "", &[]);

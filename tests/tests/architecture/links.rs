@@ -1,4 +1,4 @@
-//! Checks the links of the repository: between pages, to headings, and from code and messages to pages. Links to other
+//! Checks the links in the repository: between pages, to headings, and from code and messages to pages. Links to other
 //! sites are not checked.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,7 +10,7 @@ use super::workspace;
 /// Extensions of files whose comments and messages can name a page.
 const CODE: [&str; 11] = ["c", "cfg", "h", "html", "js", "py", "rs", "service", "sh", "toml", "yml"];
 
-/// Collects the files below a folder, except in hidden folders, build output and vendored projects.
+/// Collects all files below a folder, except those in hidden folders, build output and vendored projects.
 fn files(folder: &Path, into: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let entry = entry.unwrap();
@@ -41,7 +41,7 @@ fn prose(page: &str) -> String {
             (Some(open), Some(marker)) if open == marker => fence = None,
             (Some(_), _) => {}
             (None, None) => {
-                // Every second part is a code span. An unclosed span at the end of the line is text.
+                // Every other part is a code span. An unclosed span at the end of the line is text.
                 let parts: Vec<_> = line.split('`').collect();
                 for (at, part) in parts.iter().enumerate() {
                     if at % 2 == 0 || at + 1 == parts.len() {
@@ -55,7 +55,7 @@ fn prose(page: &str) -> String {
     out
 }
 
-/// Returns the targets of the links of a page, from Markdown and HTML.
+/// Returns the link targets in a page, from Markdown and HTML.
 fn targets(page: &str) -> BTreeSet<String> {
     let text = prose(page);
     let after = |start: &'static str, ends: &'static [char]| {
@@ -68,7 +68,7 @@ fn targets(page: &str) -> BTreeSet<String> {
     inline.chain(html).chain(defined).map(|target| target.trim_matches(['<', '>']).to_owned()).collect()
 }
 
-/// Returns the anchors of a page: one for each heading, as GitHub derives them, and each `id` in HTML.
+/// Returns the anchors of a page: the anchor that GitHub derives from each heading, and each `id` in HTML.
 fn anchors(page: &str) -> BTreeSet<String> {
     let mut counts = BTreeMap::<String, usize>::new();
     let mut found = BTreeSet::new();
@@ -88,7 +88,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
     found
 }
 
-/// Returns the anchor of a heading. A link in the heading counts as its text.
+/// Returns the anchor of a heading. A link in the heading is replaced with its text.
 fn anchor(title: &str) -> String {
     let mut text = String::new();
     let mut rest = title;
@@ -101,7 +101,7 @@ fn anchor(title: &str) -> String {
     kept.flat_map(char::to_lowercase).map(|char| if char == ' ' { '-' } else { char }).collect()
 }
 
-/// Resolves `.` and `..` without the file system.
+/// Resolves `.` and `..` without accessing the file system.
 fn normal(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {
@@ -114,8 +114,8 @@ fn normal(path: &Path) -> PathBuf {
     out
 }
 
-/// Returns why a target cannot be reached, or `None` if it exists. `folders` are the folders that the target can be
-/// relative to.
+/// Returns the reason why a target does not exist, or `None` if it exists. `folders` are the folders that the target
+/// can be relative to.
 fn problem(target: &str, folders: &[&Path], page: Option<&Path>) -> Option<String> {
     let (path, anchor) = target.split_once('#').map_or((target, None), |(path, anchor)| (path, Some(anchor)));
     let file = if path.is_empty() {
@@ -161,7 +161,7 @@ fn named_pages(text: &str) -> BTreeSet<&str> {
 
 /// Pages are named relative to the source, to the repository, or to `docs` as in the tables that tests generate.
 #[test]
-fn code_and_messages_name_existing_pages() {
+fn pages_named_in_code_and_messages_exist() {
     let root = workspace();
     let docs = root.join("docs");
     let mut sources = Vec::new();
@@ -174,7 +174,7 @@ fn code_and_messages_name_existing_pages() {
         let folder = source.parent().unwrap();
         for page in named_pages(&text) {
             named += 1;
-            // A path in `concat!` continues another folder, so only the part from `docs/` counts.
+            // A path in `concat!` follows the path of another folder, so only the part from `docs/` onwards counts.
             let page = page.find("docs/").map_or(page, |at| &page[at..]);
             broken.extend(
                 problem(page, &[folder, &root, &docs], None)
@@ -187,7 +187,7 @@ fn code_and_messages_name_existing_pages() {
 }
 
 #[test]
-fn check_finds_broken_links() {
+fn link_check_finds_broken_links() {
     let folder = tempfile::tempdir().unwrap();
     let page = "# A `b` & [c](d.md)\n## Twice\n## Twice\n```\n# no heading, [no](link.md)\n```\n`[no](link.md)`\n\
                 [x](#a-b--c) [y](#twice-1) <a id=\"here\" href=\"#here\">\n[z]: other.md#there\n";

@@ -1,4 +1,4 @@
-//! Checks on the repository itself: the structure of the code, and links to and between the pages of the documentation.
+//! Checks on the repository itself: the structure of the code, and links to and between documentation pages.
 
 use std::path::{Path, PathBuf};
 

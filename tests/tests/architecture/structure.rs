@@ -14,7 +14,7 @@ type Module = Vec<String>;
 /// Maximum number of re-exports to follow from one name.
 const REEXPORTS_MAX: usize = 8;
 
-/// Returns the folders of the workspace's members.
+/// Returns the folders of all workspace members.
 fn members() -> Vec<PathBuf> {
     let text = fs::read_to_string(workspace().join("Cargo.toml")).unwrap();
     let list = text.split("members = [").nth(1).unwrap().split(']').next().unwrap();
@@ -23,7 +23,7 @@ fn members() -> Vec<PathBuf> {
     members
 }
 
-/// Returns the name of a crate and its dependencies in the workspace, without dev-dependencies.
+/// Returns the name of a crate and its dependencies in the workspace, excluding dev-dependencies.
 fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     let text = fs::read_to_string(member.join("Cargo.toml")).unwrap();
     let mut section = "";
@@ -42,9 +42,9 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     (name.strip_prefix("bulkhead-").unwrap().to_owned(), found)
 }
 
-/// Cargo would not run such tests.
+/// Cargo does not run tests in a package with `test = false`.
 #[test]
-fn programs_that_are_not_tested_have_no_tests() {
+fn packages_excluded_from_testing_contain_no_tests() {
     let is_untested = |member: &PathBuf| {
         fs::read_to_string(member.join("Cargo.toml")).unwrap().contains("\ntest = false\n")
     };
@@ -114,7 +114,7 @@ fn bare(text: &str) -> String {
     out + rest
 }
 
-/// Returns the text after a string literal, which can be a raw string.
+/// Returns the text that follows a string literal, including a raw string literal.
 fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     let hashes = before.len() - before.trim_end_matches('#').len();
     if before.trim_end_matches('#').ends_with('r') {
@@ -199,7 +199,7 @@ impl Imports {
         Self { modules: found, reexports }
     }
 
-    /// Returns the module of this crate that a path in the module `from` refers to.
+    /// Resolves a path used in the module `from` to a module of this crate.
     fn target(&self, from: &Module, path: &[String], left: usize) -> Option<Module> {
         let (mut at, mut rest) = match path.first()?.as_str() {
             "crate" => (Vec::new(), &path[1..]),
@@ -243,7 +243,7 @@ impl Imports {
     }
 }
 
-/// Returns the paths that a source imports, and the paths that appear inline.
+/// Returns the paths that a source file imports, and the paths that it uses inline.
 fn uses(text: &str) -> (Vec<Module>, Vec<Module>) {
     let mut imported = Vec::new();
     let mut rest = String::new();
@@ -301,7 +301,7 @@ fn modules_have_no_circular_imports() {
 }
 
 #[test]
-fn check_finds_circular_imports() {
+fn import_check_finds_circular_imports() {
     let crate_of = |files: &[(&str, &str)]| {
         let folder = tempfile::tempdir().unwrap();
         for (file, text) in files {
@@ -336,7 +336,7 @@ const VISIBLE_FIELDS_MAX: usize = 98;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
 
-/// Returns the top-level module of a module, because its children count as the same file. Each child of `wiring`
+/// Returns the top-level ancestor of a module, because child modules count as the same file. Each child of `wiring`
 /// counts as a separate file.
 fn file_of(module: &Module) -> Module {
     let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
@@ -357,7 +357,7 @@ fn blocks<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).map(body).collect()
 }
 
-/// Returns the names that follow `start` in a text, if an opening parenthesis follows the name.
+/// Returns the names that follow `start` in a text and are themselves followed by `(` or `<`.
 fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     let name = |(at, _): (usize, &str)| {
         let rest = text[at + start.len()..].trim_start();
@@ -367,8 +367,8 @@ fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).filter_map(name).collect()
 }
 
-/// Returns the calls of methods of `owner` between the files of a crate, without calls from the root. Also returns the
-/// number of lines in the methods.
+/// Returns the calls to methods of `owner` between the files of a crate, except calls from the root. Also returns the
+/// total number of lines in these methods.
 fn method_calls(
     files: &BTreeMap<Module, String>,
     owner: &str,
@@ -411,7 +411,7 @@ fn largest_circle(calls: &BTreeMap<Module, BTreeSet<Module>>) -> usize {
     calls.keys().map(circle).max().unwrap_or(0)
 }
 
-/// Returns the number of fields that a struct shows outside of its file, but not outside of its crate.
+/// Returns the number of struct fields that are visible outside their file, but not outside their crate.
 fn visible_fields(text: &str) -> usize {
     let is_visible = |line: &str| {
         let line = line.trim_start();
@@ -433,16 +433,20 @@ fn data_plane() -> Imports {
 }
 
 #[test]
-fn parts_of_data_plane_do_not_know_data_plane() {
+fn data_plane_parts_do_not_refer_to_the_data_plane() {
     for (module, text) in &data_plane().modules {
         let is_wiring = module.first().is_none_or(|first| first == "wiring");
         let mut words = text.split(|char: char| !char.is_alphanumeric() && char != '_');
-        assert!(is_wiring || words.all(|word| word != "DataPlane"), "{} is a part", module.join("::"));
+        assert!(
+            is_wiring || words.all(|word| word != "DataPlane"),
+            "{} refers to DataPlane",
+            module.join("::")
+        );
     }
 }
 
 #[test]
-fn data_plane_files_do_not_call_each_other_in_a_circle() {
+fn data_plane_files_have_no_circular_imports() {
     let imports = data_plane();
     let mut edges: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
     for (module, targets) in imports.edges() {
@@ -456,7 +460,7 @@ fn data_plane_files_do_not_call_each_other_in_a_circle() {
 }
 
 #[test]
-fn recorded_structure_of_data_plane_does_not_grow() {
+fn data_plane_structure_matches_recorded_numbers() {
     let files = data_plane().modules;
     let (calls, lines) = method_calls(&files, "DataPlane");
     let between = calls.values().map(BTreeSet::len).sum::<usize>();
@@ -466,13 +470,16 @@ fn recorded_structure_of_data_plane_does_not_grow() {
     let names =
         ["lines in methods of DataPlane", "visible fields", "calls between files", "files in a circle"];
     for ((name, found), most) in names.into_iter().zip(found).zip(most) {
-        assert!(found <= most, "{name}: {found} instead of {most}; calls: {calls:#?}");
-        assert!(found == most, "{name}: {found}, which is better than the recorded {most}: record it here");
+        assert!(found <= most, "{name}: {found}, more than the recorded {most}; calls: {calls:#?}");
+        assert!(
+            found == most,
+            "{name}: {found}, which is better than the recorded {most}: record the new value"
+        );
     }
 }
 
 #[test]
-fn calls_between_files_of_one_impl_are_found() {
+fn call_check_finds_calls_between_files_of_one_type() {
     let file = |name: &str, text: &str| (vec![name.to_owned()], text.to_owned());
     let wiring = |name: &str, text: &str| (vec!["wiring".to_owned(), name.to_owned()], text.to_owned());
     let files = BTreeMap::from([

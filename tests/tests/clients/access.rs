@@ -1,4 +1,4 @@
-//! Access control: `[[access]]` rules for clients of the jobs socket, and attempts of workers to connect to their
+//! Access control: `[[access]]` rules for clients of the jobs socket, and attempts by workers to connect to their
 //! supervisor.
 
 use std::io::Read;
@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;
 
-/// User and group ids for the tests. The ids need not exist on this machine.
+/// User and group IDs for the tests. The IDs need not exist on this machine.
 const ALICE: u32 = 61_001;
 const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
@@ -27,11 +27,11 @@ fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    not_run!("calls as other users require root");
+    not_run!("running programs as other users requires root");
     false
 }
 
-/// Starts a supervisor whose folder other users can enter. The file modes of the sockets still apply.
+/// Starts a supervisor in a folder that other users can enter. The file modes of the sockets still apply.
 fn start(access: &str, bulkheads: &str) -> Supervisor {
     let supervisor = Supervisor::start(&format!("{bulkheads}{access}"));
     open(&supervisor);
@@ -41,7 +41,7 @@ fn start(access: &str, bulkheads: &str) -> Supervisor {
 fn open(supervisor: &Supervisor) {
     std::fs::set_permissions(supervisor.folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
     // `cp` makes the copies, because a child that another test starts at the same time could inherit a file that this
-    // process writes. Executing that file would fail with ETXTBSY.
+    // process is writing. Executing that file would fail with ETXTBSY.
     let programs = programs();
     let copied = Command::new("cp")
         .args([programs.join("bulkhead"), programs.join("caller")])
@@ -65,7 +65,7 @@ impl Ran {
         Self { code: ran.status.code(), stdout: text(&ran.stdout), stderr: text(&ran.stderr) }
     }
 
-    /// Returns the exit code, and outcome and reason from the `--json` output as `outcome/reason`.
+    /// Returns the exit code, and `outcome/reason` from the `--json` output.
     fn end(&self) -> (i32, String) {
         let object: Value = serde_json::from_str(&self.stdout).unwrap_or_else(|_| panic!("{self:?}"));
         let reason = object["reason"].as_str().unwrap_or("-");
@@ -82,7 +82,7 @@ impl Ran {
     }
 }
 
-/// Returns a command that runs a program in the supervisor's folder with the given uid, gid and supplementary groups.
+/// Returns a command that runs a program in the supervisor's folder with the given UID, GID and supplementary groups.
 fn by(supervisor: &Supervisor, (uid, gid, groups): (u32, u32, &str), program: &str) -> Command {
     let mut command = Command::new(supervisor.file("caller"));
     command.args(["as", &uid.to_string(), &gid.to_string(), groups]).arg(supervisor.file(program));
@@ -176,7 +176,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("for tenant 'other'");
 
-    // The bulkhead counts the rejections, but creates no records of the tenants.
+    // The bulkhead counts the rejections, but creates no records for the tenants.
     let back = supervisor.snapshot("back");
     assert_eq!((&back["rejected"]["forbidden"], &back["done"]), (&3.into(), &1.into()), "{back}");
     let tenants = back["tenants"].to_string();
@@ -184,7 +184,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
 }
 
 #[test]
-fn forbidden_tenant_gets_no_isolated_workers() {
+fn forbidden_tenant_does_not_start_isolated_workers() {
     if !may_be_others() {
         return;
     }
@@ -285,7 +285,7 @@ fn other_user_can_only_use_the_jobs_socket() {
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
     assert_eq!(ran.code, Some(77), "{ran:?}");
-    // With a permissive file mode the user can connect, and the supervisor rejects the request with a reason.
+    // With a permissive file mode, the user can connect, but the supervisor rejects the request with a reason.
     std::fs::set_permissions(&admin, PermissionsExt::from_mode(0o666)).unwrap();
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
@@ -328,11 +328,11 @@ fn rejected_clients_do_not_flood_events_and_log() {
         let ran = child.wait_with_output().unwrap();
         assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each rejected client gets a reason");
     }
-    // Many rejected jobs on one connection.
+    // Sends many jobs, all of them rejected, on one connection.
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);
-    // An event can summarise several rejections. The field `refused` has their number.
+    // An event can summarise several rejections. The field `refused` contains their number.
     let count = |events: &[Value], uid: u32| -> u64 {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
@@ -444,7 +444,7 @@ fn client_outside_pid_namespace_is_accepted() {
     if !may_be_others() {
         return;
     }
-    // The supervisor runs in a separate pid namespace, and the client outside.
+    // The supervisor runs in a separate PID namespace, and the client outside.
     let folder = tempfile::tempdir().unwrap();
     let config = format!(
         "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}",
@@ -465,7 +465,7 @@ fn client_outside_pid_namespace_is_accepted() {
         return;
     };
     let mut supervisor = Supervisor { child, folder };
-    let is_ready = wait_for("the supervisor is ready, or cannot be", || {
+    let is_ready = wait_for("the supervisor is ready or has exited", || {
         let has_ended = supervisor.child.try_wait().unwrap().is_some();
         let is_ready = supervisor.try_get("/readyz").is_some_and(|(status, _)| status == 200);
         (has_ended || is_ready).then_some(is_ready)
@@ -479,7 +479,7 @@ fn client_outside_pid_namespace_is_accepted() {
 }
 
 #[test]
-fn connection_attempts_of_workers_do_not_block_clients() {
+fn worker_connection_attempts_do_not_block_clients() {
     let _turn = heavy();
     let supervisor = Supervisor::start(SHELL);
     let began = Instant::now();

@@ -1,5 +1,5 @@
 //! Descriptors that clients and workers send: the kernel refuses them, or the supervisor closes them without blocking.
-//! Closing the socket of these tests takes ten minutes, which is longer than any test waits.
+//! Closing the socket used in these tests takes ten minutes, which is longer than any test waits.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ use bulkhead_tests::{
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// Number of consecutive attacks. The number exceeds the number of threads that can block in `close`.
+/// Number of consecutive attacks. Exceeds the number of threads that can block in `close`.
 const ROUNDS: usize = 8;
 
 fn hello() -> Vec<u8> {
@@ -66,7 +66,7 @@ fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
         ),
         Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),
     }
-    // The supervisor did not receive the socket, so closing it here must not block.
+    // The supervisor did not receive the socket. Closing it here must not block this test.
     if !is_older {
         rustix::net::sockopt::set_socket_linger(&socket, None).unwrap();
     }
@@ -87,7 +87,7 @@ fn is_well(supervisor: &Supervisor, client: &Client) {
 
 const BULKHEADS: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Runs a test on this kernel, if the kernel can refuse descriptors, and on a simulated older kernel.
+/// Runs a test on a simulated older kernel and, if this kernel can refuse descriptors, on this kernel.
 fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
     if refuses_descriptors() {
         test(&Supervisor::start(bulkheads), false);
@@ -96,7 +96,7 @@ fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
 }
 
 #[test]
-fn lingering_socket_from_client_does_not_block_others() {
+fn lingering_socket_from_client_does_not_block_supervisor() {
     let _turn = heavy();
     on_both(BULKHEADS, |supervisor, is_older| {
         let path = supervisor.socket();
@@ -105,8 +105,8 @@ fn lingering_socket_from_client_does_not_block_others() {
         let before = descriptors(supervisor.pid());
         let mut listeners = Vec::new();
         for _ in 0..ROUNDS {
-            // Sends one socket with the hello of an open connection, and one with the last bytes before a close. The
-            // supervisor might never read the latter.
+            // Sends one socket with the hello of an open connection, and one with the last bytes of a connection that
+            // then closes. The supervisor might never read the latter.
             let mut first = dial(&path);
             listeners.push(pass(&first, &hello(), is_older));
             let last = dial(&path);
@@ -150,7 +150,7 @@ fn descriptors_from_clients_are_closed() {
 }
 
 #[test]
-fn lingering_socket_from_worker_does_not_block_others() {
+fn lingering_socket_from_worker_does_not_block_supervisor() {
     let _turn = heavy();
     let hostile = programs().join("hostile");
     let bulkheads = format!(

@@ -89,12 +89,12 @@ fn open(path: &Path) -> UnixStream {
     socket
 }
 
-/// Writes to a socket that the supervisor can already have closed.
+/// Writes to a socket that the supervisor may already have closed.
 fn push(mut socket: &UnixStream, bytes: &[u8]) {
     let _ = socket.write_all(bytes);
 }
 
-/// Reads the next frame (header, metadata, payload). Returns `None` if the connection has ended.
+/// Reads the next frame (header, metadata, payload). Returns `None` if the connection is closed.
 fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
     let ended = |error: std::io::Error| {
         assert_ne!(error.kind(), std::io::ErrorKind::WouldBlock, "no frame arrived within {PATIENCE:?}");
@@ -159,7 +159,7 @@ fn is_healthy(supervisor: &Supervisor) {
     wait_for("/healthz answers", || (supervisor.try_get("/healthz")?.0 == 200).then_some(()));
 }
 
-/// Sends one job of an honest client and checks the echoed payload. The size depends on `round`.
+/// Sends one job as an honest client and checks the echoed payload. The payload size depends on `round`.
 fn honest_job(client: &Client, round: usize) {
     let size = [0, 1, 1000, 70_000, 300_000][round % 5];
     let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251 + round) as u8).collect();
@@ -181,8 +181,8 @@ impl Held {
     }
 }
 
-/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak of memory and
-/// descriptors.
+/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak memory and descriptor
+/// usage.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
     let is_over = AtomicBool::new(false);
@@ -205,7 +205,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
                 look();
             }
         });
-        // Catches a panic of the attack, so that the two threads above are stopped.
+        // Catches a panic in the attack, so that the two threads above are stopped.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attack));
         is_over.store(true, Ordering::Relaxed);
         honest.join().unwrap();
@@ -214,7 +214,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
             std::panic::resume_unwind(panic);
         }
     });
-    // A new client is served too.
+    // A new client must also be served.
     honest_job(&Client::connect(supervisor.socket()).unwrap(), 3);
     assert!(rounds.load(Ordering::Relaxed) > 0);
     Held { bytes: bytes.into_inner(), descriptors: most_descriptors.into_inner() }
@@ -224,14 +224,14 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
 
 struct Attack {
     path: PathBuf,
-    /// Set when all attackers that wait for an answer have received it.
+    /// True once all attackers that wait for an answer have received it.
     is_over: AtomicBool,
 }
 
 impl Attack {
     /// Keeps a connection open until all other attacks have ended.
     fn hold(&self, socket: UnixStream) {
-        wait_for("the attack is over", || self.is_over.load(Ordering::Relaxed).then_some(()));
+        wait_for("the attack has ended", || self.is_over.load(Ordering::Relaxed).then_some(()));
         drop(socket);
     }
 }
@@ -334,7 +334,8 @@ fn cancels_what_is_not_there(attack: &Attack) {
 
 fn uses_a_number_twice(attack: &Attack) {
     let socket = open(&attack.path);
-    // The first job can already have been rejected. Then its number is free, and the second job gets an outcome.
+    // The first job may already have been rejected. In that case, its number is free and the second job gets an
+    // outcome.
     push(&socket, &submit(1, "yield", b""));
     push(&socket, &submit(1, "yield", b""));
     let (header, ..) = next(&socket).unwrap();
@@ -373,7 +374,7 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
     let _turn = heavy();
     /// Number of attackers of each kind.
     const EACH: usize = 13;
-    /// Attacks that end by themselves.
+    /// Attacks that end on their own.
     const ANSWERED: [fn(&Attack); 12] = [
         silent,
         half_a_header,
@@ -418,13 +419,16 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
             }
         });
     });
-    assert!(most.bytes < before.bytes + 256 * MIB, "before {before:?}, most {most:?}");
-    assert!(most.descriptors < before.descriptors + 1200, "max_clients is 1024: {before:?}, most {most:?}");
+    assert!(most.bytes < before.bytes + 256 * MIB, "before: {before:?}, peak: {most:?}");
+    assert!(
+        most.descriptors < before.descriptors + 1200,
+        "max_clients is 1024; before: {before:?}, peak: {most:?}"
+    );
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
     let after = Held::by(&supervisor);
-    assert!(after.bytes < before.bytes + 96 * MIB, "before {before:?}, after {after:?}");
+    assert!(after.bytes < before.bytes + 96 * MIB, "before: {before:?}, after: {after:?}");
     assert_eq!(supervisor.number("honest", "restarts"), restarts);
     supervisor.wait_number("victim", "in_flight", 0);
     supervisor.wait_number("victim", "queued", 0);
@@ -517,10 +521,10 @@ fn invalid_job_does_not_close_the_connection() {
 }
 
 #[test]
-fn reused_number_of_running_job_closes_the_connection() {
+fn reusing_number_of_a_running_job_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // With unused numbers, each of these jobs would have a different outcome.
+    // If their numbers were unused, these jobs would each have a different outcome.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -589,7 +593,7 @@ fn client_beyond_max_clients_is_rejected_as_overloaded() {
         });
     });
     assert!(refused.into_inner() >= 4 * 10 * 49);
-    assert!(most.descriptors < before.descriptors + MOST + 250, "before {before:?}, most {most:?}");
+    assert!(most.descriptors < before.descriptors + MOST + 250, "before: {before:?}, peak: {most:?}");
     drop(places);
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
@@ -622,7 +626,7 @@ fn incomplete_payloads_use_memory_only_for_received_bytes() {
     let most = Held::by(&supervisor);
     assert!(
         most.bytes < before.bytes + 80 * MIB,
-        "200 incomplete payloads of 70 kB: {most:?}, before {before:?}"
+        "200 incomplete payloads of 70 kB; before: {before:?}, peak: {most:?}"
     );
     drop(sockets);
     wait_for("the descriptors are free again", || {
@@ -653,7 +657,7 @@ fn unread_results_stay_within_memory_limit() {
             (ended == 200).then_some(())
         });
     });
-    assert!(most.bytes < before.bytes + 192 * MIB, "before {before:?}, most {most:?}");
+    assert!(most.bytes < before.bytes + 192 * MIB, "before: {before:?}, peak: {most:?}");
 }
 
 #[test]
@@ -696,14 +700,14 @@ fn clients_cannot_exhaust_descriptors() {
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
-    // Clients that left before the supervisor accepted them can still occupy places for a moment.
+    // Clients that left before the supervisor accepted them may still count as connected for a moment.
     let late = wait_for("another client is accepted", || Client::connect(supervisor.socket()).ok());
     honest_job(&late, 4);
 }
 
 // Several events in one iteration of the event loop.
 
-/// Stops the supervisor, so that everything sent before [`goes_on`] reaches it at once.
+/// Stops the supervisor. Everything sent before [`goes_on`] then reaches the supervisor at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);
@@ -746,7 +750,7 @@ fn out_of_band_byte_closes_only_its_own_connection() {
     drop(other);
 }
 
-/// The byte can arrive before the supervisor knows that the worker process runs.
+/// The byte can arrive before the supervisor knows that the worker process is running.
 #[test]
 fn out_of_band_byte_during_start_kills_worker() {
     const STARTS: usize = 12;
@@ -783,7 +787,8 @@ fn flooding_clients_do_not_delay_a_job() {
     let flood: Vec<u8> = (0..SUBMITS).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     assert!(flood.len() < 128 << 10, "the flood does not fit into one read: {}", flood.len());
     floods.iter_mut().for_each(|socket| socket.write_all(&flood).unwrap());
-    // The worker stops the supervisor when the job arrives, so the test can count the answers sent before.
+    // The worker stops the supervisor when the job arrives, so the test can count the answers that were sent before
+    // that.
     let freeze = Submit { bulkhead: "honest", operation: "freeze", ..PLAIN };
     push(&honest, &frame(kind::SUBMIT, 1, &freeze, supervisor.pid().to_string().as_bytes()));
     goes_on(&supervisor);
@@ -798,8 +803,8 @@ fn flooding_clients_do_not_delay_a_job() {
     );
 }
 
-/// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data
-/// plane's time. A data plane that is always busy would delay workers and other clients.
+/// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data plane's time.
+/// If the data plane were always busy, workers and other clients would be delayed.
 #[test]
 fn rejected_clients_get_limited_processor_time() {
     let supervisor = Supervisor::start("[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n");
@@ -897,8 +902,8 @@ fn disconnect_after_last_frame_releases_the_client() {
 
 // Workers: the supervisor runs this test program with `clients::hostile::hostile_worker` as the only test.
 
-/// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of
-/// a bulkhead `honest`. The worker keeps its notes in `folder`.
+/// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of a
+/// bulkhead `honest`. The worker stores its notes in `folder`.
 fn by_hand(folder: &Path, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
@@ -910,15 +915,15 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     )
 }
 
-/// A deadline and a heartbeat interval longer than any test.
+/// Keys with a deadline and a heartbeat interval that exceed the duration of any test.
 const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
-#[ignore = "not a test: the worker process that the other tests have the supervisor start"]
+#[ignore = "not a test, but the worker process that the supervisor starts in other tests"]
 fn hostile_worker() {
     let Ok(notes) = std::env::var("NOTES") else { return };
     let fd: i32 = std::env::var(LINK_VARIABLE).unwrap().parse().unwrap();
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    #[expect(unsafe_code, reason = "the supervisor passed this descriptor to its worker")]
     // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
@@ -935,9 +940,9 @@ fn hostile_worker() {
 struct Worker {
     socket: UnixStream,
     notes: PathBuf,
-    /// Job that stays unanswered until "release".
+    /// Job that stays unanswered until the operation "release".
     held: Option<u64>,
-    /// True if the worker no longer sends heartbeats.
+    /// True if the worker has stopped sending heartbeats.
     is_silent: bool,
     out: Vec<u8>,
 }
@@ -1036,7 +1041,7 @@ impl Worker {
             "answer-for-another" => {
                 let other = self.noted();
                 self.answer(other, b"stolen");
-                let failed = Status { text: "a failure of another's job" };
+                let failed = Status { text: "the failure of another worker's job" };
                 self.say(&frame(kind::PROGRESSED, other, &Progress { fraction: 0.5, text: "stolen" }, b""));
                 self.say(&frame(kind::STATUS, other, &failed, b""));
                 self.answer(job, b"done");
@@ -1193,23 +1198,23 @@ fn flooding_worker_stays_within_limits() {
             }
         };
         assert_eq!(end, b"done");
-        assert!(bytes < 4 << 20, "{bytes} of 16 MiB of progress were kept");
+        assert!(bytes < 4 << 20, "{bytes} bytes of 16 MiB of progress were buffered");
     });
     assert_eq!(supervisor.number("victim", "restarts"), 0);
     let status =
         supervisor.snapshot("victim")["workers"][0]["status"].as_str().unwrap_or_default().to_owned();
-    assert!(status.len() <= 256, "{} bytes of status", status.len());
+    assert!(status.len() <= 256, "the status has {} bytes", status.len());
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        // A record of dropped lines has their number instead of text.
+        // A record of dropped lines contains their number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
-    assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
+    assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "the logs have {} bytes", logs.len());
     let log = std::fs::read(supervisor.folder.path().join("log")).unwrap();
     let control = log.iter().find(|&&byte| byte < b' ' && byte != b'\n' && byte != b'\t');
     assert_eq!(control, None, "the log contains a control character");
-    assert!(most.bytes < before.bytes + 64 * MIB, "before {before:?}, most {most:?}");
+    assert!(most.bytes < before.bytes + 64 * MIB, "before: {before:?}, peak: {most:?}");
 
     // Many small progress frames take longer, but are allowed.
     assert_eq!(result(&client, "chatter", "3000").unwrap().payload(), b"done");
@@ -1230,17 +1235,17 @@ fn flooding_worker_stays_within_limits() {
 
 /// The worker is still busy sending the rejected result, so another job could not start.
 #[test]
-fn too_large_result_keeps_its_permit_until_fully_read() {
+fn oversized_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\ngrace = \"60s\"\n{PATIENT}");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // The client gets the failure before the rest of the result, which the worker sends after the note "go".
+    // The client gets the failure before the worker sends the rest of the result, which it does after the note "go".
     let large = result(&client, "too-large-slowly", "3000000");
     assert_eq!(ended(&large), "failed/result_too_large");
     let next = std::thread::spawn(move || ended(&result(&client, "echo", "next")));
     supervisor.wait_number("victim", "queued", 1);
-    // The permit stays in use, however much of the result has been read.
+    // The permit stays in use, no matter how much of the result has been read.
     for _ in 0..20 {
         let snapshot = supervisor.snapshot("victim");
         assert_eq!((&snapshot["workers"][0]["in_flight"], &snapshot["queued"]), (&1.into(), &1.into()));
@@ -1261,13 +1266,13 @@ fn worker_stalled_mid_frame_is_replaced() {
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
     let supervisor = Supervisor::start(&by_hand(notes.path(), keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // While the stalled worker has a job, the job's deadline ends the worker.
+    // While the stalled worker has a job, the worker is killed at the job's deadline.
     assert_eq!(ended(&result(&client, "half-an-answer", "")), "deadline_exceeded/running");
     let patient = |operation: &str| {
         client.job("victim", "x").operation(operation).deadline(Duration::from_secs(60)).send()
     };
     assert_eq!(patient("echo").unwrap().payload(), b"x");
-    // While the stalled worker has no job, missed heartbeats end the worker.
+    // While the stalled worker has no job, the worker is killed because of missed heartbeats.
     let last = patient("answer-and-a-half").unwrap();
     assert_eq!(last.payload(), b"whole");
     let pid = last.outcome().worker_pid.unwrap();
@@ -1296,7 +1301,7 @@ fn worker_that_closes_its_link_is_replaced() {
 
 #[test]
 fn cancellations_do_not_kill_a_shared_worker() {
-    /// More replies for unknown jobs than the supervisor accepts from a worker (100,000).
+    /// Number of replies for unknown jobs. Exceeds the number that the supervisor accepts from a worker (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
     let notes = tempfile::tempdir().unwrap();
@@ -1321,7 +1326,7 @@ fn cancellations_do_not_kill_a_shared_worker() {
                 answers.read_exact(&mut head).unwrap();
                 let mut rest = vec![0; Header::decode(&head).length as usize];
                 answers.read_exact(&mut rest).unwrap();
-                // Counts only cancelled jobs. Others are rejected because the worker lags behind.
+                // Counts only cancelled jobs. Other jobs are rejected because the worker lags behind.
                 taken += u64::from(rest[0] == bulkhead_shared::client_protocol::outcome_code::CANCELLED);
             }
         }
@@ -1337,7 +1342,7 @@ fn cancellations_do_not_kill_a_shared_worker() {
 
 // A test that takes more than half a minute.
 
-/// A stalled client stops in the middle of a frame or never reads.
+/// A stalled client stops sending in the middle of a frame, or never reads.
 #[test]
 #[ignore = "waits for the limits of 30 s"]
 fn stalled_clients_are_disconnected_but_slow_client_stays() {
@@ -1365,8 +1370,8 @@ fn stalled_clients_are_disconnected_but_slow_client_stays() {
                 is_refused(&socket, "not finish sending a frame in time");
             }),
         ];
-        // This client completes each frame quickly, but always has an incomplete frame on the connection. The
-        // client continues for a while after the stalled clients were disconnected.
+        // This client completes each frame quickly, but always has an incomplete frame on the connection. The client
+        // continues for a while after the stalled clients have been disconnected.
         let slow = open(&path);
         let mut bytes = submit(0, "sleep", b"5");
         let half = bytes.len() / 2;

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 const MIB: usize = 1 << 20;
 
-/// User id that need not exist on this machine.
+/// User ID of another user, which need not exist on this machine.
 const BOB: u32 = 61_002;
 
 /// Two bulkheads with one permit each. Tests occupy the workers until the file `go` exists, so that later
@@ -28,7 +28,7 @@ const BOB: u32 = 61_002;
 const BUSY: &str = "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n\
                     [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n";
 
-/// Client that encodes its frames itself.
+/// Client that encodes frames without the client library.
 struct Caller {
     socket: UnixStream,
     number: u64,
@@ -53,7 +53,7 @@ impl Caller {
         caller
     }
 
-    /// Sends the beginning of a frame. The last `later` bytes of its payload are missing.
+    /// Sends the beginning of a frame. The last `later` bytes of the payload are missing.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();
@@ -95,12 +95,12 @@ impl Caller {
         (header.number, message.to_outcome().unwrap())
     }
 
-    /// Returns the outcomes of all jobs by number. Each job must have exactly one.
+    /// Returns the outcomes of all jobs by number. Each job must have exactly one outcome.
     fn outcomes(&mut self) -> BTreeMap<u64, String> {
         let mut all = BTreeMap::new();
         while (all.len() as u64) < self.number {
             let (number, outcome) = self.outcome();
-            assert_eq!(all.insert(number, name(&outcome)), None, "two outcomes for {number}");
+            assert_eq!(all.insert(number, name(&outcome)), None, "job {number} has two outcomes");
         }
         all
     }
@@ -121,7 +121,7 @@ fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    not_run!("a call as another user requires root");
+    not_run!("running a program as another user requires root");
     false
 }
 
@@ -316,7 +316,7 @@ fn memory_limit_includes_job_records_and_names() {
     }
     wait_for("all jobs are submitted", || (supervisor.number("a", "submitted") == 20_001).then_some(()));
     let queued = supervisor.number("a", "queued") as usize;
-    assert!((500..4 * MIB / 1024).contains(&queued), "{queued} jobs of at least 1 KiB wait");
+    assert!((500..4 * MIB / 1024).contains(&queued), "{queued} jobs of at least 1 KiB are waiting");
     let more = resident_bytes(supervisor.pid()).saturating_sub(before) as usize;
     assert!(more < 40 * MIB, "memory grew by {more} bytes");
     adds_up(&supervisor, "a");
@@ -329,7 +329,7 @@ fn memory_limit_includes_job_records_and_names() {
 }
 
 #[test]
-fn idle_connection_is_closed_for_another_user() {
+fn idle_connection_is_closed_to_make_room_for_another_user() {
     if !may_be_another() {
         return;
     }
@@ -337,7 +337,7 @@ fn idle_connection_is_closed_for_another_user() {
     open(&supervisor);
     let mut busy = Caller::of(&supervisor);
     busy.occupy(&supervisor, "b");
-    // A single user can open all connections.
+    // A single user can occupy all connections.
     let mut idle: Vec<Caller> = (0..5).map(|_| Caller::of(&supervisor)).collect();
     // Makes `idle[0]` the connection with the shortest idle time.
     idle[0].submit(&PLAIN, b"x", 0);
@@ -404,7 +404,7 @@ fn shutdown_does_not_reset_http_connections() {
     }
 }
 
-/// Sends jobs one after another until the supervisor stops listening. Returns the statuses and reasons.
+/// Sends jobs one after another until the supervisor stops listening. Returns the status and reason of each job.
 fn post_until_closed(place: &Place) -> Vec<String> {
     let mut ends = Vec::new();
     loop {

@@ -1,5 +1,5 @@
-//! Memory files for large payloads and results. Data arrives unchanged in all cases. Clients and workers that misuse
-//! files do not affect others.
+//! Memory files for large payloads and results. Data must arrive unchanged in all cases. Clients and workers that
+//! misuse files do not affect others.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -49,7 +49,7 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     const PAGE: usize = 4096;
     let mut all = Vec::with_capacity(bytes.next_multiple_of(PAGE));
     for page in 0..bytes.div_ceil(PAGE) {
-        // Few bytes are computed and many are copied, because tests are not optimised.
+        // Computes few bytes and copies many, because tests are compiled without optimisation.
         let part: Vec<u8> = (0..256).map(|at| ((at * 31) ^ (page * 7) ^ seed) as u8).collect();
         all.extend(part.repeat(PAGE / part.len()));
     }
@@ -57,13 +57,13 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     all
 }
 
-/// Returns "file" if a worker gets a payload of 1 MiB in a memory file, or "bytes" if over the socket.
+/// Returns "file" if a worker receives a payload of 1 MiB in a memory file, or "bytes" if it arrives over the socket.
 async fn place(client: &Client, tenant: &str) -> String {
     let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
 }
 
-/// Sends jobs until the worker gets the payload in a memory file.
+/// Sends jobs until the worker receives a payload in a memory file.
 async fn until_in_file(client: &Client, tenant: &str) {
     let began = Instant::now();
     while place(client, tenant).await != "file" {
@@ -118,7 +118,7 @@ fn payloads_from_files_and_mapped_results_are_intact() {
         let (mut was_mapped, mut was_not) = (false, false);
         let began = Instant::now();
         while !(was_mapped && was_not) {
-            assert!(began.elapsed() < PATIENCE, "mapped: {was_mapped}, not: {was_not}");
+            assert!(began.elapsed() < PATIENCE, "mapped: {was_mapped}, not mapped: {was_not}");
             let written = payload.clone();
             let jobs: [Job; 2] = [
                 client.job("b", []).payload_file(File::open(&path).unwrap()).unwrap(),
@@ -176,7 +176,7 @@ fn unusual_payload_file_is_sent_whole_or_rejected() {
 
 /// If a worker dies while it uses a file, the next worker gets the original bytes, and later jobs get a new file.
 #[test]
-fn retry_in_another_worker_has_the_original_payload() {
+fn retry_in_another_worker_receives_the_original_payload() {
     let supervisor = one("processes = 2\nmax_queue = 100\nretry = { attempts = 3, budget = 1.0 }\n\
          restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }");
     run(async {
@@ -191,7 +191,7 @@ fn retry_in_another_worker_has_the_original_payload() {
             // A job that the worker does not begin in time goes to another worker, without a file.
             died += reply.outcome().attempts - 1;
         }
-        assert!(died > 0, "no worker died with the file");
+        assert!(died > 0, "no worker died while it used the file");
         // Kills workers with running jobs.
         for round in 0..5 {
             until_in_file(&client, "").await;
@@ -214,7 +214,7 @@ fn retry_in_another_worker_has_the_original_payload() {
 }
 
 #[test]
-fn fallback_gets_payload_over_the_socket() {
+fn fallback_receives_payload_over_the_socket() {
     let supervisor = start(
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
@@ -233,11 +233,10 @@ fn fallback_gets_payload_over_the_socket() {
 }
 
 #[test]
-fn poison_detection_or_zero_max_pooled_disables_files() {
+fn poison_detection_or_zero_max_pooled_disables_memory_files() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // The fallback detects poison, which needs digests of the payloads. So jobs of the first bulkhead use the socket,
-    // too.
+    // Poison detection in the fallback needs payload digests, so jobs of the first bulkhead use the socket, too.
     let falls_back = one(
         "fallback = [\"second\"]\n[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }",
     );
@@ -250,7 +249,7 @@ fn poison_detection_or_zero_max_pooled_disables_files() {
             assert_eq!(file_bytes(supervisor), 0);
         }
     });
-    // Enabling poison detection by a reload ends the use of files.
+    // If a reload enables poison detection, memory files are no longer used.
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -266,7 +265,7 @@ fn poison_detection_or_zero_max_pooled_disables_files() {
     });
 }
 
-/// Clients without a file are served over the socket. Idle files are taken from clients and given to others.
+/// Clients without a memory file are served over the socket. Idle files are recalled from clients and leased to others.
 #[test]
 fn total_file_size_stays_below_max_pooled() {
     let supervisor = Supervisor::start_with(
@@ -291,7 +290,7 @@ fn total_file_size_stays_below_max_pooled() {
                     assert!(payload == pattern(seed, MIB), "round {round}, job {seed}");
                 }
                 let bytes = file_bytes(&supervisor);
-                assert!(bytes <= 8 << 20, "{bytes} bytes of files");
+                assert!(bytes <= 8 << 20, "the files have a total size of {bytes} bytes");
             }
         }
     });
@@ -302,7 +301,7 @@ fn total_file_size_stays_below_max_pooled() {
 }
 
 #[test]
-fn replaced_worker_leaves_no_file() {
+fn replaced_worker_leaves_no_memory_files() {
     let keys = |env: &str| {
         format!(
             "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nenv = {{ ROUND = \"{env}\" }}\n"
@@ -320,20 +319,21 @@ fn replaced_worker_leaves_no_file() {
             wait_for("the worker is replaced", || (supervisor.worker_pids("b") != old).then_some(()));
             until_in_file(&client, "").await;
         }
-        wait_for("files and descriptors are as many as before", || {
+        wait_for("there are as many files and descriptors as before", || {
             (descriptors(supervisor.pid()) <= before.0 && file_bytes(&supervisor) <= before.1).then_some(())
         });
     });
 }
 
-/// The worker answers a job while it still runs the handler of a job that has already ended for its client.
+/// The worker answers a job while it is still running the handler of a job whose client already has the outcome.
 #[test]
 fn late_handler_cannot_change_results_of_other_jobs() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // Without a job that a client still waits for, the worker would get no new jobs until its late handlers end.
+        // If no client were waiting for a job of this worker, the worker would get no new jobs until its late handlers
+        // return.
         let _wanted = client.job("b", "").operation("yield").start().await.unwrap();
         for round in 0..5 {
             let slow = client.job("b", vec![b'5'; MIB]).operation("yield").deadline(Duration::from_secs(1));
@@ -349,7 +349,7 @@ fn late_handler_cannot_change_results_of_other_jobs() {
 }
 
 #[test]
-fn tenants_do_not_share_files() {
+fn tenants_do_not_share_memory_files() {
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -362,7 +362,7 @@ fn tenants_do_not_share_files() {
 }
 
 #[test]
-fn worker_can_only_write_results_to_files() {
+fn worker_can_write_only_results_to_memory_files() {
     let supervisor = by_hand("");
     run(async {
         let client = connect(&supervisor).await;
@@ -395,7 +395,7 @@ fn invalid_lease_from_worker_is_a_protocol_violation() {
 
 /// A worker that never confirms files gets every payload over the socket.
 #[test]
-fn worker_that_confirms_no_file_gets_payloads_over_socket() {
+fn worker_that_never_confirms_files_gets_payloads_over_socket() {
     let supervisor = by_hand("never-takes");
     run(async {
         let client = connect(&supervisor).await;
@@ -407,7 +407,7 @@ fn worker_that_confirms_no_file_gets_payloads_over_socket() {
     });
 }
 
-/// Client that encodes its frames itself.
+/// Client that encodes frames without the client library.
 struct Raw {
     socket: UnixStream,
     inbox: Inbox,
@@ -453,7 +453,7 @@ impl Raw {
     fn told(&mut self) -> Told {
         loop {
             let mut poll = [rustix::event::PollFd::new(&self.socket, rustix::event::PollFlags::IN)];
-            // Bytes left from the last read can contain a whole frame.
+            // Bytes left over from the last read can contain a whole frame.
             let soon = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
             let _ = rustix::event::poll(&mut poll, Some(&soon));
             let (socket, files) = (&self.socket, &mut self.files);
@@ -492,7 +492,7 @@ impl Raw {
         self.send(kind::LEASE, number, &LeaseRequest { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
     }
 
-    /// Gets a lease. Returns the lease, the payload file and the result file.
+    /// Requests a lease. Returns the lease, the payload file and the result file.
     fn lease(&mut self, tenant: &str) -> (LeaseRef, File, File) {
         self.ask(1, tenant, MIB);
         let told = self.told();
@@ -548,7 +548,7 @@ fn lease_that_does_not_match_the_job_is_rejected() {
     assert_eq!(raw.told(), Told::Refused(50));
 }
 
-/// A client must not use a lease after returning it, even if the lease was recalled before.
+/// A client must not use a lease after returning it, even if the supervisor had recalled the lease.
 #[test]
 fn returned_lease_is_rejected() {
     let supervisor = one("");
@@ -591,9 +591,9 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
     assert_eq!(status, 200, "{body}");
 }
 
-/// The supervisor has created the files of these leases, but has not offered the leases yet.
+/// The supervisor has already created the files, but has not offered the leases yet.
 #[test]
-fn enabling_poison_detection_refuses_pending_leases() {
+fn enabling_poison_detection_refuses_pending_lease_requests() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
     let supervisor = start(bulkhead);
     let mut raw = Raw::connect(&supervisor);
@@ -633,7 +633,7 @@ fn fallback_with_poison_detection_ends_leases() {
         let supervisor = start(&before);
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
-        // A lease in use is not recalled for idleness, so only the reload can end the lease.
+        // A lease in use is not recalled as idle, so only the reload can end the lease.
         raw.submit(1, "", "steps:count ran;wait end", LeaseRef { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
@@ -646,7 +646,7 @@ fn fallback_with_poison_detection_ends_leases() {
     }
 }
 
-/// Covers a client that never returns a lease, and a client that never reads nor confirms offered leases.
+/// Covers a client that never returns a lease, and a client that neither reads nor confirms offered leases.
 #[test]
 fn unreturned_leases_are_revoked() {
     let supervisor = one("");
@@ -683,7 +683,7 @@ fn unreturned_leases_are_revoked() {
     });
 }
 
-/// A client that was stopped for longer than its lease gets an error instead of a result of zeros.
+/// A client that was stopped for longer than its lease lasts gets an error instead of a result filled with zeros.
 #[test]
 fn result_in_revoked_file_is_an_error() {
     let supervisor = one("");
@@ -693,7 +693,7 @@ fn result_in_revoked_file_is_an_error() {
         until_in_file(&client, "").await;
         client
     });
-    // Stops the worker, so that the answer arrives while the client's runtime does not run.
+    // Stops the worker, so that the answer arrives while the client's runtime is not running.
     let worker = supervisor.worker_pids("b")[0];
     kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
@@ -710,7 +710,7 @@ fn result_in_revoked_file_is_an_error() {
 /// A hostile client can confirm leases without reading them. Unread descriptors stay in flight in the kernel, which
 /// limits their number for an unprivileged supervisor.
 #[test]
-fn client_that_never_reads_gets_few_leases() {
+fn client_that_never_reads_receives_few_leases() {
     let supervisor = one("");
     let mut raw = Raw::connect(&supervisor);
     let on_their_way = |raw: &Raw| -> u64 {
@@ -760,14 +760,15 @@ fn client_that_never_reads_gets_few_leases() {
     });
 }
 
-/// Memory files count as memory of the worker, so the supervisor limits them to a part of `recycle.rss`.
+/// Memory files count as memory of the worker, so the supervisor limits them to part of `recycle.rss`.
 #[test]
 fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // A lease for 9 MiB has two files of 16 MiB each, and this worker gets files of 16 MiB in total at most.
+        // A lease for 9 MiB consists of two files of 16 MiB each. This worker gets files with a total size of at most
+        // 16 MiB.
         for round in 0..40 {
             let job = client.job("b", pattern(round, 9 * MIB)).operation("where");
             assert_eq!(job.send().await.unwrap().payload(), b"bytes");
@@ -775,7 +776,7 @@ fn recycle_rss_limits_memory_files_of_worker() {
     });
 }
 
-/// The client disconnects while the supervisor processes its frames and offers leases.
+/// The client disconnects while the supervisor is processing the client's frames and offering leases.
 #[test]
 fn disconnect_during_lease_offer_leaves_supervisor_running() {
     let supervisor = one("");
@@ -785,7 +786,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
         raw.ask(2, "", MIB);
         let told = raw.told();
         let Told::Leased(1, named) = told else { panic!("no lease: {told:?}") };
-        // Files are made one after another, so the second lease of `raw` is ready too.
+        // Files are created one after another, so the second lease of `raw` is ready too.
         after.lease("");
         raw.socket.shutdown(std::net::Shutdown::Read).unwrap();
         let mut outbox = Outbox::default();
@@ -809,9 +810,9 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// Also checks that the crash report does not contain the payload of a file.
+/// Also checks that the crash report does not contain a payload that was sent in a memory file.
 #[test]
-fn file_of_running_job_does_not_count_as_buffered() {
+fn memory_file_of_running_job_does_not_count_as_buffered() {
     let supervisor = one("max_queue = 4");
     let buffered = || {
         let (_, page) = supervisor.try_get("/metrics").unwrap();
@@ -842,9 +843,9 @@ fn file_of_running_job_does_not_count_as_buffered() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// The file of the killed program is freed, even though the job continues in the fallback.
+/// The memory file of the killed program is freed, even though the job continues in the fallback.
 #[test]
-fn fallback_after_crash_frees_the_file() {
+fn fallback_after_crash_frees_the_memory_file() {
     let supervisor = start(
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"kill -SEGV $$\"]\nfallback = [\"second\"]\n\
@@ -875,9 +876,9 @@ fn fallback_after_crash_frees_the_file() {
     });
 }
 
-/// A returned lease keeps its descriptors until its job has ended.
+/// A returned lease holds its descriptors until its job has ended.
 #[test]
-fn returned_leases_count_until_their_jobs_end() {
+fn returned_leases_count_towards_limit_until_their_jobs_end() {
     let folder = tempfile::tempdir().unwrap();
     let bulkheads = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n";
     let supervisor =

@@ -1,5 +1,5 @@
 //! Tests of `docs/protocol.md`. Some tests pin the bytes of every kind of frame. The other tests use a client and a
-//! worker that were written from the page alone, without code of the workspace.
+//! worker that were written from the page alone, without the workspace's code.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -21,7 +21,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 mod rules;
 
-// Numbers as the page gives them, independent of the workspace's code.
+// Numbers from the page, independent of the workspace's code.
 
 const BULKHEAD: u64 = 0x4441_4548_4b4c_5542;
 const HELLO: u8 = 1;
@@ -157,7 +157,7 @@ impl<'a> Fields<'a> {
         String::from_utf8(self.take(count).to_vec()).unwrap()
     }
 
-    /// Reads the extensions, after which the metadata must end.
+    /// Reads the list of extensions, which must be the end of the metadata.
     fn end(&mut self) -> Vec<(u16, Vec<u8>)> {
         let list = (0..self.u64())
             .map(|_| {
@@ -179,7 +179,7 @@ struct Frame {
     payload: Vec<u8>,
 }
 
-/// Reads a whole frame. Returns `None` if the connection has ended.
+/// Reads a whole frame. Returns `None` if the connection is closed.
 fn read_frame(mut socket: &UnixStream) -> Option<Frame> {
     let mut header = [0; 16];
     // If the supervisor closes a connection with unread bytes, the read fails with an error instead of an end
@@ -270,13 +270,13 @@ impl Outcome {
     }
 }
 
-/// Encodes a client's HELLO up to the list of extensions.
+/// Encodes a client's HELLO, without the list of extensions.
 fn client_hello(oldest: u16, newest: u16) -> Meta {
     let meta = Meta::default().u16(oldest).u16(newest).u8(1).u32(u32::MAX).u64(0);
     meta.text("by hand").text("1")
 }
 
-/// Encodes a SUBMIT up to the list of extensions.
+/// Encodes a SUBMIT, without the list of extensions.
 fn submit(bulkhead: &str, operation: &str) -> Meta {
     submit_for(bulkhead, operation, 0)
 }
@@ -360,11 +360,11 @@ fn by_hand(name: &str, keys: &str) -> String {
 }
 
 #[test]
-#[ignore = "not a test: the worker process that the other tests have the supervisor start"]
+#[ignore = "not a test, but the worker process that the supervisor starts in other tests"]
 fn worker_written_from_the_page() {
     let Ok(bulkhead) = std::env::var("BY_HAND") else { return };
     let fd: i32 = std::env::var("BULKHEAD_LINK_FD").unwrap().parse().unwrap();
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    #[expect(unsafe_code, reason = "the supervisor passed this descriptor to its worker")]
     // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     match bulkhead.strip_prefix("rules-") {
@@ -395,7 +395,7 @@ impl Worker {
         self.bytes(&frame(kind, 0, number, meta, payload));
     }
 
-    /// Returns the next frame. Sends heartbeats until a frame arrives.
+    /// Waits for the next frame, sending heartbeats in the meantime.
     fn next(&mut self) -> Frame {
         while !self.has_bytes() {
             self.send(HEARTBEAT, 0, empty(), b"");
@@ -521,7 +521,7 @@ impl Worker {
 
 // Pinned bytes.
 
-/// Returns the frame in hex, as the workspace's code writes it.
+/// Returns the hex encoding of a frame, as written by the workspace's code.
 fn written<M: bincode::Encode>(
     kind: u8,
     number: u64,
@@ -953,7 +953,7 @@ fn client_without_sdk_is_served() {
         assert!(outcome.queued_us < 60_000_000 && outcome.ran_us < 60_000_000);
     }
 
-    // Concurrent jobs are distinguished by number. All 64 bits count.
+    // Concurrent jobs are distinguished by number. All 64 bits of the number are significant.
     let numbers = [7, u64::MAX, 0, 1 << 63];
     for number in numbers {
         let payload = number.to_le_bytes();
@@ -977,7 +977,7 @@ fn client_without_sdk_is_served() {
 }
 
 #[test]
-fn client_without_sdk_gets_every_outcome() {
+fn client_without_sdk_receives_every_outcome() {
     let supervisor = Supervisor::start_with("max_payload = \"2MiB\"", SDK);
     let mut client = Client::connect(&supervisor);
 
@@ -1137,7 +1137,7 @@ fn failed_start_shows_last_worker_status() {
     assert!(refused.message.contains("the model file is missing"), "{refused:?}");
 }
 
-/// The supervisor continues to serve other jobs.
+/// Also checks that the supervisor continues to serve other jobs.
 #[test]
 fn invalid_signal_number_is_a_protocol_violation() {
     let keys = format!("{KEYS}restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n");
@@ -1156,7 +1156,7 @@ fn invalid_signal_number_is_a_protocol_violation() {
 // Later versions.
 
 #[test]
-fn outcome_returns_the_run_limit_of_the_job() {
+fn outcome_reports_the_run_limit_of_the_job() {
     let supervisor = Supervisor::start(SDK);
     let mut client = Client::connect(&supervisor);
     let limit = 250_000_u64.to_le_bytes();
@@ -1274,7 +1274,7 @@ fn version_mismatch_names_both_version_ranges() {
     }
 }
 
-/// Unknown data that is marked as critical ends the worker.
+/// The supervisor kills a worker that sends unknown data marked as critical.
 #[test]
 fn unknown_worker_data_is_ignored_unless_critical() {
     let supervisor = Supervisor::start(&by_hand("w", KEYS));

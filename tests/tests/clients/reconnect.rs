@@ -1,4 +1,4 @@
-//! Jobs whose connection is lost: jobs that are sent again, jobs that end, and retries.
+//! Jobs whose connection is lost: jobs that are sent again, jobs that fail, and retries.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -16,12 +16,12 @@ use bulkhead_tests::{Supervisor, programs, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
-/// Limit that no test reaches.
+/// Duration that exceeds any wait in these tests.
 const LONG: Duration = Duration::from_secs(100);
 
 // A supervisor that is killed.
 
-/// Number of jobs that run at the same time.
+/// Maximum number of jobs that run at the same time.
 const BOUND: usize = 4;
 
 /// A client's record of a job.
@@ -32,13 +32,12 @@ struct Entry {
     result: Result<(), (Executed, String)>,
 }
 
-/// Tasks send jobs while the supervisor is killed and restarted. The records of the workers show which jobs
-/// began.
+/// Tasks send jobs while the supervisor is repeatedly killed and restarted. The workers record which jobs began.
 #[test]
-fn killed_supervisor_repeats_only_idempotent_jobs() {
+fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     const TASKS: u64 = 16;
     const KILLS: usize = 4;
-    /// Number of jobs with an outcome before each kill.
+    /// Number of jobs that must have an outcome before the supervisor is killed again.
     const JOBS_PER_ROUND: u64 = 150;
     let notes = tempfile::tempdir().unwrap();
     let keys = format!(
@@ -70,7 +69,7 @@ fn killed_supervisor_repeats_only_idempotent_jobs() {
                     number += 1;
                     let mut job = job_of(&client, number);
                     if number.is_multiple_of(50) {
-                        // Only this job uses this part of the number space, so the file is written once.
+                        // No other job uses this job number, so the file is written once.
                         let path = file.path().with_extension(number.to_string());
                         std::fs::write(&path, payload_of(number)).unwrap();
                         job = job.payload_file(std::fs::File::open(&path).unwrap()).unwrap();
@@ -95,14 +94,14 @@ fn killed_supervisor_repeats_only_idempotent_jobs() {
         let end = EndsTasks(&is_over);
         for _ in 0..KILLS {
             let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
-            wait_for("the clients go on", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
+            wait_for("the clients continue", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
             supervisor.child.kill().unwrap();
             supervisor.wait();
             let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
             supervisor = Supervisor::launch(folder, "", &keys);
         }
         let goal = done.load(Ordering::SeqCst) + JOBS_PER_ROUND;
-        wait_for("the clients go on", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
+        wait_for("the clients continue", || (done.load(Ordering::SeqCst) >= goal).then_some(()));
         drop(end);
     });
     let (mut begun, mut ended) = (HashMap::<u64, usize>::new(), HashMap::<u64, usize>::new());
@@ -133,7 +132,7 @@ fn killed_supervisor_repeats_only_idempotent_jobs() {
     assert!(unknown > 0, "jobs were in progress when the supervisor was killed");
 }
 
-/// Makes the tasks end, even if the test panics.
+/// Ends the tasks when dropped, even if the test panics.
 struct EndsTasks<'a>(&'a AtomicBool);
 
 impl Drop for EndsTasks<'_> {
@@ -144,10 +143,10 @@ impl Drop for EndsTasks<'_> {
 
 // A fake supervisor.
 
-/// Returns the remaining time in the next SUBMIT, and the job's number and payload.
+/// Reads the next SUBMIT. Returns the job's number, remaining time and payload.
 fn next_job(peer: &mut Peer) -> (u64, Duration, Vec<u8>) {
     loop {
-        let (header, metadata, payload) = peer.next().expect("a job");
+        let (header, metadata, payload) = peer.next().expect("the client sends a job");
         if header.kind == kind::SUBMIT {
             let (submit, _) = codec::decode::<Submit<'_>>(&metadata, &[]).unwrap();
             return (header.number, Duration::from_micros(submit.deadline_us), payload);
@@ -200,7 +199,7 @@ fn idempotent_job_is_sent_again_with_remaining_time() {
             let client = Client::connect(path).await.unwrap();
             let job = client.job("b", "x").idempotent(true).deadline(LONG);
             let mut handle = job.start().await.unwrap();
-            // A job continues after its client was dropped.
+            // A job continues after its client has been dropped.
             drop(client);
             assert_eq!(handle.progress().await.map(|progress| progress.text), Some("half".into()));
             assert_eq!(handle.await.unwrap().payload(), b"done");
@@ -209,7 +208,7 @@ fn idempotent_job_is_sent_again_with_remaining_time() {
 }
 
 #[test]
-fn job_that_ends_every_connection_is_sent_four_times() {
+fn job_that_breaks_every_connection_is_sent_four_times() {
     against(
         |fake| {
             for _ in 0..4 {
@@ -309,7 +308,7 @@ fn jobs_cancelled_while_disconnected_are_not_sent() {
     );
 }
 
-/// The later supervisor knows nothing of the first attempt.
+/// The supervisor that rejects the job knows nothing about the first attempt.
 #[test]
 fn rejection_after_lost_connection_leaves_execution_unknown() {
     let wait = Duration::from_millis(40);
@@ -349,7 +348,7 @@ fn rejection_after_lost_connection_leaves_execution_unknown() {
 }
 
 #[test]
-fn job_ends_at_its_deadline_while_no_supervisor_answers() {
+fn job_ends_at_its_deadline_if_no_supervisor_answers() {
     let (end, told) = mpsc::channel::<()>();
     against(
         move |fake| {
@@ -373,7 +372,7 @@ fn job_ends_at_its_deadline_while_no_supervisor_answers() {
 }
 
 #[test]
-fn reconnect_timeout_of_zero_ends_jobs_with_the_connection() {
+fn zero_reconnect_timeout_ends_jobs_when_connection_is_lost() {
     against(
         |fake| {
             next_job(&mut fake.welcome());
@@ -388,7 +387,7 @@ fn reconnect_timeout_of_zero_ends_jobs_with_the_connection() {
     );
 }
 
-/// Threads can wait for their jobs in any order, so a job must be sent again even if its handle is not polled.
+/// Applications can wait for their jobs in any order, so a job must be sent again even if its handle is not polled.
 #[test]
 fn job_is_sent_again_before_its_handle_is_polled() {
     let (seen, was_seen) = mpsc::channel::<()>();
@@ -412,7 +411,7 @@ fn job_is_sent_again_before_its_handle_is_polled() {
 
 // Retries.
 
-/// Rejects the first `rejected` jobs and then accepts all. Returns the remaining times of all jobs.
+/// Rejects the first `rejected` jobs and accepts all others. Returns the remaining time of each job.
 fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Duration> {
     let mut peer = fake.welcome();
     let mut times = Vec::new();
@@ -431,7 +430,7 @@ fn reject(fake: &Fake, rejected: usize, retry_after: Option<Duration>) -> Vec<Du
     times
 }
 
-/// Runs `work` against a supervisor that rejects jobs. Returns the remaining times of all jobs.
+/// Runs `work` against a supervisor that rejects jobs. Returns the remaining time of each job.
 fn while_rejected(
     rejected: usize,
     retry_after: Option<Duration>,
@@ -459,12 +458,12 @@ fn rejected_job_is_retried_with_remaining_time() {
     assert_eq!(times.len(), 4);
     assert!(times.is_sorted_by(|before, after| *after + wait <= *before), "{times:?}");
 
-    // The client's default, a job without retries, and too many rejections.
+    // Covers the client's default, a job without retries, and too many rejections.
     let times = while_rejected(5, Some(Duration::from_millis(1)), async |client| {
         let client = client.retry(true);
         assert!(is_full(client.job("b", "x").retry(false).send().await));
         assert!(is_full(client.job("b", "x").send().await), "three retries are rejected as well");
-        // Handles are not retried.
+        // Jobs awaited through a handle are not retried.
         assert_eq!(client.job("b", "x").start().await.unwrap().await.unwrap().payload(), b"done");
     });
     assert_eq!(times.len(), 6);
@@ -480,7 +479,7 @@ fn job_is_not_retried_beyond_its_deadline() {
 }
 
 #[test]
-fn retries_stay_within_the_budget_of_the_client() {
+fn retries_stay_within_the_client_budget() {
     const JOBS: usize = 200;
     let times = while_rejected(usize::MAX, Some(Duration::ZERO), async |client| {
         for _ in 0..JOBS {
@@ -493,7 +492,7 @@ fn retries_stay_within_the_budget_of_the_client() {
     assert!((JOBS / 5..=JOBS).contains(&retries), "{retries} retries of {JOBS} jobs");
 }
 
-/// The outcome of a retry that did not run does not hide that the first attempt ran.
+/// If a retry never ran, its outcome must not obscure the fact that the first attempt did run.
 #[test]
 fn rejected_retry_reports_the_attempt_that_ran() {
     against(

@@ -1,4 +1,4 @@
-//! Advice on limits, based on jobs that a real supervisor has observed.
+//! Advice on limits, based on jobs that were observed by a real supervisor.
 
 use std::process::Output;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn advice_for_new_bulkhead_reports_missing_observations() {
     );
     assert_eq!((fresh["advice"].as_array().unwrap().len(), fresh["kept"].as_array().unwrap().len()), (0, 0));
     assert!(fresh["seen"]["rss_max_bytes"].as_u64().unwrap() > 100_000, "{fresh}");
-    // For `exec`, the memory of the host process is not the memory of the programs.
+    // For `exec`, the host process's memory usage is not that of the programs.
     assert!(advice(&supervisor, "other")["seen"]["rss_max_bytes"].is_null());
 
     let told = text(&advise(&supervisor, &["fresh"]));
@@ -79,35 +79,37 @@ fn advice_reports_observed_demand_and_concurrency() {
         };
         let mut jobs = vec![hang("", "b"), hang("", "b")];
         supervisor.wait_number("b", "in_flight", 2);
-        let seen = wait_seen(&supervisor, "b", "two jobs in flight", |seen| seen["concurrency"]["p50"] == 2);
+        let seen =
+            wait_seen(&supervisor, "b", "two jobs are in flight", |seen| seen["concurrency"]["p50"] == 2);
         assert_eq!((&seen["concurrency"]["max"], &seen["demand"]["max"]), (&2.into(), &2.into()), "{seen}");
         assert_eq!((&seen["limit"], &seen["time_at_limit"]), (&3.into(), &0.0.into()), "{seen}");
 
         jobs.extend((0..3).map(|_| hang("", "b")));
         supervisor.wait_number("b", "queued", 2);
-        // The medians reach the new values once these have lasted for more than half of the time. All new jobs are
-        // queued until the third worker begins one of them.
-        let seen = wait_seen(&supervisor, "b", "a demand of five", |seen| {
+        // The medians reach the new values once these values have lasted for more than half of the time. All new jobs
+        // are queued until the third worker begins one of them.
+        let seen = wait_seen(&supervisor, "b", "the demand is five", |seen| {
             (&seen["demand"]["p50"], &seen["concurrency"]["p50"], &seen["queued"]["p50"])
                 == (&5.into(), &3.into(), &2.into())
         });
         assert_eq!((&seen["concurrency"]["max"], &seen["demand"]["max"]), (&3.into(), &5.into()), "{seen}");
         assert!(seen["time_at_limit"].as_f64().unwrap() >= 0.4, "{seen}");
 
-        // A change of the limits resets statistics that depend on the old limits, but not the observed demand.
+        // A change to the limits resets statistics that depend on the old limits, but not the observed demand.
         supervisor.resize("b", r#"{"processes": 6}"#);
         supervisor.wait_number("b", "in_flight", 5);
-        let seen = wait_seen(&supervisor, "b", "five jobs in flight", |seen| seen["concurrency"]["p50"] == 5);
+        let seen =
+            wait_seen(&supervisor, "b", "five jobs are in flight", |seen| seen["concurrency"]["p50"] == 5);
         assert_eq!((&seen["limit"], &seen["queued"]["max"]), (&6.into(), &2.into()), "{seen}");
         assert!(
             advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since the limits were changed")
         );
 
-        // With isolated tenants, the statistics are per tenant.
+        // With isolated tenants, the statistics are collected per tenant.
         jobs.extend(["a", "b", "c"].map(|tenant| hang(tenant, "own")));
         supervisor.wait_number("own", "in_flight", 3);
         let seen =
-            wait_seen(&supervisor, "own", "one job per tenant", |seen| seen["concurrency"]["p50"] == 1);
+            wait_seen(&supervisor, "own", "each tenant has one job", |seen| seen["concurrency"]["p50"] == 1);
         assert_eq!((&seen["concurrency"]["max"], &seen["limit"]), (&1.into(), &2.into()), "{seen}");
         jobs.iter().for_each(tokio::task::JoinHandle::abort);
     });

@@ -1,4 +1,4 @@
-//! Runs all default measurements of the bench briefly, without checking the figures.
+//! Runs all of the bench's default measurements briefly, without checking the figures.
 
 use std::process::{Command, Output};
 

@@ -18,7 +18,7 @@ use super::running::{Ran, Running, blocker, bulkhead, fed, follow, plain, read_a
 
 const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
-/// Checks that an object has all fields of the outcome, each of the right type.
+/// Checks that an object has all fields of its outcome, each with the correct type.
 fn check_shape(object: &Value) {
     let outcome = object["outcome"].as_str().expect("outcome");
     assert!(OUTCOMES.contains(&outcome), "{object}");
@@ -41,7 +41,7 @@ fn check_shape(object: &Value) {
     assert!(!object.as_object().unwrap().values().any(is_nested), "no field is nested: {object}");
 }
 
-/// Checks the result of `submit --json` against a row of the table of outcomes.
+/// Checks the result of `submit --json` against a row of the outcome table.
 #[track_caller]
 fn check_end(ran: Ran, code: i32, outcome: &str, reason: &str, executed: &str, retryable: bool) -> Value {
     let object = ran.expect(code).object();
@@ -254,7 +254,7 @@ fn commands_exit_77_for_forbidden_user() {
         Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let folder = supervisor.folder.path();
     if std::fs::metadata(folder).unwrap().uid() != 0 {
-        not_run!("a call as another user requires root; the test removes permissions instead");
+        not_run!("running a program as another user requires root; the test removes permissions instead");
         for socket in ["jobs.sock", "admin.sock"] {
             std::fs::set_permissions(folder.join(socket), PermissionsExt::from_mode(0o000)).unwrap();
         }
@@ -266,7 +266,7 @@ fn commands_exit_77_for_forbidden_user() {
     std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
     let program = folder.join("bulkhead");
     // `cp` makes the copy, because a child that another test starts at the same time could inherit a file that this
-    // process writes. Executing that file would fail with ETXTBSY.
+    // process is writing. Executing that file would fail with ETXTBSY.
     let copied = Command::new("cp").arg(programs().join("bulkhead")).arg(&program).status().unwrap();
     assert!(copied.success());
     let stranger = |arguments: &[&str]| {
@@ -274,7 +274,7 @@ fn commands_exit_77_for_forbidden_user() {
         command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
         spawn(command.args(arguments).uid(65_534).gid(65_534)).end().expect(77)
     };
-    // The file mode admits every user, but the supervisor rejects this one.
+    // The file mode allows every user to connect, but the supervisor rejects this one.
     let told = stranger(&["submit", "b", "--json"]);
     assert!(told.stderr.contains("65534"), "{}", told.stderr);
     check_end(told, 77, "rejected", "forbidden", "no", false);
@@ -424,7 +424,7 @@ fn submit_preserves_bytes_of_payload_and_result() {
     assert_eq!(told.text(), "op/acme\n");
 }
 
-/// Starts a bulkhead whose n-th job runs the n-th line as a shell command.
+/// Starts a bulkhead whose nth job runs the nth line as a shell command.
 fn scripted(lines: &[&str]) -> Supervisor {
     let branches: String =
         lines.iter().enumerate().map(|(i, line)| format!("{}) {line} ;; ", i + 1)).collect();
@@ -483,7 +483,7 @@ fn submit_runs_jobs_concurrently() {
 #[test]
 fn closed_output_pipe_is_not_an_error() {
     let supervisor = scripted(&["exit 64", "yes | head -c 300000", "yes | head -c 300000"]);
-    // Closes the reading end of the pipe before the command can write.
+    // Closes the read end of the pipe before the command can write.
     let unread = |command: &mut Command| {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -508,7 +508,7 @@ fn closed_output_pipe_is_not_an_error() {
         assert!(ran.stderr.is_empty(), "{arguments:?}: {}", ran.stderr);
     }
 
-    // A reader that takes only the first bytes, as `head` does.
+    // A reader that reads only the first bytes, as `head` does.
     let big = Supervisor::start("[bulkhead.cat]\nexec = [\"cat\"]\n");
     let payload = big.folder.path().join("payload");
     std::fs::write(&payload, vec![b'x'; 3_000_000]).unwrap();
@@ -529,7 +529,7 @@ fn closed_output_pipe_is_not_an_error() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
 }
 
-/// Runs a command with standard output closed. `Command` cannot close a stream, so a shell does.
+/// Runs a command with standard output closed. Uses a shell, because `Command` cannot close a stream.
 fn without_stdout(command: &Command) -> Ran {
     let mut shell = Command::new("sh");
     shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());
@@ -708,7 +708,7 @@ fn events_command_prints_past_and_new_events() {
 }
 
 #[test]
-fn follow_commands_exit_with_the_supervisor() {
+fn follow_commands_exit_when_the_supervisor_exits() {
     let mut supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let mut events = follow(supervisor.command().args(["events", "--follow"]));
     let mut logs = follow(supervisor.command().args(["logs", "b", "--follow"]));
@@ -729,7 +729,7 @@ fn logs_command_escapes_control_characters() {
         Supervisor::start(&format!("[bulkhead.x]\nexec = [\"sh\", \"-c\", \"{script}\"]\n{SHELL}"));
     assert!(bulkhead(&supervisor, &["logs", "x"]).expect(0).stdout.is_empty());
     let following = follow(supervisor.command().args(["logs", "x", "--follow"]));
-    // Standard output of the program is the result. Only standard error goes to the logs.
+    // The program's standard output is the result. Only standard error goes to the logs.
     wait_for("the follower has printed a line", || {
         fed(&supervisor, &["submit", "x", "--payload-file", "-"], b"secret").expect(0);
         following.lines.try_recv().ok()
@@ -805,7 +805,7 @@ fn bench_prints_throughput_and_latency() {
     assert!(object["latency_ms"]["p99"].as_f64() >= object["latency_ms"]["p50"].as_f64(), "{object}");
     assert!(supervisor.number("b", "done") > jobs);
     bulkhead(&supervisor, &["bench", "nobody", "--duration", "10s"]).expect(66);
-    // On a busy machine, no job may have ended after this time.
+    // On a busy machine, it can happen that no job has ended by then.
     wait_for("a job fails while the bench runs", || {
         let ran = bulkhead(&supervisor, &["bench", "b", "fail", "--duration", "100ms"]);
         (ran.code == Some(1)).then_some(())
@@ -813,7 +813,7 @@ fn bench_prints_throughput_and_latency() {
 }
 
 #[test]
-fn bench_fails_if_the_supervisor_ends() {
+fn bench_fails_if_the_supervisor_exits() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\n");
     let mut command = supervisor.command();
     command.args(["bench", "b", "--duration", "10s", "--concurrency", "1", "--json"]).stdout(Stdio::piped());
@@ -880,7 +880,7 @@ fn help_fits_into_80_columns() {
         assert!(ran.text().contains("Usage:"), "{command:?}");
     };
     for long in ["-h", "--help"] {
-        // The width also has a limit without a terminal, and in a wide terminal.
+        // The width is also limited without a terminal and in a wide terminal.
         help(plain(&[long]).env_remove("COLUMNS"));
         help(plain(&[long]).env("COLUMNS", "200"));
         for name in SUBCOMMANDS {
@@ -929,7 +929,8 @@ fn submit_rejects_unwritable_output_before_running_job() {
     assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
     let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
     assert!(ran.stdout.is_empty() && !Path::new("-").exists());
-    // A write error that appears only after the job has run has a different exit code than a failed handler.
+    // A write error that appears only after the job has run leads to a different exit code from that of a failed
+    // handler.
     let mut full = supervisor.command();
     full.args(["submit", "b", "big", "--payload-file", "-", "--output", "/dev/full"]);
     let mut full = spawn(&mut full);

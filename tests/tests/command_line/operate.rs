@@ -27,7 +27,7 @@ fn names(list: &Value) -> Vec<&str> {
 
 // Logs.
 
-/// Makes a worker write a line, and waits until the supervisor has read it from both streams.
+/// Makes a worker write a line to both streams, and waits until the supervisor has read both lines.
 fn say(supervisor: &Supervisor, bulkhead_name: &str, text: &str) {
     fed(supervisor, &["submit", bulkhead_name, "say", "--payload-file", "-"], text.as_bytes()).expect(0);
     wait_for("the output is stored", || {
@@ -72,14 +72,14 @@ fn logs_merges_bulkheads_by_time() {
 }
 
 #[test]
-fn followed_logs_repeat_and_lose_no_line() {
+fn followed_logs_neither_repeat_nor_lose_lines() {
     let supervisor = Supervisor::start(TWO);
     say(&supervisor, "a", "old");
     say(&supervisor, "b", "last");
     let arguments = ["logs", "-f", "-n", "1", "-o", "cat", "--stream", "stderr"];
     let following = follow(supervisor.command().args(arguments));
     assert_eq!(following.lines.recv_timeout(bulkhead_tests::PATIENCE).unwrap(), "last");
-    // The follower may not be connected yet. It must get these lines in any case.
+    // The follower may not be connected yet, but must get these lines in any case.
     for text in ["new a", "newer a"] {
         say(&supervisor, "a", text);
     }
@@ -198,7 +198,7 @@ fn is_ready_does_not_wait_for_a_silent_supervisor() {
 }
 
 #[test]
-fn is_ready_waits_for_the_start_of_the_supervisor() {
+fn is_ready_waits_for_the_supervisor_to_start() {
     let folder = tempfile::tempdir().unwrap();
     let admin = folder.path().join("admin.sock");
     let arguments = ["--admin", admin.to_str().unwrap(), "is-ready", "--wait", "60s"];
@@ -206,7 +206,7 @@ fn is_ready_waits_for_the_start_of_the_supervisor() {
     spawn(&mut plain(&["--admin", admin.to_str().unwrap(), "is-ready"])).end().expect(69);
     spawn(&mut plain(&["--admin", admin.to_str().unwrap(), "is-ready", "--wait", "50ms"])).end().expect(69);
     let _supervisor = Supervisor::launch(folder, "", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // A bulkhead whose workers have not reported yet follows in a line of its own.
+    // A bulkhead whose workers have not reported yet follows on a separate line.
     let ended = waiting.end().expect(0);
     assert!(ended.text().starts_with("ready\n"), "{}", ended.text());
 }
@@ -275,7 +275,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
 
     let told = bulkhead(&supervisor, &["cancel", "idle", first["job"].as_str().unwrap()]).expect(66);
     assert!(told.stderr.contains("in the bulkhead `b`"), "{}", told.stderr);
-    // The running job keeps the only permit, so that the queued job cannot begin before it is cancelled.
+    // The running job holds the only permit, so the queued job cannot begin before it is cancelled.
     let cancel =
         |job: &Value| bulkhead(&supervisor, &["cancel", "b", job["job"].as_str().unwrap(), "--json"]);
     let told = cancel(second).expect(0).object();
@@ -304,7 +304,7 @@ fn jobs_are_listed_and_cancelled_one_by_one() {
 // Waiting.
 
 #[test]
-fn drain_waits_until_no_job_is_left() {
+fn drain_waits_until_no_jobs_are_left() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n[bulkhead.idle]\ncommand = [\"MISBEHAVE\"]\n",
     );
@@ -330,7 +330,7 @@ fn drain_waits_until_no_job_is_left() {
 }
 
 #[test]
-fn restart_waits_until_all_workers_are_new() {
+fn restart_waits_until_all_workers_are_replaced() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 3\n\
          [bulkhead.stuck]\ncommand = [\"sh\", \"-c\", \"test -e flag || exit 3; exec 'MISBEHAVE'\"]\n\
@@ -409,7 +409,7 @@ fn crash_reports_are_selected_by_prefix_and_cause() {
 // Other hosts.
 
 #[test]
-fn response_of_another_program_is_an_error() {
+fn response_from_another_program_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let host = format!("http://{}", listener.local_addr().unwrap());
     for (arguments, status, part) in [
@@ -478,7 +478,7 @@ fn commands_reach_a_supervisor_over_tcp() {
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 3);
     let variables = |command: &mut Command| spawn(command.env("BULKHEAD_HOST", &host)).end();
     variables(plain(&["status"]).env("BULKHEAD_TOKEN_FILE", file("token"))).expect(0);
-    // Sockets on the command line take precedence over the variable.
+    // Sockets named on the command line take precedence over the variable.
     variables(&mut plain(&["status", "--admin", &file("admin.sock")])).expect(0);
     variables(&mut plain(&["submit", "b", "-n", "--socket", &file("jobs.sock")])).expect(0);
     variables(plain(&["submit", "b", "-n"]).env("BULKHEAD_SOCKET", file("jobs.sock"))).expect(0);
@@ -499,7 +499,7 @@ fn commands_reach_a_supervisor_over_tcp() {
     assert!(with("odd", &["status"]).expect(2).stderr.contains("nothing else"));
     let endless = ["--host", &host, "--token-file", "/dev/zero", "status"];
     assert!(spawn(&mut plain(&endless)).end().expect(2).stderr.contains("nothing else"));
-    // A token that can only read.
+    // A read-only token.
     for arguments in [&["status"][..], &["jobs"], &["events"], &["logs", "b"], &["crashes"]] {
         with("read", arguments).expect(0);
     }
@@ -510,7 +510,7 @@ fn commands_reach_a_supervisor_over_tcp() {
         assert!(told.stderr.contains("can only read"), "{}", told.stderr);
     }
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
-    // Nothing listens on this port after the supervisor has ended.
+    // Nothing listens on this port after the supervisor has exited.
     drop(supervisor);
     let told = spawn(&mut plain(&["--host", &host, "status", "--json"])).end().expect(69);
     assert_eq!(told.object()["outcome"], "unreachable");

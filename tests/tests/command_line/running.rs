@@ -1,4 +1,4 @@
-//! Running the `bulkhead` command in tests.
+//! Helpers that run the `bulkhead` command in tests.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -56,7 +56,7 @@ pub(super) struct Running {
 pub(super) fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // After a read error, the test uses the bytes that arrived before.
+        // After a read error, the test uses the bytes that arrived before the error.
         let _ = from.read_to_end(&mut bytes);
         bytes
     })
@@ -83,11 +83,11 @@ impl Running {
         drop(self.stdin.take());
         let began = std::time::Instant::now();
         let status = loop {
-            match self.child.try_wait().expect("our own child") {
+            match self.child.try_wait().expect("the command is our child") {
                 Some(status) => break status,
                 None if began.elapsed() > PATIENCE => {
                     let _ = self.child.kill();
-                    panic!("the command did not end: {:?}", self.stderr.join());
+                    panic!("the command did not exit: {:?}", self.stderr.join());
                 }
                 None => std::thread::park_timeout(std::time::Duration::from_millis(2)),
             }
@@ -103,7 +103,7 @@ pub(super) fn bulkhead(supervisor: &Supervisor, arguments: &[&str]) -> Ran {
     spawn(supervisor.command().args(arguments)).end()
 }
 
-/// Runs the command against `supervisor` with this standard input.
+/// Runs the command against `supervisor` with the given standard input.
 pub(super) fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> Ran {
     spawn(supervisor.command().args(arguments)).feed(input)
 }
@@ -125,7 +125,7 @@ pub(super) fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
     running
 }
 
-/// A command that follows a stream, and the received lines.
+/// A command that follows a stream, and the lines received so far.
 pub(super) struct Following {
     pub(super) child: Child,
     pub(super) lines: Receiver<String>,
@@ -160,7 +160,7 @@ impl Following {
     /// Sends SIGINT and returns the exit code.
     pub(super) fn interrupt(mut self) -> Option<i32> {
         kill_pid(self.child.id(), Signal::SIGINT);
-        wait_for("the command ends", || self.child.try_wait().expect("our own child")).code()
+        wait_for("the command exits", || self.child.try_wait().expect("the command is our child")).code()
     }
 }
 

@@ -31,8 +31,8 @@ fn jobs(client: &Client, bulkhead: &str, operation: &str, count: usize) {
     }
 }
 
-/// Sends jobs at once that all miss their deadline. The deadline leaves a slow machine enough time to begin
-/// the jobs.
+/// Sends several jobs at once, all of which miss their deadline. The deadline leaves a slow machine enough time to
+/// begin the jobs.
 fn late(client: &Client, bulkhead: &str) {
     let job = client.job(bulkhead, "").operation("yield").deadline(Duration::from_secs(2));
     let jobs: Vec<_> = (0..12).map(|_| job.clone().start().unwrap()).collect();
@@ -69,7 +69,7 @@ fn failing_jobs_change_service_state_of_ready_bulkhead() {
     assert_eq!(service("callers"), (json!("ok"), json!(null)));
     assert_eq!(service("idle"), (json!("ok"), json!(null)));
 
-    // The worst bulkheads come first, with the causes.
+    // The worst bulkheads are listed first, with the causes.
     wait_for("workers are ready", || {
         let all = supervisor.get("/v1/bulkheads");
         let all = all["bulkheads"].as_array().unwrap();
@@ -109,9 +109,9 @@ fn failing_jobs_change_service_state_of_ready_bulkhead() {
     assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
 }
 
-/// The command also shows the quarantine, the start mode and the breaker.
+/// Also checks that the command shows the quarantine, the start mode and the breaker.
 #[test]
-fn status_of_bulkhead_shows_rejections_and_tenants() {
+fn bulkhead_status_shows_rejections_and_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\npoison = { crashes = 1 }\n\
          [bulkhead.forked]\ncommand = [\"MISBEHAVE\"]\nstart.mode = \"fork\"\nbreaker = { min_calls = 5 }\n",
@@ -162,5 +162,5 @@ fn recycled_workers_do_not_count_as_restarts() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
     // Uses a bulkhead without recycling, because otherwise the next worker could already have been started.
     let _ = client.job("c", "").operation("abort").deadline(Duration::from_secs(20)).send();
-    wait_for("a crash counts", || (supervisor.number("c", "restarts") > 0).then_some(()));
+    wait_for("the crash counts as a restart", || (supervisor.number("c", "restarts") > 0).then_some(()));
 }

@@ -39,7 +39,7 @@ impl ServiceManager {
         Self { path, received }
     }
 
-    /// Returns the number of notifications that contain a line.
+    /// Returns the number of notifications that contain the given line.
     fn count(&self, line: &str) -> usize {
         let received = self.received.lock().unwrap();
         received.iter().filter(|text| text.lines().any(|found| found == line)).count()
@@ -53,7 +53,7 @@ impl ServiceManager {
 
 const BULKHEAD: &str = "[bulkhead.b]\nexec = [\"cat\"]\n";
 
-/// Also checks that a stopped data plane ends the notifications although the control plane responds.
+/// Also checks that the notifications stop if the data plane is stopped, although the control plane still responds.
 #[test]
 fn watchdog_is_notified_only_while_data_plane_responds() {
     const PING: &str = "WATCHDOG=1";
@@ -72,8 +72,8 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
     }
     ptrace::interrupt(thread).unwrap();
     waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
-    // The control plane waits for the data plane longer than the interval of the watchdog. So after the first
-    // request, no notification can result from an earlier response.
+    // The control plane waits longer for the data plane than the watchdog interval. After the first request, no
+    // notification can therefore result from an earlier response.
     assert_eq!(supervisor.try_get("/healthz").unwrap().0, 503);
     let before = manager.count(PING);
     assert_eq!(supervisor.try_get("/healthz").unwrap().0, 503);
@@ -87,17 +87,17 @@ fn watchdog_is_notified_only_while_data_plane_responds() {
 fn supervisor_without_watchdog_sends_no_pings() {
     let folder = tempfile::tempdir().unwrap();
     let manager = ServiceManager::start(folder.path());
-    // The time limit is for another process.
+    // The watchdog is set for another process.
     let variables =
         [("NOTIFY_SOCKET", manager.path.to_str().unwrap()), ("WATCHDOG_USEC", "2000"), ("WATCHDOG_PID", "1")];
     let mut supervisor = Supervisor::launch_with_variables(folder, &variables, "", BULKHEAD).until_ready();
     supervisor.signal(Signal::SIGTERM);
     assert_eq!(supervisor.wait().code(), Some(0));
-    wait_for("the end of the supervisor is announced", || (manager.count("STOPPING=1") == 1).then_some(()));
+    wait_for("the supervisor announces its shutdown", || (manager.count("STOPPING=1") == 1).then_some(()));
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
-/// Listening sockets of the stand-in, which outlive each supervisor.
+/// Listening sockets that the stand-in passes to each supervisor and that outlive it.
 struct SocketUnits {
     jobs: UnixListener,
     http: TcpListener,
@@ -109,8 +109,8 @@ impl SocketUnits {
         Self { jobs, http: TcpListener::bind("127.0.0.1:0").unwrap() }
     }
 
-    /// Starts a supervisor with the sockets as the descriptors 3 and 4. The supervisor cannot listen on the
-    /// configured address of `http` itself.
+    /// Starts a supervisor with the sockets as descriptors 3 and 4. The supervisor itself cannot listen on the
+    /// configured `http` address.
     fn start(&self, folder: TempDir, names: &str) -> Supervisor {
         let config = format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nhttp = \"127.0.0.1:1\"\nhttp_token_file = \"token\"\n\
@@ -131,7 +131,7 @@ impl SocketUnits {
         Supervisor { child: command.spawn().unwrap(), folder }
     }
 
-    /// Requests `/healthz` over TCP. Returns true if the response has the status 200.
+    /// Requests `/healthz` over TCP. Returns true if the response has status 200.
     fn is_healthy(&self) -> bool {
         let mut socket = std::net::TcpStream::connect(self.http.local_addr().unwrap()).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -175,14 +175,14 @@ fn passed_sockets_outlive_the_supervisor() {
 }
 
 #[test]
-fn passed_sockets_with_wrong_names_are_errors() {
+fn passed_sockets_with_wrong_names_are_rejected() {
     for (names, expected) in [
         (
             "bulkhead.socket:http",
             "set FileDescriptorName= in the socket unit to jobs, admin, http or jobs_http",
         ),
         ("http:jobs", "`http` must be a TCP socket"),
-        ("jobs:jobs_http", "the configuration has no `jobs_http`"),
+        ("jobs:jobs_http", "`jobs_http` is not set in the configuration"),
         ("admin:http", "already listens on this socket"),
     ] {
         let folder = tempfile::tempdir().unwrap();
@@ -195,9 +195,9 @@ fn passed_sockets_with_wrong_names_are_errors() {
     }
 }
 
-/// Checks the configuration of the package. Its example must work without any file of the user.
+/// Checks the packaged configuration. Its example must work without any file from the user.
 #[test]
-fn configuration_of_package_serves_jobs() {
+fn packaged_configuration_serves_jobs() {
     let packaged = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/debian/workers.toml");
     let text = std::fs::read_to_string(packaged).unwrap();
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Sources of the payload of `bulkhead submit` if no file is named.
+//! Payload sources of `bulkhead submit` if no file is named.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -47,7 +47,7 @@ fn submit_reads_payload_from_standard_input() {
 }
 
 #[test]
-fn submit_n_does_not_read_standard_input() {
+fn submit_with_n_does_not_read_standard_input() {
     let supervisor = supervisor();
     let script =
         "while read -r line; do echo \"$line\"; \"$BULKHEAD\" submit cat $N 2> /dev/null; done < list";
@@ -76,7 +76,7 @@ fn submit_reads_no_payload_from_a_terminal() {
 }
 
 #[test]
-fn submit_reports_waiting_for_standard_input() {
+fn submit_reports_that_it_is_waiting_for_standard_input() {
     let supervisor = supervisor();
     let mut child = submit(&supervisor, &[]).stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();

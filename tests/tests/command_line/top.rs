@@ -35,8 +35,8 @@ fn lines(count: u16) -> NonZero<u16> {
 }
 
 impl Terminal {
-    /// Runs a script in a terminal of 24 lines. Returns `None` and prints the reason if there is no `setsid`,
-    /// which gives a session its terminal.
+    /// Runs a script in a terminal with 24 lines. Returns `None` and prints the reason if `setsid`, which gives a
+    /// session its terminal, is not installed.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
             not_run!("setsid, which gives the test a terminal, is not installed");
@@ -66,7 +66,7 @@ impl Terminal {
             let mut buffer = [0; 4096];
             // The read fails after the last process has closed the other end.
             while let Ok(count @ 1..) = reader.read(&mut buffer) {
-                let mut seen = sink.lock().expect("no thread panics with it");
+                let mut seen = sink.lock().expect("no thread panics while it holds the lock");
                 seen.bytes.extend_from_slice(&buffer[..count]);
                 seen.parser.process(&buffer[..count]);
             }
@@ -75,7 +75,7 @@ impl Terminal {
     }
 
     fn press(&mut self, keys: &str) {
-        self.master.write_all(keys.as_bytes()).expect("the terminal takes keys");
+        self.master.write_all(keys.as_bytes()).expect("the terminal accepts key presses");
     }
 
     fn resize(&self, rows: u16, columns: u16) {
@@ -98,7 +98,7 @@ impl Terminal {
         self.shows_as(what, |text| text.contains(what))
     }
 
-    /// Waits until one screen shows all parts, because a screen arrives line by line.
+    /// Waits until a single screen shows all parts. A screen arrives line by line.
     #[track_caller]
     fn shows_all(&self, parts: &[&str]) -> String {
         self.shows_as(&parts.join(", "), |text| parts.iter().all(|part| text.contains(part)))
@@ -117,14 +117,14 @@ impl Terminal {
         }
     }
 
-    /// Returns the process id of `bulkhead`.
+    /// Returns the PID of `bulkhead`.
     fn top(&self) -> u32 {
         wait_for("bulkhead runs", || {
             children(self.shell.id()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead"))
         })
     }
 
-    /// Waits for the shell's message after `top` has ended, and checks that the terminal is restored.
+    /// Waits for the shell's message after `top` has exited, and checks that the terminal is restored.
     #[track_caller]
     fn is_restored(&self, said: &str) {
         self.shows(said);
@@ -137,14 +137,14 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // The processes can have ended already.
+        // The processes may have exited already.
         children(self.shell.id()).into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
         let _ = self.shell.kill();
         let _ = self.shell.wait();
     }
 }
 
-/// Script that compares the modes of the terminal before and after `top`.
+/// Script that compares the terminal modes before and after `top`.
 const SCRIPT: &str = r#"before=$(stty -g); "$TOP" top --interval 100ms; echo "left with $?"
     [ "$before" = "$(stty -g)" ] && echo "as it was""#;
 
@@ -157,7 +157,7 @@ fn submit(supervisor: &Supervisor, arguments: &[&str]) {
     command.status().expect("the command runs");
 }
 
-/// Returns the words of a bulkhead's row in the table.
+/// Returns the words in a bulkhead's table row.
 fn row(text: &str, name: &str) -> Option<Vec<String>> {
     let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     text.lines().map(words).find(|words| words.first().is_some_and(|first| first == name))
@@ -174,7 +174,7 @@ fn top_shows_crashes_and_escapes_tenant_names() {
     let evil = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}\u{9b}31mevil";
     submit(&supervisor, &["b", "abort", "--tenant", evil]);
     terminal.shows("job_crashed");
-    // The numbers come from a later request than the events.
+    // The numbers come from a later request than the events do.
     terminal.press("c");
     terminal.shows("sort: crashes");
     terminal.press("/");
@@ -210,7 +210,7 @@ fn top_reconnects_after_supervisor_restart() {
     (0..3).for_each(|_| submit(&supervisor, &["b"]));
     terminal.shows_as("a ready bulkhead", |text| row(text, "b").is_some_and(|row| row[1] == "ready"));
 
-    supervisor.child.kill().expect("our own child");
+    supervisor.child.kill().expect("the supervisor is a child of this process");
     supervisor.wait();
     // The screen also shows the cause.
     let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
@@ -235,7 +235,7 @@ fn top_reconnects_after_supervisor_restart() {
     // No rate is negative after the restart.
     assert!(!terminal.ask(|seen| String::from_utf8_lossy(&seen.bytes).contains("-0.")));
 
-    // `top` sends no requests during a pause, and catches up afterwards.
+    // `top` sends no requests while it is paused, and catches up afterwards.
     terminal.press("p");
     terminal.shows("PAUSED");
     supervisor.post("/v1/bulkheads/b/drain");
@@ -252,7 +252,7 @@ fn top_handles_keys_while_supervisor_hangs() {
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     terminal.shows("? help");
     supervisor.signal(Signal::SIGSTOP);
-    // "NO RESPONSE" appears first, but on a busy machine the test can miss it.
+    // "NO RESPONSE" appears first, but the test can miss it on a busy machine.
     let is_told = |text: &str| text.contains("NO RESPONSE for") || text.contains("NOT REACHABLE for");
     terminal.shows_as("the missing response", is_told);
     terminal.press("?");

@@ -24,14 +24,14 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user id could hide
+/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user ID could hide
 /// the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
 const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
-/// Returns the configuration of one bulkhead per setting and of a target bulkhead. Each attempt runs in a fresh
+/// Returns the configuration of one bulkhead for each setting and of a target bulkhead. Each attempt runs in a fresh
 /// process.
 fn bulkheads(runs: &str, profile: &str) -> String {
     let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };
@@ -78,7 +78,7 @@ fn start(runs: &str, profile: &str, user: Option<u32>) -> Place {
 }
 
 #[test]
-fn hostile_worker_knows_every_attempt_of_the_table() {
+fn hostile_worker_implements_every_attempt_in_the_table() {
     let output = Command::new(programs().join("hostile")).arg("list").output().unwrap();
     let listed = String::from_utf8(output.stdout).unwrap();
     let listed: BTreeSet<&str> = listed.lines().collect();
@@ -86,7 +86,7 @@ fn hostile_worker_knows_every_attempt_of_the_table() {
         all().map(|attempt| attempt.name).chain(ELSEWHERE.iter().copied()).collect();
     // Some system calls exist only on one architecture.
     let gone: Vec<_> = written.difference(&listed).collect();
-    assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not know {gone:?}");
+    assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not implement {gone:?}");
     assert_eq!(listed.difference(&written).count(), 0, "{listed:?}");
     assert_eq!(written.len(), all().count() + ELSEWHERE.len(), "the table has a duplicate name");
     let others = OF_PROGRAMS.iter().map(|(name, ..)| name).chain(OF_ONE_USER).chain(OF_SHARED_PROCESSES);
@@ -97,7 +97,7 @@ fn hostile_worker_knows_every_attempt_of_the_table() {
 fn documented_table_matches_the_tested_attempts() {
     let docs = std::fs::read_to_string(DOCS).unwrap();
     let start = docs.find(MARKER).unwrap_or_else(|| panic!("{DOCS} has no {MARKER}")) + MARKER.len();
-    let end = start + docs[start..].find("<!-- end -->").expect("the marker has an end");
+    let end = start + docs[start..].find("<!-- end -->").expect("the generated table ends");
     let current = format!("{}{}{}", &docs[..start], markdown(), &docs[end..]);
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(DOCS, current).unwrap();
@@ -106,8 +106,8 @@ fn documented_table_matches_the_tested_attempts() {
     assert!(docs == current, "docs/confinement/attempts.md is outdated; run this test with UPDATE_DOCS=1");
 }
 
-/// Shows that every attempt works without confinement. So a refusal under another profile comes from the layer in the
-/// table.
+/// Shows that every attempt works without confinement. A refusal under another profile therefore comes from the layer
+/// in the table.
 #[test]
 fn attempts_succeed_without_confinement() {
     if is_root() {
@@ -117,14 +117,15 @@ fn attempts_succeed_without_confinement() {
 }
 
 #[test]
-fn default_profile_stops_attempts_as_in_the_table() {
+fn default_profile_stops_attempts_as_documented() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written(attempt.default, ended));
     }
 }
 
-/// Runs all attempts under an embedded supervisor. The program `application` judges the results by the same table.
+/// Runs all attempts under an embedded supervisor. The program `application` judges the results according to the same
+/// table.
 fn stops_as_much_in_an_application(profile: &str, word: &str) {
     let ground = Ground::prepare(&bulkheads(WORKER, profile));
     std::fs::write(ground.path().join("targets"), ground.targets.to_string()).unwrap();
@@ -137,25 +138,25 @@ fn stops_as_much_in_an_application(profile: &str, word: &str) {
 }
 
 #[test]
-fn default_profile_stops_attempts_in_embedded_supervisor() {
+fn default_profile_stops_attempts_under_embedded_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_as_much_in_an_application(DEFAULT, "default");
     }
 }
 
 #[test]
-fn strict_profile_stops_attempts_in_embedded_supervisor() {
+fn strict_profile_stops_attempts_under_embedded_supervisor() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_as_much_in_an_application(STRICT, "strict");
     }
 }
 
-/// Runs all attempts under a root supervisor whose configuration names no user, so each worker has a separate user id.
+/// Runs all attempts under a root supervisor whose configuration names no user, so each worker has a separate user ID.
 fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let place = start(runs, profile, None);
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
         (true, Ended::Refused(..)) => Ok(()),
-        (true, _) => Err("expected to be refused".into()),
+        (true, _) => Err("expected a refusal".into()),
         (false, ended) => no_more_than_written(written(attempt), ended),
     });
 }
@@ -174,14 +175,14 @@ fn strict_profile_stops_attempts_with_separate_user_id() {
     }
 }
 
-/// Runs all attempts under an unprivileged supervisor whose user has ids in `/etc/subuid`.
+/// Runs all attempts under an unprivileged supervisor whose user has IDs in `/etc/subuid`.
 fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let Some(user) = User::with_ids() else { return };
     let bulkheads = bulkheads(WORKER, profile);
     let place = Setup { bulkheads: &bulkheads, user_with_ids: Some(user), ..Setup::default() }.start();
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
         (true, Ended::Refused(..)) => Ok(()),
-        (true, _) => Err("expected to be refused".into()),
+        (true, _) => Err("expected a refusal".into()),
         (false, ended) => no_more_than_written(written(attempt), ended),
     });
 }
@@ -189,7 +190,7 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
 #[test]
 fn default_profile_stops_more_attempts_with_subuid_ids() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
-        // With ids from `/etc/subuid`, the temporary folder is in memory, as under `strict`.
+        // With IDs from `/etc/subuid`, the temporary folder is in memory, as under `strict`.
         let written = |attempt: &Attempt| match attempt.name {
             "fill-temporary-folder" => attempt.strict,
             _ => attempt.default,
@@ -205,8 +206,8 @@ fn strict_profile_stops_attempts_with_subuid_ids() {
     }
 }
 
-/// Judges an attempt of a program by the table, with the exceptions in `OF_PROGRAMS`. A program has no link to the
-/// supervisor, so attempts on the link find no target.
+/// Judges an attempt by a program according to the table, with the exceptions in `OF_PROGRAMS`. A program has no link
+/// to the supervisor, so attempts that use the link find no target.
 fn as_written_of_program(
     attempt: &Attempt,
     ended: &Ended,
@@ -218,7 +219,7 @@ fn as_written_of_program(
 }
 
 #[test]
-fn default_profile_stops_attempts_of_programs() {
+fn default_profile_stops_attempts_by_programs() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(PROGRAM, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |default, _| default));
@@ -226,7 +227,7 @@ fn default_profile_stops_attempts_of_programs() {
 }
 
 #[test]
-fn strict_profile_stops_attempts_as_in_the_table() {
+fn strict_profile_stops_attempts_as_documented() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(WORKER, STRICT, None);
         try_all(&place, |attempt, ended| as_written(attempt.strict, ended));
@@ -234,7 +235,7 @@ fn strict_profile_stops_attempts_as_in_the_table() {
 }
 
 #[test]
-fn strict_profile_stops_attempts_of_programs() {
+fn strict_profile_stops_attempts_by_programs() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(PROGRAM, STRICT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |_, strict| strict));
@@ -259,7 +260,7 @@ fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// Many containers do not allow pid namespaces. Other layers then stop the same attempts, with few exceptions.
+/// Many containers do not allow PID namespaces. Other layers then stop the same attempts, with few exceptions.
 #[test]
 fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {

@@ -4,10 +4,10 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
 };
 
-/// Returns the soft and the hard limit `name`, as a worker or program reads them in `/proc`.
+/// Returns the soft and the hard limit called `name`, as a worker or program reads them in `/proc`.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
     let limits = place.ask(bulkhead, "limits");
-    let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("a limit of that name");
+    let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("the limit is listed");
     let mut words = line.split_whitespace().map(str::to_owned);
     (words.next().unwrap(), words.next().unwrap())
 }
@@ -43,7 +43,7 @@ fn file_size_and_process_limits_apply_to_each_worker() {
     }
     let each = bulkheads("profile = \"default\", user = \"auto\"", "");
     is_bounded(&Setup { supervisor: WORKER_UIDS, bulkheads: &each, ..Setup::default() }.start(), true);
-    // `RLIMIT_NPROC` does not bind root.
+    // `RLIMIT_NPROC` does not apply to root.
     let root = bulkheads("profile = \"default\", user = \"root\"", "");
     is_bounded(&Setup { bulkheads: &root, ..Setup::default() }.start(), false);
     if !has_layers(STRICT_LAYERS) {

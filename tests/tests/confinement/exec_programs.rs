@@ -1,5 +1,5 @@
-//! Programs of `exec` that share a worker, at the same time or one after another. Covers attempts against each other,
-//! and leftover files and processes. Also covers exit statuses and output of programs.
+//! Programs run by `exec` that share a worker, at the same time or one after another. Covers attempts against each
+//! other, and leftover files and processes. Also covers exit statuses and output of programs.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,8 +19,8 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const GIVEN: &str = ", read = [\"PLACE/read\"], write = [\"PLACE/write\"]";
 
-/// Script of each program. `hold` writes its pid and the path of a temporary file, and then waits for the file `go`.
-/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts of
+/// Script of each program. `hold` writes its PID and the path of a temporary file, and then waits for the file `go`.
+/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts by
 /// the hostile program.
 const SCRIPT: &str = "case $BULKHEAD_OPERATION in \
     hold) umask 0; echo secret > ${TMPDIR:-/tmp}/secret; cd PLACE/write; \
@@ -41,7 +41,7 @@ fn start(profile: &str, more: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start()
 }
 
-/// Runs each attempt of one program against another program that runs at the same time. The job of the other program
+/// Runs each attempt by one program against another program that is running at the same time. The other program's job
 /// must succeed.
 fn attack(
     profile: &str,
@@ -55,7 +55,7 @@ fn attack(
     let victim = client.job("x", "payload of A").operation("hold").start().unwrap();
     let told =
         wait_for("the other program runs", || std::fs::read_to_string(place.path().join("write/told")).ok());
-    let (pid, file) = told.trim().split_once(' ').expect("two words");
+    let (pid, file) = told.trim().split_once(' ').expect("the file contains a pid and a path");
     let mut targets = place.targets("x");
     targets["sibling"] = json!(pid.parse::<u32>().unwrap());
     targets["temporary file of sibling"] = json!(file);
@@ -89,7 +89,7 @@ fn refused(ended: &Ended) -> bool {
 }
 
 #[test]
-fn default_profile_isolates_programs_of_one_worker() {
+fn default_profile_isolates_programs_sharing_a_worker() {
     if has_layers(DEFAULT_LAYERS) {
         attack(DEFAULT, None, exactly, |number| BETWEEN_PROGRAMS[number].default);
         if is_root() {
@@ -99,7 +99,7 @@ fn default_profile_isolates_programs_of_one_worker() {
 }
 
 #[test]
-fn strict_profile_isolates_programs_of_one_worker() {
+fn strict_profile_isolates_programs_sharing_a_worker() {
     if has_layers(STRICT_LAYERS) {
         attack(STRICT, None, exactly, |number| BETWEEN_PROGRAMS[number].strict);
         if is_root() {
@@ -133,13 +133,13 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
             for operation in ["leave", "look", "fill", "look"] {
                 let told = text(client.job("x", "").operation(operation).send());
                 assert!(told.starts_with('/') && !told.contains('\n'), "{operation}, {profile}: {told}");
-                assert!(!seen.contains(&PathBuf::from(&told)), "the folder {told} is used twice");
+                assert!(!seen.contains(&PathBuf::from(&told)), "the folder {told} was used twice");
                 let folder = on_disk(&told);
                 if operation == "fill" {
-                    // The host removes a large folder during the next jobs, which cannot access it.
+                    // The host removes a large folder while it runs the next jobs, which cannot access the folder.
                     wait_for("the folder is removed", || (!folder.exists()).then_some(()));
                 } else {
-                    assert!(!folder.exists(), "{operation}, {profile}: {} is left", folder.display());
+                    assert!(!folder.exists(), "{operation}, {profile}: {} still exists", folder.display());
                 }
                 seen.push(told.into());
             }
@@ -148,7 +148,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
     }
 }
 
-/// If the layer `program_scopes` is missing, concurrent programs need `best_effort`.
+/// If the layer `program_scopes` is missing, programs can run concurrently only with `best_effort`.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {
@@ -184,7 +184,7 @@ fn unisolated_programs_run_one_at_a_time() {
 }
 
 #[test]
-fn executable_without_shebang_fails() {
+fn script_without_shebang_fails() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -201,7 +201,7 @@ fn executable_without_shebang_fails() {
 
 const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
 
-/// Starts a bulkhead `x` that runs the operation as a shell command.
+/// Starts a bulkhead `x` that runs each job's operation as a shell command.
 fn start_shell(profile: &str, more: &str) -> Place {
     let given = if profile == NONE { "" } else { GIVEN };
     let bulkheads = format!(
@@ -222,14 +222,14 @@ fn code_of(error: &JobError) -> &str {
     error.outcome().and_then(|outcome| outcome.verdict.reason()).unwrap_or_default()
 }
 
-/// Returns an argument for `sleep` that no other test uses.
+/// Returns a duration for `sleep` that no other test uses.
 fn own_pause() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1000);
     format!("{}{}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id())
 }
 
 #[test]
-fn output_includes_processes_that_outlive_the_program() {
+fn output_of_processes_that_outlive_the_program_is_included() {
     under_each_profile("output_grace = \"100s\"", |place| {
         let client = place.client();
         // The payload exceeds the capacity of the pipes, so the host still writes after the program has exited.
@@ -248,7 +248,7 @@ fn output_includes_processes_that_outlive_the_program() {
 }
 
 #[test]
-fn output_open_after_output_grace_fails_the_job() {
+fn output_still_open_after_output_grace_fails_the_job() {
     under_each_profile("output_grace = \"50ms\"", |place| {
         let pause = own_pause();
         let operation = format!("sleep {pause} & echo started");
@@ -265,7 +265,7 @@ fn output_open_after_output_grace_fails_the_job() {
 }
 
 #[test]
-fn zero_output_grace_ends_output_with_the_program() {
+fn zero_output_grace_ends_output_when_the_program_exits() {
     under_each_profile("output_grace = \"0s\"", |place| {
         let pause = own_pause();
         let operation = format!("sleep {pause} & echo started");
@@ -309,7 +309,7 @@ fn failed_program_returns_its_output() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace period is an hour. If a job waited for it, the job would miss the deadline.
+/// The grace period is an hour. If a job waited for the grace period, the job would miss its deadline.
 #[test]
 fn job_that_already_failed_skips_output_grace() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {
@@ -454,7 +454,7 @@ fn fifo_as_result_file_fails_the_job() {
 }
 
 #[test]
-fn input_and_output_file_are_independent() {
+fn input_and_output_files_can_be_used_separately() {
     let input = start_shell(NONE, "files = { input = \"-\" }");
     assert_eq!(text(input.client().job("x", "payload").operation("cat ./-").send()), "payload");
     let output = start_shell(NONE, "files = { output = \"out\" }");
@@ -473,7 +473,7 @@ fn payload_file_larger_than_sandbox_tmp_fails_the_job() {
 }
 
 #[test]
-fn readable_paths_use_no_host_descriptors() {
+fn host_holds_no_descriptors_for_readable_paths() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }

@@ -1,5 +1,5 @@
-//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts of a worker against
-//! sibling workers and the template, and the attempts of the table for all workers.
+//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts by a worker against
+//! sibling workers and the template, and the attempts in the table for all workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,12 +46,12 @@ fn parent(pid: u32) -> u32 {
     status_field(pid, "PPid").parse().unwrap()
 }
 
-/// Returns the pid of a process in the innermost pid namespace.
+/// Returns the PID that a process has in its innermost PID namespace.
 fn inner(pid: u32) -> u32 {
     status_field(pid, "NSpid").split(' ').next_back().unwrap().parse().unwrap()
 }
 
-/// Returns the template of a worker. Template and worker have the same parent.
+/// Returns the PID of a worker's template. The template and the worker have the same parent.
 fn template_of(worker: u32, workers: &[u32]) -> u32 {
     let beside = bulkhead_tests::children(parent(worker));
     let is_template = |pid: &u32| {
@@ -61,7 +61,7 @@ fn template_of(worker: u32, workers: &[u32]) -> u32 {
     beside.into_iter().find(is_template).unwrap()
 }
 
-/// Waits for two ready workers and returns the pids in the namespace of the test.
+/// Waits for two ready workers. Returns their PIDs in the test's namespace.
 fn pair(place: &Place) -> [u32; 2] {
     wait_for("two workers are ready", || {
         let state = place.supervisor.state("pair");
@@ -124,7 +124,7 @@ fn forked_workers_without_sandbox_can_reach_each_other() {
 fn default_profile_isolates_forked_workers_from_each_other() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_between(DEFAULT, |attempt| attempt.default);
-        // Without separate user ids, other layers have to keep the workers apart.
+        // Without separate user IDs, other layers have to keep the workers apart.
         try_between("profile = \"default\", user = \"shared\"", |attempt| attempt.default);
     }
 }
@@ -137,7 +137,7 @@ fn strict_profile_isolates_forked_workers_from_each_other() {
     }
 }
 
-/// Runs the attempts of the whole table in forked workers.
+/// Runs all attempts in the table in forked workers.
 fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     let given = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
     let sandbox = format!("{profile}, user = \"shared\", {given}");
@@ -168,14 +168,14 @@ fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
 }
 
 #[test]
-fn default_profile_stops_attempts_of_forked_workers() {
+fn default_profile_stops_attempts_by_forked_workers() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_all(DEFAULT, |attempt| attempt.default);
     }
 }
 
 #[test]
-fn strict_profile_stops_attempts_of_forked_workers() {
+fn strict_profile_stops_attempts_by_forked_workers() {
     if profiles().any(|profile| profile == STRICT) {
         // All workers of a template share `/tmp`. Landlock lets each worker access only one folder in `/tmp`.
         let of_all = Expected::Refused(&["EACCES"], "Landlock");
@@ -265,7 +265,7 @@ fn violation_kills_only_one_forked_worker() {
             let ended = place.attempt(&client, "pair", attempt, &json!({}));
             assert!(matches!(&ended, Ended::Violation(text) if text.contains("bpf")), "{profile}: {ended:?}");
         }
-        // A violation in a child process ends only the child.
+        // A violation in a child process kills only the child.
         let workers = pair(&place);
         let ended = place.attempt(&client, "pair", "load-bpf-in-a-child", &json!({}));
         assert!(matches!(&ended, Ended::Refused(how, _) if how == "SIGKILL"), "{profile}: {ended:?}");
@@ -275,7 +275,7 @@ fn violation_kills_only_one_forked_worker() {
     }
 }
 
-/// Running workers and their user id are not affected by the death of the template.
+/// The death of the template does not affect running workers, which keep their user ID.
 #[test]
 fn forked_workers_outlive_their_template() {
     for profile in profiles() {
@@ -307,7 +307,7 @@ fn forked_workers_outlive_their_template() {
     }
 }
 
-/// Each worker has a separate cgroup. The template's cgroup also contains the first process of the pid namespace.
+/// Each worker has a separate cgroup. The template's cgroup also contains the first process of the PID namespace.
 #[test]
 fn each_forked_worker_has_its_own_cgroup() {
     if !has_layers(&["cgroup leaf"]) {
@@ -349,7 +349,7 @@ fn each_forked_worker_has_its_own_cgroup() {
     }
 }
 
-/// The kernel kills all processes of a pid namespace when the first process dies. Other bulkheads are not affected.
+/// The kernel kills all processes of a PID namespace when the first process dies. Other bulkheads are not affected.
 #[test]
 fn death_of_first_process_restarts_whole_pid_namespace() {
     for profile in profiles() {
@@ -380,7 +380,7 @@ fn descendants_of_forked_workers_are_reaped() {
     }
     let workers = pair(&place);
     let nest = parent(workers[0]);
-    wait_for("only the template and its workers are left", || {
+    wait_for("only the template and its workers remain", || {
         let workers = pair(&place);
         let beside = bulkhead_tests::children(nest);
         (beside.len() == 3 && workers.iter().all(|worker| beside.contains(worker))).then_some(())
@@ -388,7 +388,7 @@ fn descendants_of_forked_workers_are_reaped() {
     assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
 }
 
-/// The leftover process forks and exits faster than the keeper can signal it, so the keeper has to stop the whole pid
+/// The leftover process forks and exits faster than the keeper can signal it, so the keeper has to stop the whole PID
 /// namespace first.
 #[test]
 fn quickly_forking_leftover_process_is_killed() {
@@ -409,7 +409,7 @@ fn quickly_forking_leftover_process_is_killed() {
     ask(&client, "pair", "pid");
 }
 
-/// The template is stopped and does not answer orders.
+/// The template is stopped, so it does not answer orders.
 #[test]
 fn hanging_template_does_not_delay_other_bulkheads() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -484,7 +484,7 @@ fn template_and_forked_workers_die_with_the_supervisor() {
     }
 }
 
-/// Covers supervisors without privileges. Workers run as the supervisor's user, or with separate user ids in a user
+/// Covers unprivileged supervisors. Workers run as the supervisor's user, or with separate user IDs in a user
 /// namespace.
 #[test]
 fn unprivileged_supervisor_forks_sandboxed_workers() {
@@ -511,7 +511,7 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
                 "crashed/signal"
             );
             let nest = parent(template);
-            wait_for("only the template and its workers are left", || {
+            wait_for("only the template and its workers remain", || {
                 pair(&place);
                 (bulkhead_tests::children(nest).len() == 3).then_some(())
             });
@@ -519,7 +519,7 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
     }
 }
 
-/// The template forks without an order, lies about forks, or floods the keeper with messages.
+/// The template forks without being ordered to, lies about forks, or floods the keeper with messages.
 #[test]
 fn hostile_template_does_not_affect_other_bulkheads() {
     let hows = [
@@ -580,8 +580,9 @@ fn hostile_template_does_not_affect_other_bulkheads() {
 /// Maximum number of replaced workers of one bulkhead that can still be exiting.
 const EXITING_MAX: usize = 16;
 
-/// Each job gets a fresh process, with spares ready. The number of processes, including exiting ones, stays bounded,
-/// and dead workers leave no open descriptors. The environment variable `BULKHEAD_FORKS` sets the number of jobs.
+/// Each job gets a fresh process, and spares are kept ready. The number of processes, including exiting ones, stays
+/// bounded, and dead workers leave no open descriptors. The environment variable `BULKHEAD_FORKS` sets the number of
+/// jobs.
 #[test]
 fn many_forks_leak_no_processes_or_descriptors() {
     const SLOTS: usize = 2;
@@ -604,7 +605,8 @@ fn many_forks_leak_no_processes_or_descriptors() {
                         let path = format!("/proc/{first}/task/{first}/children");
                         let children = std::fs::read_to_string(path).unwrap_or_default();
                         let now: BTreeSet<String> = children.split_whitespace().map(str::to_owned).collect();
-                        // Counts processes in two consecutive lists, because all of them existed at the same time.
+                        // Counts processes that are in two consecutive lists, because all of these existed at the same
+                        // time.
                         most = most.max(now.intersection(&before).count());
                         before = now;
                     }
@@ -616,7 +618,7 @@ fn many_forks_leak_no_processes_or_descriptors() {
                 served.into_iter().for_each(|served| served.join().unwrap());
                 is_over.store(true, Ordering::Relaxed);
                 let most = watched.join().unwrap();
-                // The template, slots, spares, and workers that have finished their jobs and are exiting.
+                // Counts the template, slots, spares, and workers that have finished their jobs and are exiting.
                 assert!(most <= 1 + SLOTS + SPARES + EXITING_MAX, "{profile}: {most} processes at once");
             });
         };
@@ -640,7 +642,7 @@ fn many_forks_leak_no_processes_or_descriptors() {
 /// The supervisor must not wait forever for the output of a dead worker while another process can still write to the
 /// pipes.
 #[test]
-fn template_that_keeps_pipes_leaks_no_descriptors() {
+fn template_that_keeps_pipes_open_leaks_no_descriptors() {
     for profile in profiles() {
         let bad = bulkhead("bad", profile, "").replace(
             "command = [\"HOSTILE\"]",

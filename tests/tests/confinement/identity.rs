@@ -1,4 +1,4 @@
-//! Users that workers run as, and access of workers to files, in particular in a checkout below a home folder with mode
+//! Users that workers run as, and workers' access to files, in particular in a checkout below a home folder with mode
 //! 0700.
 
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
 
-/// User ids of workers if the configuration names none (the range of systemd's dynamic users).
+/// Range of user IDs for workers if the configuration names no user (systemd's range for dynamic users).
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 
 /// Returns the names of the profiles that this machine supports.
@@ -54,7 +54,7 @@ fn start_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
     let mut supervisor = launch_in(folder, config);
     wait_for("the supervisor is ready", || {
         if let Some(status) = supervisor.child.try_wait().unwrap() {
-            panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+            panic!("the supervisor exited with {status}:\n{}", supervisor.log());
         }
         (supervisor.try_get("/readyz")?.0 == 200).then_some(())
     });
@@ -75,7 +75,7 @@ fn launch_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
-/// Creates a home of mode 0700 with a checkout: programs, a library that needs another one, and scripts.
+/// Creates a home folder with mode 0700 and a checkout in it: programs, a library that depends on another, and scripts.
 fn home() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -134,7 +134,7 @@ const HOME: &str = "[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scri
     [defaults]\nmax_queue = 10\ndeadline = \"60s\"\n";
 
 #[test]
-fn worker_reaches_only_permitted_files_of_closed_home() {
+fn worker_reaches_only_permitted_files_in_closed_home() {
     for profile in profiles() {
         let home = home();
         let path = home.path().to_owned();
@@ -160,7 +160,7 @@ fn worker_reaches_only_permitted_files_of_closed_home() {
     }
 }
 
-/// Without `cwd`, workers run in the folder of the configuration, which is the closed home here.
+/// Without `cwd`, workers run in the configuration's folder, which here is the closed home.
 #[test]
 fn worker_can_run_in_closed_home() {
     for profile in profiles() {
@@ -180,7 +180,7 @@ fn worker_can_run_in_closed_home() {
 }
 
 #[test]
-fn worker_with_reachable_files_gets_no_mounts() {
+fn worker_with_reachable_files_needs_no_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -195,7 +195,7 @@ fn worker_with_reachable_files_gets_no_mounts() {
     assert!(!mounts("worker").contains(home) && !mounts("reader").contains(home), "{}", mounts("worker"));
 }
 
-/// Runs the configuration of the tour as root in a closed home.
+/// Runs the tour's configuration as root in a closed home.
 #[test]
 fn examples_run_in_closed_home() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -237,7 +237,7 @@ fn workers_of_two_supervisors_have_different_user_ids() {
 }
 
 #[test]
-fn sandbox_user_selects_the_user_of_the_worker() {
+fn sandbox_user_selects_the_user_that_the_worker_runs_as() {
     for profile in profiles() {
         for (user, expected) in [("root", 0), ("shared", 0), ("nobody", NOBODY)] {
             let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\nuser = \"{user}\"\n");
@@ -285,8 +285,8 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
-/// Workers of a bulkhead with `write` folders keep their user id across restarts, because files in these folders
-/// remain.
+/// Workers of a bulkhead with `write` folders keep their user ID across restarts, because files in these folders
+/// persist.
 #[test]
 fn worker_with_write_folders_keeps_its_user_id() {
     for profile in profiles() {
@@ -353,9 +353,9 @@ fn texts(output: &Output) -> (String, String) {
     (text(&output.stdout), text(&output.stderr))
 }
 
-/// `--check --start` starts one worker of each bulkhead.
+/// `--check --start` starts one worker for each bulkhead.
 #[test]
-fn check_starts_workers_beside_a_running_supervisor() {
+fn check_can_start_workers_while_a_supervisor_is_running() {
     for profile in profiles() {
         let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\n");
         let supervisor = start_in(home(), &format!("{SOCKETS}{HOME}{sandbox}"));
@@ -421,9 +421,9 @@ fn check_explains_why_a_worker_does_not_start() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// A worker can extend its start only in steps of `start.ready`, as under a supervisor.
+/// A worker can extend its start only by `start.ready` at a time, as under a supervisor.
 #[test]
-fn check_uses_the_start_timeout_of_the_supervisor() {
+fn check_uses_the_same_start_timeout_as_the_supervisor() {
     let home = home();
     let bulkhead = |name: &str, mode: &str| {
         format!(
@@ -442,9 +442,9 @@ fn check_uses_the_start_timeout_of_the_supervisor() {
     assert_eq!(error.matches("did not become ready in time").count(), 2, "{error}");
 }
 
-/// An ELF program of `exec`, and a library without dependencies in its folder, need no path.
+/// An ELF program run by `exec`, and a library without dependencies in its folder, can be opened without a path.
 #[test]
-fn host_opens_programs_by_descriptor_without_mounts() {
+fn host_opens_programs_by_descriptor_if_it_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
@@ -481,7 +481,7 @@ fn host_opens_programs_by_descriptor_without_mounts() {
 /// Containers often cannot mount file systems. Programs that need a path then fail, and the error names the folder that
 /// the worker cannot reach.
 #[test]
-fn error_without_mounts_names_the_unreachable_folder() {
+fn error_names_unreachable_folder_if_worker_cannot_mount() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }

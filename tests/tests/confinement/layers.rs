@@ -18,7 +18,7 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const WORKER: &str = "command = [\"HOSTILE\"]";
 
-/// Returns the configuration of a bulkhead with this program and this sandbox.
+/// Returns the configuration of a bulkhead with the given program and sandbox.
 fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
     format!(
         "[bulkhead.{name}]\n{runs}\ncwd = \"work\"\nmax_queue = 10\ndeadline = \"60s\"\n\
@@ -39,7 +39,7 @@ fn assert_powerless(pid: u32) {
 }
 
 /// Like [`assert_powerless`], but ignores the bounding set. An unprivileged supervisor cannot empty this set, which has
-/// no effect without new privileges.
+/// no effect if a process cannot gain privileges.
 fn assert_powerless_but_for_bounds(pid: u32) {
     for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
@@ -88,7 +88,7 @@ fn snapshot_reports_the_confinement_in_force() {
             };
             let expected = expected.iter().filter(|kind| name == "strict" || **kind != "net");
             assert_eq!(foreign, expected.map(|name| (*name).to_owned()).collect(), "{name}");
-            // The snapshot does not list IPC and UTS namespaces, which come with the pid namespace.
+            // The snapshot does not list IPC and UTS namespaces, which come with the PID namespace.
             let told_of: Vec<_> = told.namespaces.iter().map(String::as_str).collect();
             let expected: &[&str] = match (name, user) {
                 ("strict", _) => &["user", "pid", "mount", "network"],
@@ -104,9 +104,9 @@ fn snapshot_reports_the_confinement_in_force() {
     }
 }
 
-/// The reported pid is that of the worker, not that of the first process in the worker's pid namespace.
+/// The snapshot contains the worker's PID, not the PID of the first process in the worker's PID namespace.
 #[test]
-fn snapshot_has_the_pid_of_the_worker() {
+fn snapshot_contains_the_pid_of_the_worker() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -123,7 +123,7 @@ fn snapshot_has_the_pid_of_the_worker() {
     }
 }
 
-/// Covers machines such as containers that cannot mount a new `/proc`.
+/// Covers machines, such as containers, on which a new `/proc` cannot be mounted.
 #[test]
 fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -206,10 +206,10 @@ fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, without, user, supervisor, ..Setup::default() }.start()
 }
 
-/// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user ids or pid
-/// namespaces keep that promise. If neither is available, no worker starts.
+/// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user IDs or PID
+/// namespaces enforce this. If neither is available, no worker starts.
 #[test]
-fn workers_cannot_signal_others_without_landlock_scopes() {
+fn workers_cannot_signal_others_even_without_landlock_scopes() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -234,7 +234,7 @@ fn workers_cannot_signal_others_without_landlock_scopes() {
     }
 }
 
-/// Checks that a worker under this filter fails to start, and that the message names `step`.
+/// Checks that a worker fails to start under the given filter, and that the message names `step`.
 fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str) {
     let bulkheads = bulkhead("x", WORKER, sandbox);
     let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
@@ -244,7 +244,7 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
 
 /// A seccomp filter outside the supervisor can make a system call return success without any effect.
 #[test]
-fn worker_start_fails_if_kernel_ignores_its_rules() {
+fn worker_start_fails_if_sandbox_calls_have_no_effect() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -258,7 +258,7 @@ fn worker_start_fails_if_kernel_ignores_its_rules() {
     }
 }
 
-/// Runs `doctor` under a filter. Returns the rows.
+/// Runs `doctor` under a filter. Returns the rows of its output.
 fn doctor_layers(filter: &[&str]) -> Vec<serde_json::Value> {
     let programs = bulkhead_tests::programs();
     let mut command = Command::new(programs.join("filtered"));
@@ -267,7 +267,7 @@ fn doctor_layers(filter: &[&str]) -> Vec<serde_json::Value> {
     serde_json::from_slice(&output).unwrap()
 }
 
-/// Runs `doctor` under a filter. Returns true for each layer that is available.
+/// Runs `doctor` under a filter. Returns whether each layer is available.
 fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
     let one =
         |layer: &serde_json::Value| (layer["layer"].as_str().unwrap().to_owned(), layer["available"] == true);
@@ -292,7 +292,7 @@ fn check_names_writable_path_on_read_only_file_system() {
     };
     let ended = check("mount -t tmpfs -o ro none data");
     if !matches!(ended.status.code(), Some(0 | 2)) {
-        not_run!("this machine permits no mount in a user namespace: {ended:?}");
+        not_run!("this machine does not permit mounts in a user namespace: {ended:?}");
         return;
     }
     let said = String::from_utf8_lossy(&ended.stderr);
@@ -328,9 +328,9 @@ fn doctor_detects_layers_that_have_no_effect() {
     }
 }
 
-/// The cause is an outer filter and not the kernel, so the advice must not be to use a newer kernel.
+/// The cause is an outer filter and not the kernel, so the advice must not recommend a newer kernel.
 #[test]
-fn doctor_names_filter_that_refuses_landlock() {
+fn doctor_names_filter_that_blocks_landlock() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -345,9 +345,9 @@ fn doctor_names_filter_that_refuses_landlock() {
     }
 }
 
-/// The filter for containers allows everything that both profiles need, so that no layer is missing under the filter.
+/// The container filter allows all system calls that both profiles need, so no layer is missing under the filter.
 #[test]
-fn workers_start_under_filter_for_containers() {
+fn workers_start_under_a_container_seccomp_filter() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -383,7 +383,7 @@ fn root_confines_workers_without_user_namespace() {
     }
 }
 
-/// The supervisor is unprivileged.
+/// Covers an unprivileged supervisor.
 #[test]
 fn missing_user_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) && is_root() {
@@ -410,7 +410,7 @@ fn missing_landlock_leaves_other_layers_in_force() {
     }
 }
 
-/// A process can make the kernel send SIGIO to another process when input arrives on a descriptor (`F_SETOWN`).
+/// A process can use `F_SETOWN` to make the kernel send SIGIO to another process when input arrives on a descriptor.
 #[test]
 fn worker_cannot_send_io_signals_to_another_worker() {
     let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
@@ -423,7 +423,7 @@ fn worker_cannot_send_io_signals_to_another_worker() {
         let targets = place.targets("sibling");
         place.attempt(&place.client(), "x", "kill-sibling-by-input", &targets);
         if sandbox.contains("none") {
-            // Without confinement the attempt succeeds.
+            // Without confinement, the attempt succeeds.
             place.supervisor.wait_number("sibling", "restarts", 1);
             continue;
         }
@@ -498,9 +498,9 @@ fn nproc_limit_applies_to_unprivileged_worker_users() {
     }
 }
 
-/// The program is owned by root and has the set-user-id bit.
+/// The program is owned by root and has the set-user-ID bit.
 #[test]
-fn set_user_id_program_gives_no_privileges() {
+fn set_user_id_program_grants_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -519,7 +519,7 @@ fn set_user_id_program_gives_no_privileges() {
     let attempt = |name: &str| place.attempt(&client, name, "run-set-user-id-program", &targets);
     match attempt("none") {
         Ended::Succeeded(_) => {}
-        other => not_run!("set-user-id programs do not work on this machine: {other:?}"),
+        other => not_run!("set-user-ID programs do not work on this machine: {other:?}"),
     }
     for name in ["default", "strict"] {
         let ended = attempt(name);
@@ -649,8 +649,8 @@ fn unprivileged_supervisor_confines_workers() {
     place.ask("program", "");
     for name in ["default", "strict"] {
         let client = place.client();
-        // A bulkhead has at most one report per second, and on a busy machine the threads may not stop in time.
-        wait_for("the stacks at the deadline", || {
+        // A bulkhead produces at most one report per second, and on a busy machine the threads might not stop in time.
+        wait_for("the report has stacks", || {
             let job = client.job(name, "{}").operation("hang").deadline(Duration::from_millis(200));
             let id = job.send().unwrap_err().outcome()?.report.clone()?;
             let report = wait_for("the backtraces", || {

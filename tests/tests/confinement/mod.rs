@@ -1,4 +1,4 @@
-//! Confinement of workers and of programs: layers, identities, limits, and attempts to break out.
+//! Confinement of workers and programs: layers, identities, limits, and attempts to break out.
 
 mod attempts;
 mod bounds;

@@ -30,7 +30,7 @@ fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
 fn listeners() -> Vec<TcpListener> {
     let v6 = TcpListener::bind("[::1]:0");
     if v6.is_err() {
-        not_run!("connections by IPv6: this machine has no IPv6");
+        not_run!("connections over IPv6: this machine has no IPv6");
     }
     [TcpListener::bind("127.0.0.1:0").unwrap()].into_iter().chain(v6).collect()
 }
@@ -43,7 +43,7 @@ fn ports(listeners: &[TcpListener]) -> Vec<u16> {
     listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect()
 }
 
-/// Attempts that must be refused although the worker can use TCP. The flag `udp` does not affect them.
+/// Attempts that must be refused although the worker can use TCP. The flag `udp` does not affect these attempts.
 const ALWAYS_REFUSED: [(&str, &[&str]); 13] = [
     ("connect-by-mptcp", &["EPROTONOSUPPORT"]),
     ("connect-by-fast-open", &["EOPNOTSUPP"]),
@@ -67,7 +67,7 @@ fn assert_ended(place: &Place, bulkhead: &str, name: &str, targets: &Value, expe
     assert!(ended.is(expected), "{bulkhead}, {name} at {}: {ended:?}, not {expected:?}", targets["tcp"]);
 }
 
-/// Runs the attempts in a bulkhead that can connect to the ports of `permitted`.
+/// Runs the attempts in a bulkhead that can connect only to the ports of the listeners in `permitted`.
 fn assert_only(place: &Place, bulkhead: &str, permitted: &[TcpListener], udp: bool) {
     let others = listeners();
     let with = |tcp: &str| {
@@ -128,10 +128,10 @@ fn forked_worker_connects_only_to_permitted_ports() {
     }
 }
 
-/// The ports need Landlock 4. Without it, workers start only with `best_effort`, and the filter of system calls
-/// still applies.
+/// Port rules need Landlock 4. Without it, workers start only with `best_effort`, and the system call filter still
+/// applies.
 #[test]
-fn ports_need_landlock_unless_best_effort() {
+fn tcp_ports_require_landlock_unless_best_effort() {
     for profile in profiles() {
         let network = |more: &str| {
             format!("{profile}, network = {{ tcp_ports = [1] }}")

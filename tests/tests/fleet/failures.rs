@@ -1,4 +1,4 @@
-//! Lost, frozen and stopped agents, supervisors and servers.
+//! Failures of agents, supervisors and servers, which are killed, frozen or stopped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,7 +23,8 @@ fn two_hosts() -> Option<TestFleet> {
     Some(fleet)
 }
 
-/// Submits a job that appends a line to `begun`, and then waits for the file `go`. Returns the index of its host.
+/// Submits a job that appends a line to `begun` and then waits for the file `go`. Returns the index of the host that
+/// runs the job.
 async fn begin(fleet: &TestFleet, client: &Fleet, id: &str, is_idempotent: bool) -> usize {
     let folder = fleet.folder.path().display();
     let operation = format!("steps:trace {folder}/begun;trace here;wait {folder}/go;echo");
@@ -49,7 +50,7 @@ async fn outcome(client: &Fleet, id: &str) -> String {
 }
 
 #[test]
-fn idempotent_job_of_a_lost_host_runs_on_another() {
+fn idempotent_job_from_a_lost_host_runs_on_another_host() {
     let Some(mut fleet) = two_hosts() else { return };
     run(async {
         let client = fleet.connect().await;
@@ -62,7 +63,7 @@ fn idempotent_job_of_a_lost_host_runs_on_another() {
 }
 
 #[test]
-fn other_job_of_a_lost_host_ends_as_host_lost() {
+fn non_idempotent_job_on_a_lost_host_ends_as_host_lost() {
     let Some(mut fleet) = two_hosts() else { return };
     run(async {
         let client = fleet.connect().await;
@@ -85,14 +86,14 @@ fn outcome_of_a_frozen_agent_is_fenced() {
         assert_eq!(outcome(&client, "frozen").await, "host_lost");
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         fleet.hosts[host].signal_agent(Signal::SIGCONT);
-        wait_for("the outcome is dropped", || fleet.hosts[host].log().contains("is dropped").then_some(()));
+        wait_for("the outcome was dropped", || fleet.hosts[host].log().contains("was dropped").then_some(()));
         assert_eq!(outcome(&client, "frozen").await, "host_lost");
     });
     assert_eq!(begun(&fleet), 1);
 }
 
 #[test]
-fn outage_of_all_servers_ends_no_running_job() {
+fn outage_of_all_servers_does_not_end_running_jobs() {
     let Some(mut fleet) = two_hosts() else { return };
     run(async {
         let client = fleet.connect().await;
@@ -125,7 +126,7 @@ fn outcome_during_an_outage_is_recorded_afterwards() {
 }
 
 #[test]
-fn frozen_leader_ends_no_running_job() {
+fn frozen_leader_does_not_end_running_jobs() {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 3, &settings) else { return };
     for name in ["host-a", "host-b"] {
@@ -144,11 +145,11 @@ fn frozen_leader_ends_no_running_job() {
 }
 
 #[test]
-fn job_waits_while_the_supervisor_is_down() {
+fn job_waits_until_the_supervisor_is_back() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", BULKHEADS);
     fleet.hosts[0].kill_supervisor();
-    wait_for("the agent takes no jobs", || fleet.hosts[0].log().contains("cannot be reached").then_some(()));
+    wait_for("the agent stops pulling", || fleet.hosts[0].log().contains("cannot be reached").then_some(()));
     run(async {
         let client = fleet.connect().await;
         let submitted = client.job("b", b"x".to_vec()).submit().await.unwrap();
@@ -158,7 +159,7 @@ fn job_waits_while_the_supervisor_is_down() {
 }
 
 #[test]
-fn lost_supervisor_ends_only_jobs_that_are_not_idempotent() {
+fn losing_a_supervisor_ends_only_non_idempotent_jobs() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", &format!("{BULKHEADS}{SAME_NUMBERS}"));
     run(async {
@@ -194,7 +195,7 @@ fn drained_agent_finishes_its_jobs_and_returns_the_others() {
         std::fs::write(fleet.folder.path().join("go"), "").unwrap();
         assert_eq!(outcome(&client, "held").await, "ok");
         let agent = fleet.hosts[0].agent.as_mut().unwrap();
-        let status = wait_for("the agent ends", || agent.try_wait().unwrap());
+        let status = wait_for("the agent exits", || agent.try_wait().unwrap());
         assert_eq!(status.code(), Some(0));
     });
 }
@@ -212,7 +213,7 @@ pub(crate) fn clock_library(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
+fn host_clock_that_is_ahead_does_not_shorten_deadlines() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let library = clock_library(fleet.folder.path());
     let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
@@ -231,7 +232,7 @@ fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
 }
 
 #[test]
-fn full_disk_rejects_jobs_and_loses_none() {
+fn full_disk_rejects_jobs_but_loses_none() {
     let Some(program) = server_program(VERSIONS[0]).filter(|_| is_root()) else { return };
     let folder = tempfile::tempdir().unwrap();
     let disk = Disk::mount(folder.path().join("n0"));
@@ -263,7 +264,7 @@ fn full_disk_rejects_jobs_and_loses_none() {
     drop(disk);
 }
 
-/// A small file system, which is unmounted when dropped.
+/// A small file system that is unmounted when this value is dropped.
 struct Disk {
     folder: PathBuf,
 }

@@ -1,4 +1,4 @@
-//! Jobs of a fleet with one server and one or two hosts.
+//! Jobs in a fleet with one server and one or two hosts.
 
 use bulkhead_fleet::FleetError;
 use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};
@@ -35,7 +35,7 @@ fn job_returns_its_result() {
 }
 
 #[test]
-fn failure_has_the_type_of_a_local_failure() {
+fn failure_has_the_same_type_as_a_local_failure() {
     let Some(fleet) = start() else { return };
     run(async {
         let client = fleet.connect().await;
@@ -51,7 +51,7 @@ fn failure_has_the_type_of_a_local_failure() {
 }
 
 #[test]
-fn same_id_runs_once_for_each_tenant() {
+fn same_id_runs_once_per_tenant() {
     let Some(fleet) = start() else { return };
     let file = fleet.hosts[0].supervisor.file("count");
     run(async {
@@ -67,7 +67,7 @@ fn same_id_runs_once_for_each_tenant() {
 }
 
 #[test]
-fn unknown_bulkhead_is_rejected_at_once() {
+fn unknown_bulkhead_is_rejected_immediately() {
     let Some(fleet) = start() else { return };
     run(async {
         let client = fleet.connect().await;
@@ -77,7 +77,7 @@ fn unknown_bulkhead_is_rejected_at_once() {
 }
 
 #[test]
-fn result_is_there_after_the_submitter_has_gone() {
+fn result_is_available_after_the_submitter_has_exited() {
     let Some(fleet) = start() else { return };
     let output = fleet.command(&["submit", "b", "--id", "later", "--detach", "-n"]);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "later\n");

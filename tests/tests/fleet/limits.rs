@@ -1,4 +1,4 @@
-//! Limits: backlogs, sizes, full streams, lanes, and messages that are no jobs.
+//! Limits: backlogs, sizes, full streams, lanes, and messages that are not jobs.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -11,7 +11,7 @@ use bulkhead_tests::{run, tally, wait_for};
 
 use super::jobs::{BULKHEADS, settings};
 
-/// Submits jobs from 32 tasks without an agent. Returns the ids of accepted jobs, and the reasons of rejections.
+/// Submits jobs from 32 tasks without an agent. Returns the IDs of accepted jobs, and the reasons for rejections.
 async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Vec<RejectReason>) {
     let client = fleet.connect().await;
     let mut tasks = tokio::task::JoinSet::new();
@@ -41,7 +41,8 @@ async fn flood(fleet: &TestFleet, jobs: usize, bytes: usize) -> (Vec<String>, Ve
     (accepted, reasons)
 }
 
-/// Floods a fleet without agents, then starts one. Returns the number of accepted jobs, and the reasons.
+/// Floods a fleet without agents, then starts an agent and waits for all results. Returns the number of accepted jobs,
+/// and the reasons for rejections.
 fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usize, Vec<RejectReason>)> {
     let mut fleet = TestFleet::start(VERSIONS[1], 1, settings)?;
     let (accepted, reasons) = run(flood(&fleet, jobs, bytes));
@@ -57,7 +58,7 @@ fn decide_all_accepted(settings: &str, jobs: usize, bytes: usize) -> Option<(usi
 }
 
 #[test]
-fn tenant_backlog_rejects_what_exceeds_it() {
+fn jobs_beyond_the_tenant_backlog_are_rejected() {
     let settings = settings().replace("[streams]\n", "[streams]\ntenant_backlog = 50\n");
     let Some((accepted, reasons)) = decide_all_accepted(&settings, 320, 10) else { return };
     assert_eq!(accepted, 50);
@@ -65,7 +66,7 @@ fn tenant_backlog_rejects_what_exceeds_it() {
 }
 
 #[test]
-fn full_stream_rejects_and_loses_nothing() {
+fn full_stream_rejects_jobs_but_loses_none() {
     let settings = settings().replace("max_bytes = \"64MiB\"\nledger", "max_bytes = \"256KiB\"\nledger");
     let Some((accepted, reasons)) = decide_all_accepted(&settings, 320, 2000) else { return };
     assert!((50..160).contains(&accepted), "{accepted}");
@@ -73,7 +74,7 @@ fn full_stream_rejects_and_loses_nothing() {
 }
 
 #[test]
-fn large_payload_and_result_are_refused_with_a_reason() {
+fn oversized_payload_and_result_are_refused_with_a_reason() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     fleet.add_host("host-a", BULKHEADS);
     run(async {
@@ -126,7 +127,7 @@ fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
 }
 
 #[test]
-fn message_that_is_no_job_is_decided_as_invalid() {
+fn message_that_is_not_a_valid_job_becomes_a_dead_letter() {
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let subject = "bh.job.b.n.3.=";
     publish_raw(&fleet, subject, &[]);
@@ -151,7 +152,7 @@ fn message_that_is_no_job_is_decided_as_invalid() {
 }
 
 #[test]
-fn lanes_let_a_quiet_tenant_pass() {
+fn lanes_let_a_quiet_tenant_overtake_a_busy_one() {
     let settings = format!("{}[bulkhead.b]\nlanes = 16\n", streams(1));
     let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
     run(async {
@@ -160,7 +161,7 @@ fn lanes_let_a_quiet_tenant_pass() {
         for _ in 0..100 {
             busy.push(client.job("b", "50").operation("sleep").tenant("acme").submit().await.unwrap());
         }
-        // Its lane is another one.
+        // The tenant `quiet` is in a different lane.
         let quiet = client.job("b", "").tenant("quiet").submit().await.unwrap();
         let bulkheads = BULKHEADS.replace("max_in_flight = 4", "max_in_flight = 1");
         fleet.add_host("host-a", &bulkheads);
@@ -172,7 +173,7 @@ fn lanes_let_a_quiet_tenant_pass() {
 }
 
 #[test]
-fn lanes_change_only_while_no_job_waits() {
+fn lanes_can_change_only_while_no_jobs_are_waiting() {
     let Some(fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
     let change = |lanes: &str| {
         let text = std::fs::read_to_string(fleet.config()).unwrap();
@@ -190,7 +191,7 @@ fn lanes_change_only_while_no_job_waits() {
 }
 
 #[test]
-fn nearly_full_ledger_stops_pulls_and_loses_nothing() {
+fn nearly_full_ledger_stops_pulls_before_records_are_lost() {
     let settings = settings()
         .replace("ledger_max_bytes = \"64MiB\"", "ledger_max_bytes = \"64KiB\"\nledger_keep = \"1m\"")
         .replace("[bulkhead.b]\n[bulkhead.other]\n", "[bulkhead.b]\ndeadline_max = \"50s\"\n");
@@ -199,11 +200,11 @@ fn nearly_full_ledger_stops_pulls_and_loses_nothing() {
     let marker = fleet.folder.path().join("ran");
     run(async {
         let client = fleet.connect().await;
-        // Each record has the result and about 600 bytes.
+        // Each record contains the result and about 600 further bytes.
         for _ in 0..15 {
             client.job("b", vec![b'x'; 3500]).submit().await.unwrap().result().await.unwrap();
         }
-        wait_for("the agent takes no jobs", || {
+        wait_for("the agent stops pulling", || {
             fleet.hosts[0].log().contains("no new jobs are accepted").then_some(())
         });
         let operation = format!("steps:trace {}", marker.display());

@@ -1,5 +1,5 @@
-//! One long fault under load: frozen agents and leaders, stopped servers, a wrong clock, and lost power. No job of a
-//! living agent is lost.
+//! One long fault under load: frozen agents and leaders, stopped servers, a wrong clock, and lost power. No job held by
+//! a live agent is lost.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -21,14 +21,14 @@ use super::jobs::settings;
 /// Time before the fault and after it, in seconds.
 const MARGIN: u64 = 6;
 
-/// Plans a fault of this length. Every job must end `ok`.
+/// Returns a plan for a fault of the given length. Every job must end as `ok`.
 fn plan(version: &'static str, fault_seconds: u64) -> Plan {
     let seconds = 2 * MARGIN + fault_seconds;
     Plan { version, seconds, seed: 0, rate: 200, run_ms: 20, copied: 5, planted: None, outcomes: &["ok"] }
 }
 
-/// Runs a plan in a fleet of three servers and two hosts, with `fault` after [`MARGIN`]. Returns `None` if the servers
-/// are missing.
+/// Runs a plan in a fleet of three servers and two hosts, and calls `fault` after [`MARGIN`]. Returns `None` if the
+/// servers are missing.
 fn during(plan: &Plan, is_clock_ahead: bool, fault: impl FnOnce(&mut TestFleet)) -> Option<Report> {
     let settings = format!("{}[bulkhead.b]\n", streams(3));
     let fleet = TestFleet::start(plan.version, 3, &settings)?;
@@ -56,7 +56,7 @@ fn during_in(
     report.unwrap_or_else(|violation| panic!("{}: {violation}", plan.version))
 }
 
-/// Freezes the leader of a stream for this time.
+/// Freezes the leader of a stream for the given time.
 fn freeze_leader(fleet: &mut TestFleet, stream: &str, time: Duration) {
     let leader = fleet.leader(stream);
     fleet.servers[leader].signal(Signal::SIGSTOP);
@@ -64,7 +64,7 @@ fn freeze_leader(fleet: &mut TestFleet, stream: &str, time: Duration) {
     fleet.servers[leader].signal(Signal::SIGCONT);
 }
 
-/// Kills all servers, and starts them again after this time.
+/// Kills all servers, and restarts them after the given time.
 fn stop_servers(fleet: &mut TestFleet, time: Duration) {
     fleet.servers.iter_mut().for_each(NatsServer::kill);
     pause(time);
@@ -73,7 +73,7 @@ fn stop_servers(fleet: &mut TestFleet, time: Duration) {
 
 #[test]
 #[ignore = "takes two minutes"]
-fn leader_frozen_for_twelve_seconds_costs_no_job() {
+fn freezing_the_leader_for_twelve_seconds_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         for stream in ["BH_JOBS", "BH_LEDGER"] {
@@ -86,7 +86,7 @@ fn leader_frozen_for_twelve_seconds_costs_no_job() {
 
 #[test]
 #[ignore = "takes three minutes"]
-fn servers_stopped_for_a_minute_cost_no_job() {
+fn stopping_all_servers_for_a_minute_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let stopped = |fleet: &mut TestFleet| stop_servers(fleet, Duration::from_secs(60));
@@ -96,7 +96,7 @@ fn servers_stopped_for_a_minute_cost_no_job() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn agent_frozen_too_long_costs_only_its_jobs() {
+fn freezing_an_agent_too_long_loses_only_its_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let plan = Plan { outcomes: &["ok", "crashed/host_lost"], ..plan(version, 12) };
@@ -114,7 +114,7 @@ fn agent_frozen_too_long_costs_only_its_jobs() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn host_whose_clock_is_ahead_costs_no_job() {
+fn host_whose_clock_is_ahead_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let stopped = |fleet: &mut TestFleet| stop_servers(fleet, 2 * HOST_LOST_AFTER);
@@ -128,7 +128,7 @@ struct Disk {
 }
 
 impl Disk {
-    /// Creates disks. Returns `None`, with a note, if this machine cannot mount file systems.
+    /// Creates disks. Prints a note and returns `None` if this machine cannot mount file systems.
     fn create(count: usize) -> Option<Vec<Self>> {
         if !is_root() || !has_program("/usr/sbin/mkfs.ext4") || !has_program("/dev/loop-control") {
             return None;
@@ -156,7 +156,7 @@ impl Disk {
         succeed(Command::new("mount").args(["-o", "loop"]).arg(self.image()).arg(self.mounted()));
     }
 
-    /// Cuts the power of a server: what it has not synchronized to this disk is lost.
+    /// Cuts the power of a server. Data that the server has not synchronized to this disk is lost.
     fn cut_power(&self, server: &mut NatsServer) {
         server.signal(Signal::SIGSTOP);
         // EXT4_IOC_SHUTDOWN with NOLOGFLUSH: nothing more is written, not even the journal.
@@ -207,7 +207,8 @@ fn start_on(disks: &[Disk], version: &str, settings: &str, server_settings: &str
     Some(TestFleet::prepare(folder, servers, settings, (String::new(), "nats")))
 }
 
-/// Submits 50 jobs to a single server without agents. Returns how many the server has after a power cut.
+/// Submits 50 jobs to a single server without agents. Returns the number of jobs that the server still has after a
+/// power cut.
 fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
     let disks = Disk::create(1)?;
     let mut fleet = start_on(&disks, version, &settings(), server_settings)?;
@@ -225,20 +226,20 @@ fn jobs_after_a_power_cut(version: &str, server_settings: &str) -> Option<u64> {
 }
 
 #[test]
-fn power_cut_loses_only_what_the_server_has_not_synchronized() {
+fn power_cut_loses_only_unsynchronized_jobs() {
     for version in VERSIONS {
         let Some(synchronized) = jobs_after_a_power_cut(version, "sync_interval: always") else { return };
         assert_eq!(synchronized, 50);
         // Shows that the test cuts the power.
         let lost = jobs_after_a_power_cut(version, "").unwrap();
         assert!(lost < 50, "{lost}");
-        println!("{version}: without synchronization, {lost} of 50 jobs are left");
+        println!("{version}: without synchronization, {lost} of 50 jobs remain");
     }
 }
 
 #[test]
 #[ignore = "takes a minute"]
-fn power_cut_under_load_costs_no_job() {
+fn power_cut_under_load_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         let Some(disks) = Disk::create(1) else { return };
@@ -254,7 +255,7 @@ fn power_cut_under_load_costs_no_job() {
 
 #[test]
 #[ignore = "takes two minutes"]
-fn power_cut_of_one_of_three_servers_costs_no_job() {
+fn power_cut_to_one_of_three_servers_loses_no_jobs() {
     let _heavy = heavy();
     for version in VERSIONS {
         for stream in ["BH_JOBS", "BH_LEDGER"] {

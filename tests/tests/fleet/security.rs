@@ -11,7 +11,7 @@ use nkeys::KeyPair;
 
 use super::jobs::BULKHEADS;
 
-/// Makes an authority and a certificate for 127.0.0.1. Returns false, with a note, without `openssl`.
+/// Creates a certificate authority and a certificate for 127.0.0.1. Prints a note and returns false if `openssl` fails.
 fn certificates(folder: &Path) -> bool {
     let script = "set -e
         openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=test-ca
@@ -22,7 +22,7 @@ fn certificates(folder: &Path) -> bool {
     match Command::new("sh").args(["-c", script]).current_dir(folder).output() {
         Ok(output) if output.status.success() => true,
         other => {
-            not_run!("openssl, which makes certificates, failed: {other:?}");
+            not_run!("openssl failed to create the certificates: {other:?}");
             false
         }
     }
@@ -35,7 +35,7 @@ fn write_seed(folder: &Path, name: &str, keys: &KeyPair) {
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// Starts three servers with the configuration of the documentation, for the paths, ports and keys of this test.
+/// Starts three servers with the documented configuration, adapted to the paths, ports and keys of this test.
 fn start() -> Option<TestFleet> {
     let program = server_program(VERSIONS[0])?;
     let folder = tempfile::tempdir().unwrap();
@@ -72,7 +72,7 @@ fn start() -> Option<TestFleet> {
 }
 
 #[test]
-fn tenant_reaches_only_its_own_jobs() {
+fn tenant_can_access_only_its_own_jobs() {
     let Some(fleet) = start() else { return };
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let file = fleet.folder.path().join("acme.toml");
@@ -95,7 +95,7 @@ fn tenant_reaches_only_its_own_jobs() {
 }
 
 #[test]
-fn stranger_is_refused() {
+fn client_with_wrong_key_or_authority_is_refused() {
     let Some(fleet) = start() else { return };
     let text = std::fs::read_to_string(fleet.config()).unwrap();
     let folder = fleet.folder.path();

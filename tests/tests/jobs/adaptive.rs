@@ -1,4 +1,5 @@
-//! The adaptive limit with real workers: steps in the service time, reports to operators, and configuration changes.
+//! The adaptive limit with real workers: sudden changes in service time, reports to operators, and configuration
+//! changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +20,7 @@ fn bulkhead(keys: &str) -> String {
 const ENFORCE: &str = "adaptive = { min = 1, max = 8, target = \"200ms\" }";
 const MONITOR: &str = "adaptive = { min = 1, max = 8, target = \"200ms\", mode = \"monitor\" }";
 
-/// Load from sixteen clients. Each client sends one job at a time until this value is dropped.
+/// Load from sixteen clients. Each client sends one job at a time, until this value is dropped.
 struct Load {
     service_ms: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
@@ -70,16 +71,16 @@ fn adaptive(supervisor: &Supervisor, field: &str) -> u64 {
     supervisor.snapshot("b")["adaptive"][field].as_u64().unwrap_or_else(|| panic!("{field}"))
 }
 
-/// Waits until the adaptive limit has this value, and returns the snapshot.
+/// Waits until the adaptive limit reaches the given value. Returns the snapshot.
 fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
-    wait_for(&format!("a limit of {limit}"), || {
+    wait_for(&format!("the limit is {limit}"), || {
         let snapshot = supervisor.snapshot("b");
         (snapshot["adaptive"]["limit"] == limit).then_some(snapshot)
     })
 }
 
 #[test]
-fn limit_follows_service_time_down_and_up() {
+fn limit_falls_for_slow_jobs_and_recovers_for_fast_jobs() {
     let supervisor = Supervisor::start(&bulkhead(ENFORCE));
     assert_eq!((supervisor.number("b", "limit"), adaptive(&supervisor, "limit")), (8, 8));
     let load = Load::of(&supervisor, 1);
@@ -118,7 +119,7 @@ fn limit_follows_service_time_down_and_up() {
 fn monitor_mode_reports_but_does_not_limit() {
     let supervisor = Supervisor::start(&bulkhead(MONITOR));
     let _load = Load::of(&supervisor, 400);
-    wait_for("a lower limit", || (adaptive(&supervisor, "limit") < 8).then_some(()));
+    wait_for("the limit falls", || (adaptive(&supervisor, "limit") < 8).then_some(()));
     wait_for("eight jobs are in flight", || (supervisor.number("b", "in_flight") == 8).then_some(()));
     assert_eq!(supervisor.number("b", "limit"), 8);
     let told = supervisor.wait_events("limit_adapted", 1);

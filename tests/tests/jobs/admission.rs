@@ -22,7 +22,7 @@ async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Ru
 }
 
 #[test]
-fn flooding_tenant_does_not_delay_another() {
+fn flooding_tenant_does_not_delay_another_tenant() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 200\ndeadline = \"60s\"\n\
          tenants = { max_in_flight = 3 }\n",
@@ -35,7 +35,7 @@ fn flooding_tenant_does_not_delay_another() {
         wait_for("97 jobs of the flood are queued", || {
             (supervisor.number("b", "queued") == 97).then_some(())
         });
-        // No job of the flood ends while this job runs.
+        // None of the flood's jobs ends while this job runs.
         client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
         let tenants = supervisor.snapshot("b")["tenants"].clone();
         assert_eq!(tenants[0]["name"], "a", "{tenants}");
@@ -153,9 +153,9 @@ fn evictions_are_distributed_among_tenants() {
     });
 }
 
-/// The tenant itself can still use its full rate.
+/// Also checks that the tenant can still use its full rate.
 #[test]
-fn tenant_over_its_rate_does_not_affect_others() {
+fn tenant_over_its_rate_does_not_affect_other_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 64\nmax_queue = 1000\n\
          rate_limit = { per_second = 20, burst = 50, per = \"tenant\" }\n",
@@ -164,9 +164,9 @@ fn tenant_over_its_rate_does_not_affect_others() {
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        // On a slow machine, one round of 200 jobs may not exceed the rate.
+        // On a slow machine, a single round of 200 jobs might not exceed the rate.
         while waits.is_empty() {
-            assert!(began.elapsed() < PATIENCE, "{passed} jobs passed, and none was rejected");
+            assert!(began.elapsed() < PATIENCE, "{passed} jobs were admitted, and none was rejected");
             for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
                 let result = job.await.unwrap();
                 match outcome(&result).as_str() {
@@ -177,8 +177,8 @@ fn tenant_over_its_rate_does_not_affect_others() {
             }
         }
         let most = 20.0 * began.elapsed().as_secs_f64() + 50.0;
-        assert!(f64::from(passed) <= most + 1.0, "{passed} jobs passed, but the rate allows {most}");
-        assert!(passed >= 50, "only {passed} jobs passed");
+        assert!(f64::from(passed) <= most + 1.0, "{passed} jobs were admitted, but the rate allows {most}");
+        assert!(passed >= 50, "only {passed} jobs were admitted");
         for _ in 0..50 {
             assert_eq!(outcome(&client.job("b", "").tenant("modest").send().await), "ok");
         }
@@ -191,7 +191,7 @@ fn tenant_over_its_rate_does_not_affect_others() {
         }
         let dear = client.job("b", "").tenant("modest").cost(51).send().await;
         assert_eq!(outcome(&dear), "rejected/rate_limited");
-        assert!(!dear.unwrap_err().is_retryable(), "a cost above the burst can never pass");
+        assert!(!dear.unwrap_err().is_retryable(), "a cost above the burst can never be admitted");
         let told = supervisor.events("tenant_throttled");
         assert_eq!(told.iter().filter(|event| event["tenant"] == "greedy").count(), 1, "{told:?}");
         assert!(told.iter().all(|event| event["limit"] == "rate_limit per tenant"), "{told:?}");
@@ -239,14 +239,14 @@ fn breaker_opens_after_crashes_and_closes_after_probe() {
         assert!(wait <= Duration::from_secs(1), "{wait:?}");
         assert_ne!(supervisor.snapshot("b")["breaker"], "closed");
         // The first probe fails, so the breaker opens again for a longer time.
-        let failed = wait_for("a probe goes through", || {
+        let failed = wait_for("a probe is admitted", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").operation("segv").send())
             });
             (outcome(&result) != "rejected/circuit_open").then_some(result)
         });
         assert_eq!(outcome(&failed), "crashed/signal");
-        let ok = wait_for("a probe goes through", || {
+        let ok = wait_for("a probe is admitted", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").send())
             });
@@ -311,7 +311,7 @@ fn patch(supervisor: &Supervisor, name: &str, body: &str) -> (u16, Value) {
 }
 
 #[test]
-fn changing_limits_loses_no_queued_job() {
+fn changing_limits_loses_no_queued_jobs() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3\ndeadline = \"60s\"\n");
     supervisor.wait_number("b", "limit", 1);

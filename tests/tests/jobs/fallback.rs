@@ -11,12 +11,12 @@ use bulkhead_tests::{
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// Starts a bulkhead `entry` with the fallback `safe`, and the bulkhead `safe`, each with additional keys.
+/// Starts the bulkheads `entry` and `safe`, each with additional keys. `safe` is the fallback of `entry`.
 fn start(entry: &str, safe: &str) -> Supervisor {
     start_more(&format!("fallback = [\"safe\"]\n{entry}"), &format!("[bulkhead.safe]\n{WORKER}\n{safe}\n"))
 }
 
-/// Starts a bulkhead `entry` with these keys, and further bulkheads.
+/// Starts a bulkhead `entry` with the given keys, and further bulkheads.
 fn start_more(entry: &str, more: &str) -> Supervisor {
     Supervisor::start(&format!(
         "{SAME_NUMBERS}[defaults]\ndeadline = \"60s\"\nfallback = []\n[bulkhead.entry]\n{WORKER}\n{entry}\n{more}\n"
@@ -27,7 +27,7 @@ const WORKER: &str = "command = [\"MISBEHAVE\"]";
 
 const FORCED_OPEN: &str = r#"{"breaker": "forced_open"}"#;
 
-/// Returns a job for `entry` with these steps.
+/// Returns a job for `entry` that performs `steps`.
 fn steps(client: &Client, steps: &str) -> Job {
     client.job("entry", "").operation(format!("steps:{steps}"))
 }
@@ -78,7 +78,7 @@ fn open_breaker_diverts_jobs_to_fallback() {
         (&"safe".into(), &"circuit_open".into()),
         "{told:?}"
     );
-    // With the breaker closed, jobs run in the entry again.
+    // Once the breaker is closed, jobs run in the entry again.
     supervisor.resize("entry", r#"{"breaker": "auto"}"#);
     run(async {
         let client = connect(&supervisor).await;
@@ -222,7 +222,7 @@ fn crash_diverts_only_idempotent_jobs() {
 }
 
 #[test]
-fn crashed_job_is_retried_before_and_in_fallback() {
+fn crashed_job_is_retried_in_the_entry_and_in_the_fallback() {
     let retry =
         "retry = { attempts = 2 }\nrestart = { max = 1000, backoff = \"1ms\", backoff_max = \"5ms\" }";
     let supervisor = start(retry, retry);
@@ -458,7 +458,7 @@ fn fallback_limit_includes_diverted_jobs() {
 }
 
 #[test]
-fn full_fallback_returns_the_first_reject_reason() {
+fn full_fallback_reports_the_reject_reason_of_the_entry() {
     let supervisor = start("", "max_queue = 1");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -486,7 +486,7 @@ fn full_fallback_returns_the_first_reject_reason() {
 }
 
 #[test]
-fn queue_timeout_in_fallback_returns_the_first_reason() {
+fn queue_timeout_in_fallback_reports_reason_of_the_entry() {
     let supervisor = start("", "max_queue = 5\nqueue_timeout = \"50ms\"");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -558,7 +558,7 @@ fn fallback_isolates_tenants() {
 }
 
 #[test]
-fn rate_limit_counts_jobs_only_at_first_bulkhead() {
+fn rate_limit_counts_jobs_only_at_the_entry() {
     let rate = |burst: u32| format!("rate_limit = {{ per_second = 0.001, burst = {burst} }}");
     let supervisor = start(&rate(4), &format!("{}\nmax_in_flight = 8", rate(1)));
     supervisor.wait_number("safe", "limit", 8);
@@ -591,14 +591,14 @@ fn open_breaker_does_not_bypass_rate_limit() {
         for _ in 0..10 {
             ok += u32::from(steps(&client, "echo").send().await.is_ok());
         }
-        assert!(ok <= 3, "{ok} jobs passed a rate limit of 3");
+        assert!(ok <= 3, "{ok} jobs were admitted by a rate limit of 3");
     });
 }
 
 // Deadlines.
 
 #[test]
-fn deadline_includes_time_in_first_queue() {
+fn deadline_includes_time_in_the_queue_of_the_entry() {
     let supervisor = start("max_queue = 5", "");
     run(async {
         let client = connect(&supervisor).await;
@@ -626,21 +626,21 @@ fn deadline_includes_time_in_first_queue() {
 }
 
 #[test]
-fn deadline_of_first_bulkhead_applies_in_fallback() {
+fn deadline_of_the_entry_applies_in_the_fallback() {
     let supervisor = start("deadline = \"40s\"", "deadline = \"50ms\"");
     supervisor.resize("entry", FORCED_OPEN);
     run(async {
         let client = connect(&supervisor).await;
         let reply = steps(&client, "sleep 300").send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
-        // The maximum deadline is that of the entry, even if the job runs in the fallback.
+        // The entry's maximum deadline applies, even if the job runs in the fallback.
         let reply = steps(&client, "echo").deadline(Duration::from_secs(600)).send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
     });
 }
 
 #[test]
-fn job_expired_in_fallback_queue_has_not_run() {
+fn job_that_expires_in_fallback_queue_counts_as_not_run() {
     let supervisor = start("", "max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -691,7 +691,7 @@ fn cancellation_reaches_jobs_in_fallback() {
 }
 
 #[test]
-fn crashed_job_cancelled_in_fallback_queue_has_run() {
+fn crashed_job_cancelled_in_fallback_queue_counts_as_run() {
     let supervisor = start("", "max_queue = 5");
     run(async {
         let client = connect(&supervisor).await;
@@ -841,6 +841,6 @@ fn fallback_event_is_not_sent_for_every_job() {
         }
         let told = supervisor.wait_events("fallback_used", 1).len();
         let passed = began.elapsed();
-        assert!(told == 1 || passed > Duration::from_secs(9), "{told} times in {passed:?}");
+        assert!(told == 1 || passed > Duration::from_secs(9), "{told} events in {passed:?}");
     });
 }

@@ -16,7 +16,7 @@ fn every_job_begins_once_and_has_one_outcome() {
     }
 }
 
-/// Runs the embedded supervisor on a separate thread, and then on the thread of the clients.
+/// Runs the embedded supervisor first on a separate thread, and then on the clients' thread.
 #[test]
 fn every_job_has_one_outcome_with_embedded_supervisor() {
     for mode in ["embedded", "embedded-local"] {

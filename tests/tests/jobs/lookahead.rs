@@ -1,4 +1,4 @@
-//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job, and no job begins twice. Jobs behind a
+//! Prefetched jobs (`lookahead`). A worker's death loses no prefetched jobs, and no job begins twice. Jobs behind a
 //! slow job go to other workers.
 
 use std::time::Duration;
@@ -8,10 +8,10 @@ use bulkhead_shared::Executed;
 use bulkhead_tests::{Running, Supervisor, connect, kill_pid, outcome, run, spawn, tally, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of jobs in the tests that send many.
+/// Number of jobs in tests that send many jobs.
 const MANY: usize = 200;
 
-/// A lookahead so long that one worker can prefetch all jobs of a test.
+/// A lookahead long enough for one worker to prefetch all jobs of a test.
 const LONG: &str = "lookahead = \"10s\"";
 
 fn start(keys: &str) -> Supervisor {
@@ -60,10 +60,10 @@ fn worker_death_fails_only_the_running_job() {
                     supervisor.file_bytes(&format!("ended-{n}")),
                 );
                 assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
-                assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
+                assert!(end != "ok" || ended == 1, "job {n} finished {ended} times, but ended as {end}");
                 if max_in_flight == 1 {
                     // The worker runs one job at a time, so only the job that killed the worker fails.
-                    assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
+                    assert_eq!(end != "ok", n % 20 == 10, "job {n} ended as {end}");
                 }
                 ends.push(end);
             }
@@ -98,12 +98,12 @@ fn killed_worker_loses_at_most_one_job() {
             for (n, job) in jobs.into_iter().enumerate() {
                 let end = outcome(&job.await.unwrap());
                 let begun = supervisor.file_bytes(&path(n, "begun"));
-                assert!(begun <= 1, "job {n} of round {round} began {begun} times, and is {end}");
+                assert!(begun <= 1, "job {n} of round {round} began {begun} times, and ended as {end}");
                 lost += usize::from(end != "ok");
             }
             supervisor.wait_number("b", "restarts", before + 1);
         }
-        assert!(lost <= 10, "{lost} jobs were lost by 10 deaths");
+        assert!(lost <= 10, "{lost} jobs were lost in 10 deaths");
     });
 }
 
@@ -245,8 +245,8 @@ fn worker_that_answers_prefetched_job_early_is_killed() {
     });
 }
 
-/// The worker writes garbage or false results into its journal. The supervisor validates the journal like frames on the
-/// link.
+/// The worker writes garbage or false results to its journal. The supervisor validates the journal as strictly as
+/// frames on the link.
 #[test]
 fn invalid_journal_does_not_affect_other_jobs() {
     let supervisor = start_with("raw\", \"scribbler", LONG);
@@ -276,7 +276,7 @@ enum Blocked {
     Stopped,
     /// A hand-written worker does not read, answer or send heartbeats.
     Ignores,
-    /// Like `Ignores`, and the worker has not even begun the job.
+    /// Like `Ignores`, but the worker has not even begun the job.
     IgnoresAll,
 }
 
@@ -301,7 +301,7 @@ impl Blocked {
             Self::Ignores => "ignore",
             Self::IgnoresAll => "ignore all",
         };
-        // Does not await the job, because the supervisor ends first.
+        // Does not await the job, because the supervisor exits first.
         drop(spawn(client.job("b", "").operation(operation)));
     }
 
@@ -338,7 +338,7 @@ fn blocked_worker_does_not_hold_back_jobs() {
 }
 
 #[test]
-fn unbegun_jobs_of_blocked_worker_have_not_run() {
+fn jobs_not_started_by_blocked_worker_are_reported_as_not_run() {
     for (how, max_in_flight) in BLOCKED.into_iter().flat_map(|how| [(how, 1), (how, 4)]) {
         let supervisor = how.start(&format!("max_in_flight = {max_in_flight}"));
         run(async {
@@ -386,7 +386,7 @@ fn stopped_worker_gets_no_jobs_until_it_continues() {
     });
 }
 
-/// Cancels a third of the jobs right after their submission. Each outcome must say correctly whether the job ran.
+/// Cancels a third of the jobs right after submission. Each outcome must correctly state whether the job ran.
 #[test]
 fn cancelled_job_reports_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));

@@ -16,7 +16,7 @@ fn payloads_of_every_size_come_back_unchanged() {
             let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251) as u8).collect();
             for name in ["echo", "cat"] {
                 let reply = client.job(name, payload.clone()).send().await.unwrap();
-                assert!(reply.payload() == payload, "{size} bytes through {name}");
+                assert!(reply.payload() == payload, "{size} bytes came back changed from {name}");
                 assert_eq!(reply.outcome().bulkhead, name);
                 assert_eq!(reply.outcome().attempts, 1);
                 assert!(reply.outcome().worker_pid.is_some());
@@ -99,7 +99,7 @@ fn hanging_job_does_not_affect_other_jobs_in_worker() {
 }
 
 #[test]
-fn cancelled_job_alone_in_its_worker_is_killed() {
+fn worker_is_killed_if_its_only_job_ignores_cancellation() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
     run(async {
@@ -113,13 +113,13 @@ fn cancelled_job_alone_in_its_worker_is_killed() {
         assert_eq!(supervisor.number("b", "cancelled"), 1);
 
         let other = Client::connect(supervisor.socket()).await.unwrap();
-        // A job that has not begun would be recalled, and its worker kept.
+        // A job that has not begun would be recalled, and its worker would be kept.
         let stubborn = other.job("b", "").operation("steps:count begun;sleep 3600000");
         let task = tokio::spawn(async move { stubborn.send().await });
         wait_for("the second job has begun", || (supervisor.file_bytes("begun") == 2).then_some(()));
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
-        // A job that obeys the cancellation keeps its worker.
+        // If a job obeys the cancellation, its worker is kept.
         let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
         let job = client.job("b", "").operation("yield").send();
         assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
@@ -180,11 +180,11 @@ fn deadline_kills_the_whole_process_tree() {
 
         let result = client.job("x", "").send().await;
         assert_eq!(outcome(&result), "deadline_exceeded/running");
-        wait_for("the program's tree is gone", || {
+        wait_for("the program's process tree is gone", || {
             bulkhead_tests::processes_with(&program).is_empty().then_some(())
         });
         supervisor.wait_number("x", "available", 1);
-        assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own tree is killed");
+        assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own process tree is killed");
     });
 }
 
@@ -329,7 +329,7 @@ fn crashing_bulkhead_does_not_affect_other_bulkheads() {
     assert!(supervisor.number("crash", "restarts") >= 200);
 }
 
-/// The worker finishes before the deadline check, because the supervisor is stopped when the deadline passes. The job
+/// The supervisor is stopped when the deadline passes, so the worker finishes before the deadline is checked. The job
 /// counts as done.
 #[test]
 fn result_sent_during_supervisor_pause_is_delivered() {
@@ -344,7 +344,7 @@ fn result_sent_during_supervisor_pause_is_delivered() {
         supervisor.signal(nix::sys::signal::Signal::SIGSTOP);
         supervisor.touch("end");
         wait_for("the job is over", || (supervisor.file_bytes("over") == 1).then_some(()));
-        wait_for("the deadline has passed by a second", || {
+        wait_for("the deadline passed a second ago", || {
             (began.elapsed() > deadline + Duration::from_secs(1)).then_some(())
         });
         supervisor.signal(nix::sys::signal::Signal::SIGCONT);

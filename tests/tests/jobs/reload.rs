@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Long deadlines, and short pauses before restarts.
+/// Default keys with long deadlines and short pauses before restarts.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
 
@@ -75,7 +75,7 @@ async fn answer(client: &Client, bulkhead: &str, operation: &str) -> String {
     text(&reply.into_payload()).trim().to_owned()
 }
 
-/// Waits until all workers of a bulkhead are ready and none is in `before`. Returns the process ids.
+/// Waits until all workers of a bulkhead are ready and none of them is in `before`. Returns their PIDs.
 fn wait_replaced(supervisor: &Supervisor, bulkhead: &str, before: &[u32]) -> Vec<u32> {
     wait_for("all workers are replaced", || {
         let snapshot = supervisor.snapshot(bulkhead);
@@ -177,13 +177,14 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     // The file changes `max_queue`, which overrides the live value.
     reload(&supervisor, &file.replace("max_queue = 10", "max_queue = 11"));
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 11);
-    // If the live value and the new file contradict each other, the file wins.
+    // If a live value conflicts with the new file, the file takes precedence.
     supervisor.resize("b", r#"{"max_queue": 20}"#);
     reload(&supervisor, &format!("{B}max_queue = 0\nmax_in_flight = 0\n"));
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A live value that contradicts the new file is dropped, and the response names the key. Other live values stay.
+/// A live value that conflicts with the new file is dropped, and the response names its key. Other live values stay in
+/// effect.
 #[test]
 fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
@@ -212,7 +213,7 @@ fn reload_names_dropped_live_values() {
 // Replacement.
 
 #[test]
-fn changed_environment_or_program_replaces_workers() {
+fn changing_environment_or_program_replaces_workers() {
     let exec = |env: &str, script: &str| {
         format!("[bulkhead.e]\nexec = [\"/bin/sh\", \"-c\", \"{script}\"]\nenv = {{ MODE = \"{env}\" }}\n{B}")
     };
@@ -247,7 +248,7 @@ fn running_job_finishes_in_the_old_worker() {
         wait_ran(&supervisor, 2);
         let waiting: Vec<_> = (0..4).map(|_| spawn(steps(&client, "b", "pid"))).collect();
         reload(&supervisor, &format!("{B}processes = 2\nmax_queue = 10\nenv = {{ A = \"b\" }}\n"));
-        // Both workers are replaced, and the jobs that they still run use all permits.
+        // Both workers are replaced. The jobs that they are still running use all permits.
         supervisor.wait_events("worker_recycled", 2);
         let snapshot = supervisor.snapshot("b");
         let numbers = ["limit", "in_flight", "available", "queued"].map(|name| snapshot[name].as_u64());
@@ -402,7 +403,7 @@ fn reload_keeps_fallbacks_by_name() {
             async || client.job("b", "").operation("echo").send().await.unwrap().outcome().bulkhead.clone();
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
         assert_eq!(served_by().await, "x");
-        // Removes the fallback `x`. Another bulkhead gets its index.
+        // Removes the fallback `x`. Another bulkhead gets the index of `x`.
         reload(&supervisor, &with("\"y\"", &(other("y") + &other("z"))));
         assert_eq!(served_by().await, "y");
         reload(&supervisor, &with("\"z\"", &other("z")));
@@ -436,7 +437,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
     });
 }
 
-/// Also checks that an invalid file in `conf.d` is an error of `bulkhead reload`, and changes nothing.
+/// Also checks that `bulkhead reload` reports an invalid file in `conf.d` as an error and changes nothing.
 #[test]
 fn files_in_conf_d_are_reloaded() {
     let supervisor = start(B);
@@ -492,7 +493,7 @@ fn invalid_file_is_rejected_with_line_numbers() {
         assert_eq!(ran.status.code(), Some(2), "{ran:?}");
         assert!(text(&ran.stderr).contains("max_qeue = 4"), "{ran:?}");
     }
-    // A reload by SIGHUP is rejected too, and so are a missing file and a folder.
+    // A reload by SIGHUP is also rejected, as are a missing file and a folder.
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_rejected", 3);
     std::fs::remove_file(supervisor.file("workers.toml")).unwrap();
@@ -526,7 +527,7 @@ fn dry_run_reports_changes_without_applying_them() {
     assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
     let ran = command(&supervisor, &["reload", "--dry-run"]);
     let expected = "old: removed; accepted jobs still finish\n\
-                    b: env, max_queue; workers are replaced one after the other\n\
+                    b: env, max_queue; workers are replaced one at a time\n\
                     new: added\n\
                     [supervisor]: drain_timeout\n\
                     [supervisor]: not applied: crash_keep; restart the supervisor to apply these changes\n\
@@ -550,7 +551,7 @@ fn dry_run_reports_changes_without_applying_them() {
 // Ways to reload.
 
 #[test]
-fn many_sighups_load_the_last_file() {
+fn many_sighups_apply_the_last_file() {
     let supervisor = start(B);
     for size in 1..=50 {
         configure(&supervisor, &format!("{B}max_queue = {size}\n"));
@@ -564,7 +565,7 @@ fn many_sighups_load_the_last_file() {
 }
 
 #[test]
-fn concurrent_reloads_apply_a_change_once() {
+fn concurrent_reloads_apply_a_change_only_once() {
     let supervisor = Arc::new(start(B));
     configure(&supervisor, &format!("{B}max_queue = 5\n"));
     let askers: Vec<_> = (0..8)
@@ -638,7 +639,7 @@ fn reload_can_enable_confinement() {
     assert_eq!(changes["bulkheads"][0]["keys"][0], "sandbox.profile");
     let denied = supervisor.events("worker_not_started");
     if let Some(denied) = denied.first() {
-        not_run!("this machine cannot confine: {denied}");
+        not_run!("this machine cannot confine workers: {denied}");
         return;
     }
     wait_replaced(&supervisor, "b", &before);
@@ -669,7 +670,7 @@ fn shutdown_waits_for_jobs_of_removed_bulkhead() {
 
 // Many reloads under load.
 
-/// Sends jobs, also to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
+/// Sends jobs, including to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;
@@ -685,7 +686,7 @@ async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<A
 }
 
 #[test]
-fn hundred_reloads_under_load_lose_no_job() {
+fn a_hundred_reloads_under_load_lose_no_jobs() {
     let _turn = heavy();
     const ROUNDS: usize = 100;
     const JOBS_MIN: usize = 20_000;
@@ -736,14 +737,14 @@ fn hundred_reloads_under_load_lose_no_job() {
             ends.extend(load.await.unwrap());
         }
         let seen = tally(ends.iter().map(String::as_str));
-        eprintln!("{} jobs through {ROUNDS} reloads: {seen:?}", ends.len());
+        eprintln!("{} jobs during {ROUNDS} reloads: {seen:?}", ends.len());
         assert!(ends.len() >= JOBS_MIN);
         let allowed = ["steady ok", "swapped ok", "comes ok", "comes rejected/not_found"];
         assert!(seen.keys().all(|end| allowed.contains(end)), "{seen:?}");
     });
     auditor.finish();
     assert!(supervisor.events("config_rejected").is_empty());
-    // Loads the first configuration again. The others must not leave descriptors or threads.
+    // Loads the first configuration again. The other configurations must not leave descriptors or threads behind.
     reload(&supervisor, &file(0));
     wait_for("the supervisor has no more descriptors than before", || {
         (descriptors(supervisor.pid()) <= descriptors_before).then_some(())
@@ -754,7 +755,7 @@ fn hundred_reloads_under_load_lose_no_job() {
 }
 
 #[test]
-fn reload_survives_death_of_the_keeper() {
+fn reload_survives_keeper_death() {
     let file = |round: usize| {
         format!(
             "{B}max_queue = 500\nprocesses = 2\nenv = {{ ROUND = \"{round}\" }}\nretry = {{ attempts = 50, budget = 1.0 }}\n"

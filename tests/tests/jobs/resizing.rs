@@ -1,5 +1,5 @@
-//! Live changes of `max_in_flight` and `processes` while jobs run and wait. No job is interrupted or lost,
-//! and the limit is never exceeded.
+//! Live changes to `max_in_flight` and `processes` while jobs run and wait. No job is interrupted or lost, and the
+//! limit is never exceeded.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
@@ -59,7 +59,7 @@ fn wait_load(supervisor: &Supervisor, in_flight: u64, queued: u64) {
     });
 }
 
-/// Waits until exactly `count` workers exist and all are ready. Returns the process ids.
+/// Waits until exactly `count` workers exist and all of them are ready. Returns their PIDs.
 fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     wait_for(&format!("{count} workers are ready"), || {
         let snapshot = supervisor.snapshot("b");
@@ -73,7 +73,7 @@ fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
 // `max_in_flight`.
 
 #[test]
-fn higher_max_in_flight_starts_queued_jobs_without_restart() {
+fn raising_max_in_flight_starts_queued_jobs_without_restart() {
     let supervisor = start("max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     let workers = supervisor.worker_pids("b");
@@ -117,9 +117,9 @@ fn worker_accepts_limit_far_above_its_initial_limit() {
     assert_eq!(supervisor.worker_pids("b"), workers);
 }
 
-/// Queued jobs wait until fewer jobs run than the new limit allows.
+/// Queued jobs start only when fewer jobs are running than the new limit allows.
 #[test]
-fn lower_max_in_flight_interrupts_no_running_job() {
+fn lowering_max_in_flight_does_not_interrupt_running_jobs() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -172,13 +172,13 @@ fn raising_max_in_flight_overrides_earlier_lower_limit() {
 }
 
 #[test]
-fn starting_worker_gets_the_higher_limit() {
+fn worker_still_starting_gets_the_raised_limit() {
     let supervisor = start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", "max_queue = 10");
     run(async {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&steps(&client, "die").send().await), "crashed/signal");
-        // The replacement got `max_in_flight` 1 in its welcome and is not ready yet.
-        wait_for("the next worker initialises", || {
+        // The replacement received `max_in_flight` 1 in its welcome, and is not ready yet.
+        wait_for("the next worker is initialising", || {
             (supervisor.snapshot("b")["workers"][0]["state"] == "initializing").then_some(())
         });
         let jobs = holders(&client, 4);
@@ -350,7 +350,7 @@ fn queued_job_waits_until_removed_processes_have_finished() {
 // The job in the killed worker has begun and is not idempotent, so its outcome is `crashed`. See
 // `started_job_is_not_repeated_after_missed_resize`.
 #[test]
-fn surplus_process_is_not_restarted_after_its_death() {
+fn surplus_process_is_not_restarted_after_it_dies() {
     let supervisor = start("processes = 2\ndeadline_max = \"120s\"\ndeadline = \"1s\"\ngrace = \"10ms\"");
     supervisor.wait_number("b", "limit", 2);
     run(async {
@@ -380,7 +380,7 @@ fn surplus_process_is_not_restarted_after_its_death() {
 }
 
 #[test]
-fn repeated_process_resizes_lose_no_running_job() {
+fn repeated_process_resizes_lose_no_running_jobs() {
     let supervisor = start("processes = 4\nmax_queue = 20");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -415,7 +415,7 @@ fn resize_to_current_limits_changes_nothing() {
 }
 
 #[test]
-fn resize_of_drained_bulkhead_applies_after_resume() {
+fn resize_of_drained_bulkhead_takes_effect_after_resume() {
     let supervisor = start("");
     assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
     supervisor.resize("b", r#"{"processes": 2, "max_in_flight": 2, "max_queue": 2}"#);
@@ -433,7 +433,7 @@ fn resize_of_drained_bulkhead_applies_after_resume() {
 
 // Under load.
 
-/// Reproducible pseudo-random numbers.
+/// Generator of reproducible pseudo-random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -443,8 +443,8 @@ impl Dice {
     }
 }
 
-/// Resizes the bulkhead repeatedly while jobs made by `job` run. Ends after at least `jobs` jobs and
-/// `resizes` resizes. Returns each outcome with its number of attempts.
+/// Resizes the bulkhead repeatedly while jobs made by `job` run. Stops after at least `jobs` jobs and `resizes`
+/// resizes. Returns the outcome and the number of attempts of each job.
 fn resize_under_load(
     supervisor: &Supervisor,
     jobs: usize,
@@ -495,7 +495,7 @@ fn resize_under_load(
 }
 
 #[test]
-fn hundred_resizes_under_load_lose_no_job() {
+fn a_hundred_resizes_under_load_lose_no_jobs() {
     let _turn = heavy();
     let supervisor = start("processes = 3\nmax_in_flight = 5\nmax_queue = 100000");
     wait_workers(&supervisor, 3);
@@ -518,7 +518,7 @@ fn hundred_resizes_under_load_lose_no_job() {
     let snapshot = supervisor.snapshot("b");
     let shown = ["limit", "available", "in_flight", "queued", "crashed"].map(|field| snapshot[field].clone());
     assert_eq!(shown, [15, 15, 0, 0, 0].map(Value::from), "{snapshot}");
-    assert_eq!(children(supervisor.keeper()).len(), 3, "processes under the keeper");
+    assert_eq!(children(supervisor.keeper()).len(), 3, "number of the keeper's children");
     wait_for(&format!("descriptors are {before:?} again"), || (open(&supervisor) == before).then_some(()));
 }
 
@@ -543,7 +543,7 @@ fn started_job_is_not_repeated_after_missed_resize() {
 }
 
 #[test]
-fn resizes_with_crashes_fail_only_the_culprits() {
+fn crashes_during_resizes_fail_only_the_culprits() {
     let _turn = heavy();
     let supervisor = start(
         "processes = 2\nmax_in_flight = 4\nmax_queue = 100000\nretry = { budget = 1.0 }\nbreaker = { min_calls = 1000000 }",
@@ -588,7 +588,7 @@ fn concurrent_jobs_never_exceed_a_changing_limit() {
 
 // Workers that cannot be resized.
 
-/// The old worker finishes its jobs and gets no new ones.
+/// The old worker finishes its jobs and receives no new ones.
 #[test]
 fn worker_that_cannot_be_resized_is_replaced() {
     let supervisor = start_with(
@@ -622,7 +622,7 @@ fn worker_that_cannot_be_resized_is_replaced() {
         assert_eq!((&told[0]["reason"], told.len()), (&"resize".into(), 1), "{told:?}");
         assert_eq!(supervisor.events("worker_killed").len(), 0);
 
-        // The supervisor sends a worker no message for a limit up to the value in the worker's welcome.
+        // The supervisor sends no message to a worker if the limit is at most the value in the worker's welcome.
         std::fs::remove_file(supervisor.file("go")).unwrap();
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
         let jobs: Vec<_> = (0..5).map(|_| spawn(client.job("b", ""))).collect();
@@ -708,7 +708,7 @@ fn resize_starts_more_programs_in_the_same_worker() {
 }
 
 #[test]
-fn resizes_lose_no_job_of_exec_bulkhead() {
+fn resizing_an_exec_bulkhead_loses_no_jobs() {
     let supervisor = start_with("exec = [\"cat\"]", "processes = 2\nmax_in_flight = 2\nmax_queue = 100000");
     let auditor = Auditor::of(&supervisor);
     let ends = resize_under_load(&supervisor, 200, 40, 3, 3, |client, i| {
@@ -747,7 +747,7 @@ fn higher_tenant_limit_applies_immediately() {
         );
         jobs.extend((0..4).map(|_| holder()));
         wait_load(&supervisor, 3, 5);
-        // The resize does not change another tenant.
+        // The resize does not affect another tenant.
         let other = |_| spawn(steps(&client, "wait end").tenant("other"));
         let others: Vec<_> = (0..2).map(other).collect();
         wait_load(&supervisor, 4, 6);
@@ -789,7 +789,7 @@ fn isolated_tenant_has_separate_limits() {
         resize(&["--tenant", "one", "--max-in-flight", "2", "--processes", "2"]);
         wait("one", 4, 2);
         wait("two", 1, 5);
-        // A change of the bulkhead's limits applies only to tenants without separate limits.
+        // A change to the bulkhead's limits applies only to tenants without separate limits.
         resize(&["--max-in-flight", "3"]);
         wait("two", 3, 3);
         wait("one", 4, 2);
@@ -953,7 +953,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// The check of the configuration file reports the same error.
+/// Checking the configuration file reports the same error.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";
@@ -1019,7 +1019,7 @@ fn resize_during_shutdown_is_rejected() {
 
 /// Also checks that a longer queue accepts more jobs immediately.
 #[test]
-fn shorter_queue_drops_no_job() {
+fn shortening_the_queue_drops_no_jobs() {
     let supervisor = start("max_queue = 3");
     let auditor = Auditor::of(&supervisor);
     run(async {

@@ -20,13 +20,13 @@ const LIMIT: Duration = Duration::from_secs(2);
 
 fn late(result: Result<Reply, JobError>) -> bulkhead_client::Outcome {
     let error = result.expect_err("the job runs for longer than its limit");
-    let outcome = error.outcome().expect("an outcome").clone();
+    let outcome = error.outcome().expect("the error contains the outcome").clone();
     assert_eq!((outcome.verdict.name(), outcome.verdict.reason()), ("deadline_exceeded", Some("running")));
     outcome
 }
 
 #[test]
-fn job_that_exceeds_its_run_limit_is_ended() {
+fn job_that_exceeds_its_run_limit_is_stopped() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("own", "").operation("yield").send().unwrap_err();
@@ -63,10 +63,10 @@ fn run_limit_excludes_queue_time() {
     blocker.wait().unwrap();
 }
 
-/// A limit that a client requested ends only the client's job. The limit of the bulkhead kills the worker with all of
-/// its jobs.
+/// A run limit requested by a client ends only the client's job. The bulkhead's run limit kills the worker, including
+/// all of its jobs.
 #[test]
-fn only_run_limit_of_bulkhead_kills_shared_worker() {
+fn only_the_run_limit_of_the_bulkhead_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let neighbour = client.job("asked", "5000").operation("sleep").start().unwrap();
@@ -83,7 +83,7 @@ fn only_run_limit_of_bulkhead_kills_shared_worker() {
 }
 
 #[test]
-fn program_gets_its_remaining_run_time() {
+fn program_receives_its_remaining_run_time() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let reply = client.job("program", "").operation("0").run_limit(Duration::from_secs(5)).send().unwrap();

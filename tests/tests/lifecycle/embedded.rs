@@ -15,7 +15,7 @@ fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a scenario to the end, and checks for success.
+/// Runs a scenario in the application and checks that it succeeds.
 fn runs(scenario: &str) {
     let folder = tempfile::tempdir().unwrap();
     let ended = application(&folder, &[scenario]).stdin(Stdio::null()).output().unwrap();
@@ -40,7 +40,7 @@ fn embedded_clients_use_memory_files() {
 }
 
 #[test]
-fn embedded_clients_have_the_limits_of_socket_clients() {
+fn embedded_clients_have_the_same_limits_as_socket_clients() {
     runs("admission");
 }
 
@@ -62,7 +62,7 @@ fn killed_keeper_or_guard_is_replaced() {
 }
 
 #[test]
-fn keeper_killed_while_it_starts_is_replaced() {
+fn keeper_killed_during_its_start_is_replaced() {
     runs("loses-starting-keepers");
 }
 
@@ -92,7 +92,7 @@ fn supervisor_survives_panics_and_dropped_futures() {
 }
 
 #[test]
-fn single_polls_drive_the_local_supervisor() {
+fn dropping_run_until_after_each_poll_loses_no_jobs() {
     runs("local-polled-once");
 }
 
@@ -102,7 +102,7 @@ fn clients_get_errors_after_shutdown_but_not_after_fork() {
 }
 
 #[test]
-fn two_supervisors_run_in_one_process() {
+fn two_supervisors_can_run_in_one_process() {
     runs("two");
 }
 

@@ -1,4 +1,4 @@
-//! Start and end of supervisors, including embedded supervisors.
+//! Start, upgrade and shutdown of supervisors, including embedded supervisors.
 
 mod embedded;
 mod surroundings;

@@ -1,5 +1,5 @@
-//! Conditions that a supervisor cannot change: special files, hanging file systems, inherited limits and
-//! signals, removed sockets, and lack of memory.
+//! Conditions outside the supervisor's control: special files, hanging file systems, inherited limits and signals,
+//! removed sockets, and lack of memory.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -44,10 +44,10 @@ fn fifo_as_configuration_is_rejected_without_hanging() {
     assert!(supervisor.wait().success());
 }
 
-/// FUSE file system without a server. Every access hangs.
+/// FUSE file system without a server, on which every access hangs.
 struct Hanging {
     path: std::path::PathBuf,
-    /// Dropped first, because closing this file makes hanging accesses fail.
+    /// Dropped before the other fields, because closing this file makes hanging accesses fail.
     _served: std::fs::File,
     _folder: tempfile::TempDir,
 }
@@ -159,10 +159,10 @@ fn workers_do_not_inherit_blocked_signals() {
     works(&supervisor);
 }
 
-/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if
-/// SIGCHLD was ignored at the start.
+/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if it was started
+/// with SIGCHLD ignored.
 #[test]
-fn ignored_sigchld_removes_no_sandbox_layer() {
+fn ignored_sigchld_does_not_disable_sandbox_layers() {
     let folder = tempfile::tempdir().unwrap();
     let wrapper = ["env", "--ignore-signal=CHLD"];
     let supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
@@ -221,13 +221,13 @@ fn reload_recreates_removed_sockets() {
 // Death of the supervisor.
 
 #[test]
-fn killed_supervisor_with_stopped_keeper_leaves_no_process() {
+fn killed_supervisor_with_stopped_keeper_leaves_no_processes() {
     let supervisor = Supervisor::start(B);
     let (worker, keeper) = (supervisor.worker_pids("b")[0], supervisor.keeper());
     kill_pid(keeper, Signal::SIGSTOP);
     wait_for("the keeper is stopped", || (state(keeper) == Some('T')).then_some(()));
     supervisor.signal(Signal::SIGKILL);
-    wait_for("no process is left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
+    wait_for("no processes are left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
 }
 
 // Memory.
@@ -266,9 +266,9 @@ fn replacement_keeper_has_same_oom_score() {
 
 /// Simulates a container, in which processes of `docker exec` leave orphans to process 1.
 #[test]
-fn supervisor_reaps_orphans_as_process_1() {
+fn supervisor_running_as_pid_1_reaps_orphans() {
     if !is_root() {
-        not_run!("a pid namespace requires root");
+        not_run!("creating a PID namespace requires root");
         return;
     }
     let wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];

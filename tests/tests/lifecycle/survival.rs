@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
-/// Submits a job that starts a tree of processes that try to escape.
+/// Submits a job that starts a tree of processes, which try to escape.
 fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
     let job = supervisor
         .command()
@@ -36,8 +36,8 @@ fn killed_supervisor_leaves_no_processes() {
     let mut job = with_tree(&supervisor, &marker);
     let (workers, keeper) = (supervisor.worker_pids("b"), supervisor.keeper());
     supervisor.signal(Signal::SIGKILL);
-    wait_for("no descendant is left", || processes_with(&marker).is_empty().then_some(()));
-    wait_for("no worker is left", || {
+    wait_for("no descendants are left", || processes_with(&marker).is_empty().then_some(()));
+    wait_for("no workers are left", || {
         workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)).then_some(())
     });
     assert_eq!(job.wait().unwrap().code(), Some(69));
@@ -46,14 +46,14 @@ fn killed_supervisor_leaves_no_processes() {
 }
 
 #[test]
-fn workers_die_with_killed_keeper() {
+fn workers_die_when_the_keeper_is_killed() {
     let supervisor = Supervisor::start(TREE);
     let marker = format!("KEEPER-{}", supervisor.pid());
     let mut job = with_tree(&supervisor, &marker);
     let (workers, keeper) = (supervisor.worker_pids("b"), supervisor.keeper());
     kill_pid(keeper, Signal::SIGKILL);
-    wait_for("no descendant is left", || processes_with(&marker).is_empty().then_some(()));
-    wait_for("no worker is left", || workers.iter().all(|&pid| !is_alive(pid)).then_some(()));
+    wait_for("no descendants are left", || processes_with(&marker).is_empty().then_some(()));
+    wait_for("no workers are left", || workers.iter().all(|&pid| !is_alive(pid)).then_some(()));
     assert_eq!(job.wait().unwrap().code(), Some(70));
     assert_ne!(supervisor.keeper(), keeper);
     run(async {
@@ -82,7 +82,7 @@ fn shutdown_finishes_running_jobs_and_rejects_new_ones() {
     });
     assert_eq!(supervisor.wait().code(), Some(0));
     assert!(!is_alive(keeper));
-    assert!(!supervisor.socket().exists(), "the socket is left");
+    assert!(!supervisor.socket().exists(), "the socket still exists");
 }
 
 #[test]
@@ -197,8 +197,8 @@ fn jobs_are_answered_without_a_keeper() {
     let has_keeper = || {
         children(supervisor.pid()).into_iter().any(|pid| name(pid).is_some_and(|it| it == "bulkhead-keeper"))
     };
-    // The pause before the restart grows up to 1.6 s. On a busy machine, one answer can take as long, so the test tries
-    // again.
+    // The pause before the restart grows up to 1.6 s. On a busy machine, a single answer can take that long, so the
+    // test tries again.
     let was_answered = (1..=30).any(|killed| {
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
         supervisor.wait_events("supervisor_trouble", killed);

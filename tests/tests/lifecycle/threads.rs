@@ -1,4 +1,4 @@
-//! Panics of essential threads. The supervisor stops, ends its workers and logs the reason. Only debug builds panic on
+//! Panics of essential threads. The supervisor stops its workers, logs the reason and exits. Only debug builds panic on
 //! request.
 
 use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
@@ -10,7 +10,7 @@ fn panic_of_essential_thread_stops_the_supervisor() {
         not_run!("a release build does not panic on request");
         return;
     }
-    // Covers one task of the thread `control`, and the whole thread `onlookers`. The log names exactly one task or
+    // Covers one task on the thread `control`, and the whole thread `onlookers`. The log names exactly one task or
     // thread.
     for thread in ["CONTROL", "ONLOOKERS"] {
         let signs = tempfile::tempdir().unwrap();
@@ -30,7 +30,7 @@ fn panic_of_essential_thread_stops_the_supervisor() {
             wait_for("the keeper and all workers have exited", || (!is_alive(process)).then_some(()));
         }
         for socket in ["jobs.sock", "admin.sock"] {
-            assert!(!supervisor.file(socket).exists(), "{socket} is left");
+            assert!(!supervisor.file(socket).exists(), "{socket} still exists");
         }
     }
 }

@@ -1,6 +1,5 @@
-//! Upgrades: the supervisor's program is replaced while clients use it. Each test runs real processes under a
-//! stand-in for the service manager. The workers' own record shows how many jobs ran at once, and whether a job began
-//! twice.
+//! Upgrades: the supervisor's program is replaced while clients use it. Each test runs real processes under a stand-in
+//! for the service manager. The workers record how many jobs ran at once, and whether a job began twice.
 
 mod failures;
 mod load;
@@ -38,7 +37,7 @@ fn upgrade(manager: &Manager, arguments: &[&str]) -> Output {
     manager.command().arg("--json").arg("upgrade").args(arguments).output().unwrap()
 }
 
-/// Upgrades, and returns the pid of the new program.
+/// Upgrades the supervisor. Returns the PID of the new program.
 fn upgraded(manager: &Manager) -> u32 {
     let before = manager.main();
     let output = upgrade(manager, &[]);
@@ -50,7 +49,7 @@ fn upgraded(manager: &Manager) -> u32 {
     let main = steps[3]["pid"].as_u64().unwrap() as u32;
     assert_ne!(main, before);
     wait_for("the service manager knows the new main process", || (manager.main() == main).then_some(()));
-    wait_for("the old program has ended", || (manager.supervisors() == [main]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [main]).then_some(()));
     assert_eq!(manager.restarts(), 0);
     main
 }
@@ -62,7 +61,7 @@ fn get(manager: &Manager, path: &str) -> Value {
     serde_json::from_slice(&answer.body).unwrap()
 }
 
-/// A client that encodes its frames itself.
+/// A client that encodes frames without the client library.
 struct Raw(UnixStream);
 
 impl Raw {
@@ -122,7 +121,7 @@ impl Raw {
         (header, rest)
     }
 
-    /// Reads the next outcome. Returns the number of its job, and the outcome with its reason.
+    /// Reads the next outcome. Returns the job's number, and the outcome with its reason.
     fn outcome(&mut self) -> (u64, (u8, u8)) {
         loop {
             let (header, rest) = self.frame();
@@ -143,7 +142,7 @@ impl Raw {
 }
 
 #[test]
-fn jobs_of_the_old_program_count_towards_the_limit() {
+fn jobs_in_the_old_program_count_towards_the_limit() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let gate = manager.folder.path().join("gate");
     let mut first = Raw::connect(&manager.socket());
@@ -156,7 +155,7 @@ fn jobs_of_the_old_program_count_towards_the_limit() {
     half.0.write_all(&bytes[..20]).unwrap();
     let output = upgrade(&manager, &[]);
     assert_eq!(output.status.code(), Some(0), "{output:?}\n{}", manager.log());
-    let new = wait_for("another main process", || Some(manager.main()).filter(|&main| main != old));
+    let new = wait_for("the main process changes", || Some(manager.main()).filter(|&main| main != old));
     assert!(is_alive(old), "the old program has a job");
     half.0.write_all(&bytes[20..]).unwrap();
     // On a connection with a running job, a new job waits until that job has ended.
@@ -171,9 +170,9 @@ fn jobs_of_the_old_program_count_towards_the_limit() {
     assert_eq!(first.outcome(), (1, (0, 0)));
     assert_eq!(half.outcome(), (7, (0, 0)));
     assert_eq!(first.outcome(), (2, (0, 0)));
-    wait_for("the old program has ended", || (manager.supervisors() == [new]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [new]).then_some(()));
     wait_for("all permits are free", || (get(&manager, "/v1/bulkheads/b")["limit"] == 1).then_some(()));
-    let finished = wait_for("the new program reports the end", || {
+    let finished = wait_for("the new program reports that the upgrade has finished", || {
         let place = Place::Unix(manager.folder.path().join("admin.sock"));
         let events = place.ask("GET", "/v1/events?follow=false", &[], b"");
         let events = String::from_utf8(events.body).unwrap();
@@ -205,7 +204,7 @@ fn operator_changes_survive_an_upgrade() {
 }
 
 #[test]
-fn impossible_upgrade_is_rejected_with_the_reason() {
+fn impossible_upgrade_is_rejected_with_a_reason() {
     let supervisor = Supervisor::start(ONE);
     let refused = supervisor.command().arg("upgrade").output().unwrap();
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
@@ -222,7 +221,7 @@ fn impossible_upgrade_is_rejected_with_the_reason() {
     drop(writer);
 }
 
-/// A running command `bulkhead upgrade`.
+/// A running `bulkhead upgrade` command.
 struct Upgrading {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -237,18 +236,18 @@ impl Upgrading {
         Self { child, lines }
     }
 
-    /// Waits until a step is reached.
+    /// Waits until the command reports a step.
     fn until(&mut self, step: &str) {
         while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
     }
 
-    /// Waits until the new program serves. Returns the new program.
+    /// Waits until the new program serves. Returns the PID of the new program.
     fn until_switched(&mut self, manager: &Manager, old: u32) -> u32 {
         self.until("switched");
         manager.supervisors().into_iter().find(|&pid| pid != old).expect("two programs run")
     }
 
-    /// Waits for the end. Returns the exit code and the error message.
+    /// Waits for the command to exit. Returns the exit code and the error message.
     fn end(mut self) -> (Option<i32>, String) {
         self.lines.by_ref().for_each(drop);
         let output = self.child.wait_with_output().unwrap();
@@ -256,7 +255,7 @@ impl Upgrading {
     }
 }
 
-/// Sends operators' requests whose effects a failed upgrade would undo. Returns each request with its status.
+/// Sends operator requests whose effects a failed upgrade would undo. Returns each request with its status.
 fn operators_requests(manager: &Manager) -> Vec<(String, u16)> {
     let place = Place::Unix(manager.folder.path().join("admin.sock"));
     let requests = [
@@ -287,15 +286,15 @@ fn operator_requests_are_rejected_during_an_upgrade() {
     for (request, status) in operators_requests(&manager) {
         assert_eq!(status, 409, "{request}");
     }
-    // A signal ends the new program, and then the old one.
+    // A signal stops the new program, and then the old one.
     assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
     let (code, text) = upgrading.end();
     assert_eq!(code, Some(1));
     assert!(text.contains("a signal has stopped") && !text.contains("continues to serve"), "{text}");
 }
 
-/// Stops the service while both programs have a job. The signal is sent to the main process, or to both programs, as
-/// a terminal does.
+/// Stops the service while both programs have a running job. The signal is sent to the main process, or to both
+/// programs, as a terminal does.
 fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     let manager = start(ONE);
     let gate = manager.folder.path().join("gate");
@@ -338,18 +337,18 @@ fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     assert_eq!(of_new.outcome(), (1, (0, 0)));
     let stopped = manager.ended();
     assert!(matches!(stopped, WaitStatus::Exited(_, 0)), "{stopped:?}");
-    assert!(!manager.socket().exists(), "the socket is left");
+    assert!(!manager.socket().exists(), "the socket still exists");
     let (code, text) = upgrading.end();
     assert!(is_new_main == (code == Some(0)) && !text.contains("continues to serve"), "{code:?}: {text}");
 }
 
 #[test]
-fn signal_to_the_old_program_stops_both() {
+fn signal_to_the_old_program_stops_both_programs() {
     stop_during_jobs_of_both(false, false);
 }
 
 #[test]
-fn signal_to_the_new_program_stops_both() {
+fn signal_to_the_new_program_stops_both_programs() {
     stop_during_jobs_of_both(true, false);
 }
 
@@ -359,7 +358,7 @@ fn signal_to_both_programs_counts_once() {
 }
 
 #[test]
-fn stopping_supervisor_hands_over_no_connections() {
+fn stopping_supervisor_does_not_hand_over_connections() {
     let manager = start(ONE);
     let old = manager.main();
     let gates = ["first", "second"].map(|name| manager.folder.path().join(name));
@@ -372,7 +371,7 @@ fn stopping_supervisor_hands_over_no_connections() {
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until_switched(&manager, old);
     manager.begin_stop();
-    wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+    wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
     std::fs::write(&gates[0], "").unwrap();
     assert_eq!(clients[0].outcome(), (1, (0, 0)));
     clients[0].submit(2, "", b"");
@@ -395,13 +394,13 @@ fn client_that_ignores_goaway_is_disconnected() {
     assert_eq!(raw.frame().0.kind, kind::GOAWAY);
     std::fs::write(&gate, "").unwrap();
     assert_eq!(raw.outcome(), (1, (0, 0)));
-    // Input does not extend the time.
+    // Further input does not extend the time limit.
     let mut outbox = Outbox::default();
     wait_for("the old program closes the connection", || {
         let _ = outbox.push(kind::CANCEL, 1, &Empty, &[], Payload::NONE);
         outbox.flush(&raw.0, &mut BufferPool::default()).err()
     });
-    wait_for("the old program has ended", || (manager.supervisors() == [manager.main()]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
     assert_eq!((upgrading.end().0, manager.restarts()), (Some(0), 0));
 }
 

@@ -1,5 +1,5 @@
-//! `--while-open` and `--own-folder`, for a supervisor that another program starts as its child. The supervisor ends
-//! with that program.
+//! `--while-open` and `--own-folder`, for a supervisor that another program starts as its child. The supervisor exits
+//! together with that program.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -15,9 +15,9 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops however the parent ends.
+/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops no matter how the parent exits.
 #[test]
-fn supervisor_stops_when_its_while_open_descriptor_ends() {
+fn supervisor_stops_when_its_while_open_descriptor_closes() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
     let inherited = |fd: BorrowedFd<'_>| {
         fcntl_setfd(fd, FdFlags::empty()).unwrap();
@@ -34,7 +34,7 @@ fn supervisor_stops_when_its_while_open_descriptor_ends() {
         assert!(pids.iter().all(|&pid| !is_alive(pid)), "{pids:?}");
         assert_eq!(job.wait().unwrap_err().outcome().and_then(|o| o.verdict.reason()), Some("stopped"));
     };
-    // A pipe that carries some bytes before its end.
+    // A pipe that carries some bytes before it is closed.
     let (read, mut write) = std::io::pipe().unwrap();
     let supervisor = Supervisor::start_as(&["--while-open", &inherited(read.as_fd())], &[], LONG);
     write.write_all(&[7; 10_000]).unwrap();
@@ -50,7 +50,7 @@ fn supervisor_stops_when_its_while_open_descriptor_ends() {
 }
 
 #[test]
-fn while_open_rejects_descriptor_that_never_ends() {
+fn while_open_rejects_descriptor_that_cannot_report_a_close() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("workers.toml");
     std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
@@ -91,7 +91,7 @@ fn while_open_rejects_descriptor_that_never_ends() {
     }
     let (ended, _) = std::io::pipe().unwrap();
     let (code, told) = start("0", ended.into());
-    assert_eq!(code, Some(0), "the descriptor had ended before the start: {told}");
+    assert_eq!(code, Some(0), "the descriptor was closed before the start: {told}");
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn own_folder_is_removed_at_exit() {
 #[test]
 fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {
-        not_run!("a mount requires root");
+        not_run!("mounting requires root");
         return;
     }
     let outer = tempfile::tempdir().unwrap();
@@ -142,7 +142,7 @@ fn mount_in_own_folder_is_not_emptied() {
     std::fs::write(data.join("file"), "x").unwrap();
     let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n";
     std::fs::write(folder.join("workers.toml"), config).unwrap();
-    // The mount is in a private mount namespace, which ends with the program.
+    // The mount is in a private mount namespace, which disappears when the program exits.
     let script = "mount --bind \"$1\" \"$2\" && exec \"$3\" --config \"$4/workers.toml\" --while-open 0 --own-folder \"$4\"";
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).args([&data, &place]);
@@ -156,7 +156,7 @@ fn mount_in_own_folder_is_not_emptied() {
     assert!(told.contains("failed to remove the supervisor's own directory"), "{told}");
 }
 
-/// The test kills the supervisor at many moments during its start.
+/// Kills the supervisor at many different moments during its start.
 #[test]
 fn supervisor_killed_during_start_leaves_no_processes() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Backtraces in crash reports: from the crash record of a worker, by a symbolizer that trusts no part of it.
+//! Backtraces in crash reports. A symbolizer derives them from a worker's crash record, no part of which it trusts.
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::http::Place;
@@ -80,7 +80,7 @@ fn line_of(text: &str) -> u64 {
 }
 
 #[test]
-fn crash_in_strict_library_names_function_and_line() {
+fn report_of_crash_in_strict_library_names_function_and_line() {
     let (_folder, path) = compile_library(LIBRARY, &["-g", "-O1"]);
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
     let report = crash(&supervisor, "walk");
@@ -94,7 +94,7 @@ fn crash_in_strict_library_names_function_and_line() {
     assert_eq!(frame_of(&report, "bulkhead_handle")["module"], path.to_str().unwrap());
     let registers = native["threads"][0]["registers"].as_object().unwrap();
     assert!(registers.contains_key(if cfg!(target_arch = "x86_64") { "rip" } else { "pc" }), "{registers:?}");
-    // The host calls the library from a thread of its pool, whose frames have names as well.
+    // The host calls the library from a pool thread, whose frames have names as well.
     assert!(frame_of(&report, "bulkhead_worker::pool")["line"].is_u64());
     let shown = supervisor.command().args(["crashes", "last"]).output().unwrap();
     let shown = String::from_utf8(shown.stdout).unwrap();
@@ -114,7 +114,7 @@ fn crash_in_strict_library_names_function_and_line() {
 }
 
 #[test]
-fn crash_in_stripped_library_names_module_and_offset() {
+fn report_of_crash_in_stripped_library_names_module_and_offset() {
     let (_folder, path) = compile_library(LIBRARY, &["-s", "-O1", "-Wl,--build-id"]);
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n"));
     let report = crash(&supervisor, "walk");
@@ -124,13 +124,13 @@ fn crash_in_stripped_library_names_module_and_offset() {
     let offset =
         u64::from_str_radix(crashed["offset"].as_str().unwrap().trim_start_matches("0x"), 16).unwrap();
     assert!((0x100..0x10000).contains(&offset), "{crashed}");
-    // The name of an exported function is in the file.
+    // Exported functions keep their names in the file.
     assert_eq!(frames(&report)[1]["function"], "bulkhead_handle");
 }
 
 /// Also covers workers that a template forks, and a panic that aborts the process.
 #[test]
-fn crash_of_rust_worker_has_backtrace() {
+fn report_of_rust_worker_crash_has_a_backtrace() {
     for (keys, operation, function) in [
         ("", "segv", "misbehave::misbehave"),
         (STRICT, "panic-in-c", "misbehave::panic_in_c"),
@@ -148,7 +148,7 @@ fn crash_of_rust_worker_has_backtrace() {
 }
 
 #[test]
-fn report_gives_reason_for_missing_backtrace() {
+fn report_explains_missing_backtrace() {
     let exec =
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"kill -SEGV $$\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n";
     let supervisor = Supervisor::start(exec);
@@ -164,7 +164,7 @@ fn report_gives_reason_for_missing_backtrace() {
 
 /// Registers can contain parts of a payload.
 #[test]
-fn monitoring_token_does_not_show_registers() {
+fn registers_are_hidden_from_monitoring_token() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["token", "read"] {
         let path = folder.path().join(name);
@@ -189,12 +189,12 @@ fn monitoring_token_does_not_show_registers() {
     }
 }
 
-/// The worker writes its crash record itself, with mappings of other files and random contents.
+/// The worker itself writes a crash record, with mappings of other files and random contents.
 #[test]
 fn forged_record_affects_only_its_report() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let client = Client::connect(supervisor.socket()).unwrap();
-    // A bulkhead has a burst of ten reports.
+    // A bulkhead can produce a burst of ten reports.
     for _ in 0..9 {
         let report = crash(&supervisor, "forged-record");
         assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));

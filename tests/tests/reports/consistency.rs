@@ -1,5 +1,5 @@
-//! Consistent names across interfaces: a job's number in outcome, event, log, crash report and worker, and
-//! the fields of the log. Workers that never start share one crash report with a count.
+//! Consistent names across interfaces: a job's number in its outcome, event, log, crash report and worker, and the
+//! fields of the log. Workers that never start share one crash report with a count.
 
 use std::collections::BTreeMap;
 
@@ -41,7 +41,7 @@ fn all_interfaces_show_the_same_job_number() {
     let ok = submit(&supervisor, &["--output", result.to_str().unwrap()]);
     let number = ok["job"].as_str().expect("a number").to_owned();
     assert!(number.contains(|digit: char| digit.is_ascii_lowercase()), "{number}");
-    assert_eq!(std::fs::read_to_string(result).unwrap(), number, "the number that the worker received");
+    assert_eq!(std::fs::read_to_string(result).unwrap(), number, "the worker received the same number");
 
     let died = submit(&supervisor, &["die"]);
     let number = died["job"].as_str().expect("a number");
@@ -117,8 +117,8 @@ fn repeated_start_failures_share_one_crash_report() {
     let crashes = || supervisor.get("/v1/crashes")["crashes"].as_array().unwrap().clone();
     let is_of = |name: &'static str| move |crash: &&Value| crash["bulkhead"] == name;
     wait_for("the job's crash is kept", || crashes().iter().find(is_of("good")).cloned());
-    // Far more failures than crash reports are kept or written at once.
-    wait_for("many have failed to start", || {
+    // Waits for far more failures than the number of crash reports that are kept or written at once.
+    wait_for("many workers have failed to start", || {
         let row = crashes().iter().find(is_of("broken")).cloned()?;
         (row["count"].as_u64()? > 20).then_some(())
     });

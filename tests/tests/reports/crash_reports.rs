@@ -15,18 +15,18 @@ fn crashes(supervisor: &Supervisor) -> Vec<Value> {
     supervisor.get("/v1/crashes")["crashes"].as_array().expect("an array").clone()
 }
 
-/// Waits for this number of reports, and returns the full reports.
+/// Waits until there are `count` reports, and returns the full reports.
 fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
-    let listed = wait_for(&format!("{count} crash reports"), || {
+    let listed = wait_for(&format!("there are {count} crash reports"), || {
         Some(crashes(supervisor)).filter(|listed| listed.len() >= count)
     });
     assert_eq!(listed.len(), count, "{listed:?}");
     listed.iter().map(|crash| supervisor.get(&format!("/v1/crashes/{}", id(crash)))).collect()
 }
 
-/// Waits until each report has a backtrace, or the reason for a missing one. Returns the reports.
+/// Waits until each report contains a backtrace, or the reason for a missing backtrace. Returns the reports.
 fn complete_reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
-    wait_for("reports with backtraces", || {
+    wait_for("the reports have backtraces", || {
         Some(reports(supervisor, count)).filter(|all| all.iter().all(|one| one.get("native").is_some()))
     })
 }
@@ -65,7 +65,7 @@ fn stdout(output: &Output) -> String {
 }
 
 fn files(folder: &Path) -> Vec<String> {
-    let names = std::fs::read_dir(folder).expect("the folder is there");
+    let names = std::fs::read_dir(folder).expect("the folder exists");
     let mut names: Vec<String> =
         names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.retain(|name| name != ".lock");
@@ -73,7 +73,7 @@ fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Returns `[supervisor]` keys that keep reports in a folder.
+/// Returns `[supervisor]` keys that store crash reports in a folder.
 fn kept_in(folder: &Path, keep: usize) -> String {
     format!("crash_dir = {folder:?}\ncrash_keep = {keep}\n")
 }
@@ -101,7 +101,7 @@ fn report_of_signal_death_describes_worker_and_job() {
     assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
 }
 
-/// The data plane assigns the id of the report before the report is stored.
+/// The data plane assigns the ID of the report before the report is stored.
 #[test]
 fn crashed_outcome_names_its_report() {
     let exec =
@@ -113,7 +113,7 @@ fn crashed_outcome_names_its_report() {
         let report = error.outcome().unwrap().report.clone().expect("an id");
         assert!(error.to_string().ends_with(&format!("; see `bulkhead crashes {report}`")), "{error}");
         let kept = reports(&supervisor, count + 1).into_iter().find(|kept| kept["id"] == report.as_str());
-        let kept = kept.expect("the report with this id");
+        let kept = kept.expect("the report with this id is stored");
         assert_eq!(kept["jobs"][0]["job"], error.outcome().unwrap().job.unwrap().to_string());
         let shown = command(&supervisor, &["crashes", &report]);
         assert!(shown.status.success() && stdout(&shown).contains("SIGSEGV"), "{shown:?}");
@@ -167,8 +167,10 @@ fn replay_reproduces_crash_of_c_library() {
     assert_eq!(replay(&supervisor, &report)["verdict"], "same");
 
     let saved = supervisor.file("again.gif");
-    let output =
-        command(&supervisor, &["crashes", &id(&report), "--output", saved.to_str().expect("a plain path")]);
+    let output = command(
+        &supervisor,
+        &["crashes", &id(&report), "--output", saved.to_str().expect("the path is valid UTF-8")],
+    );
     assert!(output.status.success(), "{output:?}");
     assert_eq!(std::fs::read(saved).unwrap(), picture);
 }
@@ -195,7 +197,7 @@ fn report_of_killed_program_names_program_as_victim() {
     reports(&supervisor, 1);
 }
 
-/// Failed starts and idle deaths have a crash report, but it contains no job.
+/// Failed starts and deaths of idle workers produce a crash report without a job.
 #[test]
 fn failed_starts_and_idle_deaths_cannot_be_replayed() {
     let never = "restart = { policy = \"never\" }\n";
@@ -232,7 +234,7 @@ fn failures_and_restarts_produce_no_report() {
     assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
     // One worker was killed at the deadline, and one was replaced by the restart.
     supervisor.wait_events("worker_exited", 2);
-    // The only report is about the late job.
+    // The only report is about the overdue job.
     let causes: Vec<Value> = crashes(&supervisor).into_iter().map(|crash| crash["cause"].clone()).collect();
     assert_eq!(causes, ["deadline"]);
     let listed = command(&supervisor, &["crashes"]);
@@ -404,7 +406,7 @@ fn replays_do_not_change_statistics_or_workers() {
     let books = || {
         let mut books = supervisor.snapshot("b");
         for worker in books["workers"].as_array_mut().unwrap() {
-            // These values change without jobs.
+            // These values change even without jobs.
             for field in ["uptime_ms", "rss_bytes", "cpu_ms"] {
                 worker[field] = Value::Null;
             }
@@ -438,7 +440,7 @@ fn replay_works_in_failed_and_draining_bulkheads() {
         wait_for("both deaths are reported", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
     let report = supervisor.get(&format!("/v1/crashes/{}", id(&all[0])));
     assert_eq!(report["stage"], "working");
-    // The worker of the replay does not start either.
+    // The replay's worker does not start either.
     let told = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(told.status.code(), Some(75), "{told:?}");
     assert!(stdout(&told).contains("not ready within start.ready"), "{}", stdout(&told));
@@ -460,7 +462,7 @@ fn crash_of_isolated_tenant_can_be_replayed() {
     assert_eq!((&books["submitted"], &books["crashed"]), (&1.into(), &1.into()));
 }
 
-/// A replay that is still running at shutdown is ended.
+/// A replay that is still running at shutdown is stopped.
 #[test]
 fn third_concurrent_replay_is_rejected() {
     let mut supervisor =
@@ -483,7 +485,7 @@ fn third_concurrent_replay_is_rejected() {
         }
     });
     std::fs::remove_file(supervisor.file("end")).unwrap();
-    // This replay does not end, so the shutdown has to end it.
+    // This replay does not end, so the shutdown has to stop it.
     let client = supervisor.command().args(["replay", &id(&report)]).spawn().unwrap();
     wait_for("the replay runs", || (children(supervisor.keeper()).len() == 2).then_some(()));
     let workers = children(supervisor.keeper());
@@ -547,7 +549,7 @@ fn crash_keep_retains_newest_reports() {
     assert_eq!(files(&folder.path().join("crashes")).len(), 3);
 }
 
-/// Other users must not be able to read the folder, and no other supervisor can use it.
+/// Other users must not be able to read the folder, and no other supervisor must be using it.
 #[test]
 fn supervisor_rejects_readable_or_occupied_crash_folder() {
     let folder = tempfile::tempdir().unwrap();

@@ -8,11 +8,11 @@ use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
-/// Number of programs that crash right after the start.
+/// Number of programs that crash right after they start.
 const CRASHES: u64 = 800;
 const CALLERS: u64 = 8;
 
-/// Limits for frequent events in `observe/events.rs`: burst and rate per second.
+/// Limits for frequent events, from `observe/events.rs`: burst and rate per second.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
 
@@ -51,8 +51,7 @@ fn event_storm_is_rate_limited_and_fully_counted() {
     assert_eq!((changed.len(), &changed[0]["bulkhead"]), (1, &"quiet".into()), "{changed:?}");
 }
 
-/// Number of events, which exceeds the capacity of the channel to the control plane
-/// (`supervisor/plane/src/notices.rs`).
+/// Number of events. Exceeds the capacity of the channel to the control plane (`supervisor/plane/src/notices.rs`).
 const STORM: usize = 17_000;
 const AT_ONCE: usize = 250;
 
@@ -86,7 +85,7 @@ impl Drop for Stopped {
 
 /// The control plane is stopped while the events arrive, so the descriptors of a new worker's output stay queued.
 #[test]
-fn event_storm_loses_no_output_of_new_workers() {
+fn event_storm_does_not_lose_output_of_new_workers() {
     let _turn = heavy();
     let hostile = programs().join("hostile");
     let supervisor = Supervisor::start(&format!(

@@ -1,5 +1,5 @@
 //! Reports about jobs that are still running at their deadline. The reports contain stacks, which the keeper samples
-//! just before the supervisor ends the job.
+//! just before the supervisor stops the job.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 
 const STRICT: &str = "sandbox = { profile = \"strict\", best_effort = [\"identity\"] }";
 
-/// Runs a job until its deadline, and returns the id of the report, if there is one.
+/// Runs a job until its deadline. Returns the ID of the crash report, if there is one.
 fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -> Option<String> {
     let client = Client::connect(supervisor.socket()).unwrap();
     let job = client.job("b", "p").operation(operation).deadline(Duration::from_millis(deadline_ms));
@@ -50,7 +50,7 @@ fn exceed_deadline(supervisor: &Supervisor, operation: &str, deadline_ms: u64) -
     outcome.report.clone()
 }
 
-/// Waits until the report has its backtraces, and returns the report.
+/// Waits until the report contains backtraces, and returns the report.
 fn report(supervisor: &Supervisor, id: &str) -> Value {
     wait_for("the backtraces", || {
         let (status, body) = supervisor.try_get(&format!("/v1/crashes/{id}"))?;
@@ -59,10 +59,10 @@ fn report(supervisor: &Supervisor, id: &str) -> Value {
     })
 }
 
-/// Runs jobs that exceed their deadline until a report contains a frame of this function. A bulkhead has at most one
-/// report per second, and on a busy machine the threads of a worker may not stop in time.
+/// Runs jobs that exceed their deadline until a report contains a frame of the given function. A bulkhead produces at
+/// most one report per second, and on a busy machine a worker's threads might not stop in time.
 fn hang(supervisor: &Supervisor, operation: &str, function: &str) -> Value {
-    wait_for("a report with stacks", || {
+    wait_for("a report has stacks", || {
         let id = exceed_deadline(supervisor, operation, 300)?;
         let report = report(supervisor, &id);
         let jobs = &report["jobs"];
@@ -71,9 +71,9 @@ fn hang(supervisor: &Supervisor, operation: &str, function: &str) -> Value {
     })
 }
 
-/// Returns the first report in the list whose stacks show a frame of this function.
+/// Returns the first report in the list whose stacks contain a frame of the given function.
 fn reported(supervisor: &Supervisor, cause: &str, function: &str) -> Value {
-    wait_for("a report with stacks", || {
+    wait_for("a report has stacks", || {
         let (_, body) = supervisor.try_get("/v1/crashes")?;
         let crashes: Value = serde_json::from_str(&body).ok()?;
         crashes["crashes"].as_array()?.iter().find_map(|crash| {
@@ -84,7 +84,7 @@ fn reported(supervisor: &Supervisor, cause: &str, function: &str) -> Value {
     })
 }
 
-/// Returns the thread and the frame with this function.
+/// Returns the frame of the given function, and its thread.
 fn find_frame<'r>(report: &'r Value, function: &str) -> Option<(&'r Value, &'r Value)> {
     let has_name = |frame: &&Value| frame["function"].as_str().is_some_and(|name| name.contains(function));
     report["native"]["threads"].as_array()?.iter().find_map(|thread| {
@@ -124,10 +124,10 @@ fn report_of_stopped_worker_contains_its_stack() {
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nlibrary = {path:?}\n{STRICT}\n[bulkhead.b.health]\nheartbeat = \"60s\"\n"
     ));
-    let report = wait_for("a report with stacks", || {
+    let report = wait_for("a report has stacks", || {
         std::thread::scope(|scope| {
             let job = scope.spawn(|| exceed_deadline(&supervisor, "spin", 2000));
-            let worker = wait_for("the job in the worker", || {
+            let worker = wait_for("the job runs", || {
                 let is_running = supervisor.snapshot("b")["in_flight"] == 1;
                 supervisor.worker_pids("b").first().copied().filter(|_| is_running)
             });
@@ -140,7 +140,7 @@ fn report_of_stopped_worker_contains_its_stack() {
     assert_eq!((&thread["state"], &frame["line"]), (&"T".into(), &line_of("that spins").into()));
 }
 
-/// Also covers each profile, and workers that a template forks.
+/// Also covers each profile, and workers that are forked from a template.
 #[test]
 fn report_of_late_job_shows_rust_handler() {
     for (keys, operation, state) in [
@@ -162,7 +162,7 @@ fn report_of_hung_worker_contains_its_stacks() {
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.b.health]\nheartbeat = \"100ms\"\nmissed = 3\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
-    wait_for("a report with stacks", || {
+    wait_for("a report has stacks", || {
         let error = client.job("b", "p").operation("stop").send().unwrap_err();
         let report = report(&supervisor, error.outcome().and_then(|outcome| outcome.report.as_ref())?);
         assert_eq!(report["cause"], "hung");
@@ -193,10 +193,10 @@ fn report_contains_only_programs_of_the_late_job() {
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", \"sleep 100; true\"]\nmax_in_flight = 2\n{STRICT}\n"
     ));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // Ends with the supervisor.
+    // This thread ends when the supervisor exits.
     std::thread::spawn(move || client.job("b", "p").operation("other").send());
-    wait_for("the other job", || (supervisor.snapshot("b")["in_flight"] == 1).then_some(()));
-    let report = wait_for("a report with stacks", || {
+    wait_for("the other job runs", || (supervisor.snapshot("b")["in_flight"] == 1).then_some(()));
+    let report = wait_for("a report has stacks", || {
         let report = report(&supervisor, &exceed_deadline(&supervisor, "late", 300)?);
         let threads = report["native"]["threads"].as_array()?;
         threads.iter().all(|thread| thread["frames"][0].is_object()).then_some(report)

@@ -1,5 +1,4 @@
-//! Metrics as Prometheus reads them: names, formats, and numbers that add up in every single scrape, also
-//! under load.
+//! Metrics as Prometheus reads them: names, formats, and numbers that add up in every single scrape, even under load.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -20,17 +19,17 @@ use bulkhead_tests::{PATIENCE, Supervisor, connect, not_run, outcome, run, tally
 
 /// Scrapes the metrics. Returns the content type and the body.
 fn scrape_as(admin: &Path, accept: Option<&str>) -> (String, String) {
-    let mut socket = UnixStream::connect(admin).expect("the admin socket");
+    let mut socket = UnixStream::connect(admin).expect("the admin socket accepts connections");
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let accept = accept.map_or(String::new(), |accept| format!("Accept: {accept}\r\n"));
     write!(socket, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{accept}\r\n").unwrap();
     let mut answer = String::new();
-    socket.read_to_string(&mut answer).expect("an answer in UTF-8");
+    socket.read_to_string(&mut answer).expect("the answer is valid UTF-8");
     let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
     assert!(head.starts_with("HTTP/1.1 200 "), "{answer}");
     assert!(!head.contains("chunked"), "{head}");
     let content_type = head.lines().find_map(|line| line.strip_prefix("content-type: "));
-    (content_type.expect("a content type").to_owned(), body.to_owned())
+    (content_type.expect("the answer has a content type").to_owned(), body.to_owned())
 }
 
 fn admin(supervisor: &Supervisor) -> PathBuf {
@@ -84,7 +83,7 @@ fn check_growth(before: &Page, after: &Page) {
     }
 }
 
-/// Scrapes continuously. Checks each scrape by itself and against the previous scrape.
+/// Scrapes continuously. Checks each scrape on its own and against the previous scrape.
 struct Scraper {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<(u64, Page)>,
@@ -128,14 +127,14 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     wait_for("metrics and snapshot agree", || {
         let differences = differences(&page(supervisor), &supervisor.snapshot(bulkhead), bulkhead);
         if !differences.is_empty() && differences != told {
-            eprintln!("{bulkhead}, in metrics and in the snapshot: {differences:?}");
+            eprintln!("{bulkhead}: the metrics differ from the snapshot: {differences:?}");
         }
         told = differences;
         told.is_empty().then_some(())
     });
 }
 
-/// Returns the numbers that differ, with both values.
+/// Returns the name and both values of each number that differs between the metrics and the snapshot.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));
@@ -254,7 +253,7 @@ fn first_scrape_contains_every_metric() {
 }
 
 #[test]
-fn series_of_unconfigured_features_are_absent() {
+fn series_for_unconfigured_features_are_absent() {
     let plain = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = 16\n";
     let supervisor = Supervisor::start(plain);
     let there = |name: &str, labels: &[(&str, &str)]| {
@@ -277,7 +276,7 @@ fn series_of_unconfigured_features_are_absent() {
     }
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(there("bulkhead_execution_seconds_bucket", &[]), 1);
-    // Series that rates are computed from exist from the start.
+    // Series from which rates are computed exist from the start.
     let critical = [("priority", "critical"), ("outcome", "rejected")];
     assert_eq!(there("bulkhead_jobs_total", &critical), 1);
     let of_critical = [("priority", "critical"), ("reason", "too_large")];
@@ -303,7 +302,7 @@ fn series_of_unconfigured_features_are_absent() {
     assert_eq!((rejected("circuit_open"), rejected("evicted")), (2, 2));
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 9);
     assert_eq!(there("bulkhead_worker_restarts_total", &[("cause", "jobs")]), 1);
-    // Series that have been exported once stay.
+    // A series that has been exported once stays.
     supervisor.configure("", plain);
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     assert_eq!((rejected("evicted"), there("bulkhead_breaker_transitions_total", &[])), (2, 9));
@@ -329,7 +328,7 @@ fn accept_header_selects_the_format() {
         let (content_type, body) = scrape_as(&admin(&supervisor), Some(accept));
         assert_eq!(content_type, classic, "{accept}");
         assert!(!body.contains("# EOF"), "{body}");
-        // The classic format names a counter like its samples. Nothing else differs.
+        // In the classic format, a counter has the same name as its samples. Nothing else differs.
         let totals =
             |line: &str| line.starts_with("# ") && line.split(' ').nth(2).unwrap().ends_with("_total");
         let strict: String = body
@@ -514,14 +513,14 @@ fn metrics_count_evictions_restarts_and_late_replies() {
     assert_eq!(counted("bulkhead_breaker_transitions_total", &opened), 1);
     assert_eq!(counted("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(counted("bulkhead_breaker_state", &[("state", "closed")]), 1);
-    // Jobs rejected on arrival are in no histogram. The evicted job is, because it waited.
+    // Jobs that are rejected on arrival are not in any histogram. The evicted job is, because it waited.
     let count = |name: &str| counted(&format!("bulkhead_{name}_seconds_count"), &[]);
     assert_eq!((count("queue_wait"), count("execution"), count("job_duration")), (6, 5, 6));
     check_against_snapshot(&supervisor, "b");
 }
 
-/// Returns a job, and true if the client cancels the job. The number selects success, failure, crash, retry
-/// or a missed deadline.
+/// Returns a job, and whether the client cancels it. `number` selects success, failure, crash, retry or a missed
+/// deadline.
 fn job(client: &Client, number: usize) -> (Job, bool) {
     let bulkhead = ["entry", "entry", "safe", "apart"][number % 4];
     let (operation, payload) = match number / 4 % 9 {
@@ -585,7 +584,7 @@ fn metrics_are_consistent_in_every_scrape() {
         }
         ended
     });
-    wait_for("no job is open", || {
+    wait_for("no jobs are open", || {
         let page = page(&supervisor);
         let open = page.sum("bulkhead_active_calls", &[]) + page.sum("bulkhead_queue_length", &[]);
         (open == 0).then_some(())
@@ -667,7 +666,7 @@ fn metrics_stay_consistent_across_reloads() {
 }
 
 #[test]
-fn metrics_keep_jobs_of_forgotten_tenants() {
+fn metrics_still_count_jobs_of_forgotten_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true, max_active = 2, idle = \"5ms\" }\n",
     );

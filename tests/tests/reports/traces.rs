@@ -1,4 +1,4 @@
-//! Spans of sampled jobs, with a real supervisor, real workers, and a collector that can misbehave.
+//! Spans of sampled jobs, with a real supervisor, real workers, and a collector that can be made to misbehave.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -27,7 +27,7 @@ const TWO: &str = "[defaults]\ndeadline = \"60s\"\nrestart = { backoff = \"1ms\"
 
 // Collector.
 
-/// Collector that answers each message with a given status. The last status applies to all later messages.
+/// Collector that answers messages with the given statuses in order. The last status applies to all later messages.
 /// Status 0 means no answer.
 struct Collector {
     address: SocketAddr,
@@ -76,7 +76,7 @@ fn serve(socket: TcpStream, status: u16, taken: &Mutex<Vec<Value>>) {
     let length = head.split_once("content-length: ").and_then(|(_, rest)| rest.split("\r\n").next());
     let mut body = vec![0; length.expect("a length").parse().unwrap()];
     reader.read_exact(&mut body).unwrap();
-    // Stores the message before the answer, so that a test that has seen the answer finds the spans.
+    // Stores the message before answering, so that a test that has seen the answer finds the spans.
     if status == 200 {
         taken.lock().unwrap().push(serde_json::from_slice(&body).unwrap());
     }
@@ -87,7 +87,7 @@ fn list(value: &Value) -> Vec<Value> {
     value.as_array().cloned().unwrap_or_default()
 }
 
-/// Returns an attribute of a span, without the type.
+/// Returns the value of a span's attribute, without its type.
 fn attribute(span: &Value, key: &str) -> Value {
     let key = format!("bulkhead.{key}");
     let found = list(&span["attributes"]).into_iter().find(|attribute| attribute["key"] == *key);
@@ -115,7 +115,7 @@ fn sampled(client: &Client, bulkhead: &str, operation: &str) -> Job {
     client.job(bulkhead, "").operation(operation).traceparent(SAMPLED)
 }
 
-/// Returns the span id of a `traceparent` that continues the trace of the test.
+/// Checks that a `traceparent` continues the test's trace, and returns its span ID.
 #[track_caller]
 fn span_of(traceparent: &str) -> String {
     let parts: Vec<&str> = traceparent.trim().split('-').collect();
@@ -189,7 +189,7 @@ fn each_outcome_produces_exactly_one_span() {
 
     operation("b", "steps:trace given;die-first 1 died").idempotent(true).send().unwrap();
     operation("b", "abort").send().unwrap_err();
-    // The next deadline must pass while the job runs, and not while its worker starts.
+    // The next deadline must pass while the job is running, not while its worker is starting.
     supervisor.wait_number("b", "available", 1);
     operation("b", "hang").deadline(Duration::from_secs(2)).send().unwrap_err();
     operation("b", "fail").send().unwrap_err();

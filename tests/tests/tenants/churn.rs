@@ -1,5 +1,5 @@
 //! Tenants that come and go during other changes: recycled workers, keeper deaths, shutdown and changed limits. Also
-//! programs, which know nothing about tenants.
+//! covers programs, which know nothing about tenants.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,8 +16,8 @@ async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)
 }
 
-/// Sends jobs of `tenants` tenants from `clients` clients until `end` is set. Returns the outcomes. A client
-/// that loses the supervisor stops.
+/// Sends jobs for `tenants` tenants from `clients` clients until `end` is set. A client that loses its connection
+/// stops. Returns the outcomes.
 async fn crowd(supervisor: &Supervisor, clients: usize, tenants: usize, end: Arc<AtomicBool>) -> Vec<String> {
     let lanes: Vec<_> = (0..clients)
         .map(|lane| {
@@ -157,7 +157,7 @@ fn live_limits_can_disable_and_enable_all_tenants() {
 }
 
 #[test]
-fn programs_of_different_tenants_have_different_hosts() {
+fn programs_of_different_tenants_run_in_different_hosts() {
     let supervisor = Supervisor::start(&format!(
         "{SAME_NUMBERS}[bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_TENANT $PPID\"]\n\
          max_queue = 10\ntenants = {{ isolate = true, max_active = 2, idle = \"100ms\" }}\n"
@@ -196,7 +196,7 @@ fn rejected_new_tenants_produce_no_events() {
             assert_eq!(told(&client, &format!("tenant {stranger}")).await, "rejected/circuit_open");
         }
         let count = |kind| supervisor.events(kind).len();
-        assert!(count("draining") <= 2, "{} events of one drain", count("draining"));
+        assert!(count("draining") <= 2, "{} events for one drain", count("draining"));
         let opened = supervisor.events("breaker_opened");
         let strangers = opened.iter().filter(|event| {
             let name = event["tenant"].as_str().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! More tenants than `max_active`: the order in which tenants give up their workers, and that no job is lost.
+//! More tenants than `max_active`. Checks the order in which tenants give up their workers, and that no job is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,17 +24,17 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Starts a job that hangs, and waits until it has begun. A job that a dying worker has not read would go to another
-/// worker.
+/// Starts a job that hangs, and waits until it has begun. Otherwise, a job that a dying worker has not read would go to
+/// another worker.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
-    job.progress().await.expect("a progress report at the start");
+    job.progress().await.expect("the job reports progress when it starts");
     job
 }
 
 /// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot and to
-/// the processes, and no counter decreases. A tenant whose workers are still exiting when its next job arrives gets
-/// new workers in addition. Returns the number of checks.
+/// the processes, and no counter decreases. A tenant whose workers are still exiting when its next job arrives also
+/// gets new workers. Returns the number of checks.
 fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes: usize) -> usize {
     let keeper = supervisor.keeper();
     let (mut looks, mut submitted, mut ended) = (0, 0, 0);
@@ -42,7 +42,7 @@ fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes
         let workers = children(keeper).len();
         assert!(workers <= 2 * max_active * processes, "{workers} processes");
         let snapshot = supervisor.snapshot("b");
-        let of = |worker: &Value| worker["tenant"].as_str().expect("the name of a tenant").to_owned();
+        let of = |worker: &Value| worker["tenant"].as_str().expect("the worker names its tenant").to_owned();
         let workers = snapshot["workers"].as_array().unwrap();
         let active = tally(workers.iter().map(of));
         assert!(active.len() <= max_active, "{active:?}");
@@ -71,7 +71,7 @@ fn longest_idle_tenant_yields_its_workers() {
         // Even without a queue, the newcomer's job waits until `b` has yielded.
         let (a, b, c) = (pids(&supervisor, "a"), pids(&supervisor, "b"), pids(&supervisor, "c"));
         ok(&client, "d").await;
-        assert!(!is_alive(b[0]), "b was idle for longest");
+        assert!(!is_alive(b[0]), "b had been idle the longest");
         assert_eq!((pids(&supervisor, "a"), pids(&supervisor, "c")), (a.clone(), c.clone()));
         assert!(pids(&supervisor, "b").is_empty());
         // A tenant with a job does not yield, however old the job is.
@@ -120,7 +120,7 @@ fn max_active_limit_holds_with_two_hundred_tenants() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
-    // Every run has the same order. The prime step mixes the tenants.
+    // The order is the same in every run. The prime step mixes the tenants.
     let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
     let told = std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(&supervisor, &end, 3, 1));
@@ -213,7 +213,7 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
         kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
         let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/queued");
-        // Another tenant can become active again.
+        // Afterwards, another tenant can become active again.
         wait_for_rest(&supervisor);
         for tenant in ["c", "a", "b"] {
             ok(&client, tenant).await;
@@ -224,7 +224,7 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
 }
 
 #[test]
-fn cancelled_tenant_does_not_block_the_next() {
+fn cancelled_tenant_does_not_block_the_next_tenant() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -248,7 +248,7 @@ fn evicted_tenant_gets_new_workers() {
         kill_pid(old[0], Signal::SIGSTOP);
         let first = spawn(client.job("b", "").tenant("b"));
         wait_part(&supervisor, "b", "queued", 1);
-        // The workers of `a` are already exiting in favour of `b`.
+        // The workers of `a` are already exiting to make room for `b`.
         let second = spawn(client.job("b", "").tenant("a"));
         for job in [first, second] {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
@@ -259,7 +259,7 @@ fn evicted_tenant_gets_new_workers() {
 }
 
 #[test]
-fn rate_limited_tenant_does_not_evict_others() {
+fn rate_limited_tenant_does_not_evict_other_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", ""));
     assert_eq!(
         patch(&supervisor, "b/tenants/spam", r#"{"rate_limit": {"per_second": 0.001, "burst": 1}}"#).0,
@@ -284,7 +284,7 @@ fn rate_limited_tenant_does_not_evict_others() {
 }
 
 #[test]
-fn disabled_tenants_do_not_evict_others() {
+fn disabled_tenants_do_not_evict_other_tenants() {
     let supervisor = Supervisor::start(&format!(
         "{}[bulkhead.b.tenant.a]\nmax_in_flight = 1\n",
         isolated("max_active = 1", "max_in_flight = 0")
@@ -331,7 +331,7 @@ fn shutdown_finishes_running_jobs_and_rejects_waiting_tenants() {
     assert_eq!(supervisor.wait().code(), Some(0));
     assert_eq!(workers.len(), 3);
     let left: Vec<_> = workers.iter().chain([&keeper]).filter(|&&pid| is_alive(pid)).collect();
-    assert!(left.is_empty(), "{left:?} are left");
+    assert!(left.is_empty(), "{left:?} still exist");
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn killed_keeper_is_replaced_for_all_tenants() {
             kill_pid(keeper, Signal::SIGKILL);
             assert_eq!(outcome(&busy.await), "crashed/signal");
             assert_eq!(outcome(&waiting.await.unwrap()), "ok");
-            wait_for("no old worker is left", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
+            wait_for("no old workers are left", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
             for tenant in ["busy", "idle", "leaving", "waiting", "new"] {
                 ok(&client, tenant).await;
             }
@@ -398,10 +398,10 @@ fn two_thousand_tenants_leak_no_resources() {
         turns(200, 2000).await;
         assert!(children(keeper).len() <= 2);
         let after = (resident_bytes(pid), descriptors(pid), threads(pid), descriptors(keeper));
-        assert!(after.1 <= before.1 + 8, "descriptors: {} after {}", after.1, before.1);
-        assert!(after.2 <= before.2, "threads: {} after {}", after.2, before.2);
-        assert!(after.3 <= before.3 + 4, "the keeper's descriptors: {} after {}", after.3, before.3);
-        assert!(after.0 < before.0 + (32 << 20), "memory: {} after {}", after.0, before.0);
+        assert!(after.1 <= before.1 + 8, "descriptors: {}, before: {}", after.1, before.1);
+        assert!(after.2 <= before.2, "threads: {}, before: {}", after.2, before.2);
+        assert!(after.3 <= before.3 + 4, "the keeper's descriptors: {}, before: {}", after.3, before.3);
+        assert!(after.0 < before.0 + (32 << 20), "memory: {}, before: {}", after.0, before.0);
         let all = supervisor.snapshot("b");
         assert_eq!((&all["submitted"], &all["done"]), (&2000.into(), &2000.into()), "{all}");
     });
@@ -414,7 +414,7 @@ fn rejected_tenants_use_bounded_memory() {
         Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2\ndeadline_max = \"1h\""));
     run(async {
         let client = connect(&supervisor).await;
-        // The job must outlast all others, also on a busy machine.
+        // The job must outlast all others, even on a busy machine.
         let hour = Duration::from_secs(3600);
         let busy = spawn(client.job("b", "").operation("hang").tenant("busy").deadline(hour));
         wait_part(&supervisor, "busy", "in_flight", 1);
@@ -431,7 +431,7 @@ fn rejected_tenants_use_bounded_memory() {
         let first = supervisor.snapshot("b");
         flood(5_000, 20_000).await;
         let after = (resident_bytes(pid), descriptors(pid), threads(pid));
-        assert!(after.0 < before.0 + (16 << 20), "memory: {} after {}", after.0, before.0);
+        assert!(after.0 < before.0 + (16 << 20), "memory: {}, before: {}", after.0, before.0);
         assert!(after.1 <= before.1 + 4 && after.2 <= before.2, "{after:?} after {before:?}");
         // A tenant with a job is not forgotten, and no count is lost.
         assert_eq!(outcome(&client.job("b", "").tenant("busy").send().await), "ok");

@@ -1,4 +1,4 @@
-//! Isolated tenants: each has separate workers, permits, queue, rate limit and breaker, and none affects
+//! Isolated tenants. Each tenant has separate workers, permits, queue, rate limit and breaker, and no tenant affects
 //! another.
 
 use std::collections::BTreeMap;
@@ -24,13 +24,13 @@ fn hang(client: &Client, tenant: &str) -> Running {
 }
 
 #[test]
-fn no_worker_runs_before_the_first_job() {
+fn no_worker_is_started_before_the_first_job() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "processes = 2"));
     for path in ["/readyz", "/readyz?bulkhead=b"] {
         assert_eq!(supervisor.try_get(path).unwrap().0, 200, "{path}");
     }
     assert!(supervisor.worker_pids("b").is_empty());
-    // A keeper that has just started can have another child for a moment.
+    // A keeper that has just started may have another child for a moment.
     wait_for_rest(&supervisor);
     assert!(supervisor.events("worker_started").is_empty());
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
@@ -45,7 +45,7 @@ fn no_worker_runs_before_the_first_job() {
 }
 
 #[test]
-fn two_tenants_never_share_a_process() {
+fn tenants_never_share_a_process() {
     let supervisor =
         Supervisor::start(&isolated("max_active = 5", "processes = 2\nmax_in_flight = 2\nmax_queue = 100"));
     run(async {
@@ -79,7 +79,7 @@ fn two_tenants_never_share_a_process() {
 
 /// A saturated tenant uses all of its permits and has a full queue.
 #[test]
-fn saturated_tenant_uses_no_permits_of_another() {
+fn saturated_tenant_does_not_use_permits_of_other_tenants() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3",
         "processes = 2\nmax_in_flight = 2\nmax_queue = 3\npressure = { warn = 0.5 }",
@@ -342,7 +342,7 @@ fn drain_applies_to_existing_and_new_tenants() {
         assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 503);
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
-        // No tenant has a job, so all workers exit.
+        // No tenant has any jobs, so all workers exit.
         wait_for_rest(&supervisor);
 
         assert_eq!(supervisor.post("/v1/bulkheads/b/resume").0, 200);

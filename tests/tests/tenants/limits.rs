@@ -1,4 +1,4 @@
-//! Limits of a single tenant, from the file and set live, for shared and for isolated workers.
+//! Limits of a single tenant, set in the file or live, with shared or isolated workers.
 
 use std::process::Output;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, pids, wait
 use bulkhead_tests::{Running, Supervisor, connect, outcome, run, spawn, wait_for};
 use serde_json::{Value, json};
 
-/// Returns the configuration of a bulkhead `b` whose tenants share the workers.
+/// Returns the configuration of a bulkhead `b` whose tenants share its workers.
 fn shared(keys: &str) -> String {
     format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n{keys}\n")
 }
@@ -17,8 +17,8 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Sends jobs until one is counted in the field. On a busy machine, a worker can be slow to begin a job and gets no
-/// other job until then. A job beyond the queue is then rejected although the tenant's share is not used up.
+/// Sends jobs until one is counted in the field. On a busy machine, a worker can be slow to begin a job, and gets no
+/// other job until it has begun. A job beyond the queue is then rejected although the tenant's share is not used up.
 fn hang_until(
     supervisor: &Supervisor,
     client: &Client,
@@ -39,7 +39,7 @@ async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)
 }
 
-/// Returns a number of a tenant's share of common workers from the snapshot.
+/// Returns a field of a tenant's entry in the snapshot, or 0 if there is no entry.
 fn share(supervisor: &Supervisor, tenant: &str, field: &str) -> u64 {
     let snapshot = supervisor.snapshot("b");
     let tenants = snapshot["tenants"].as_array().unwrap();
@@ -80,7 +80,7 @@ fn tenant_table_sets_share_of_common_workers() {
     });
 }
 
-/// The tenant's jobs ignore their deadlines, so each job ends a worker. Replacements start slowly.
+/// The tenant's jobs ignore their deadlines, so each job gets a worker killed. Replacements start slowly.
 #[test]
 fn tenant_that_lost_a_worker_waits_for_replacement() {
     let folder = tempfile::tempdir().unwrap();
@@ -169,7 +169,7 @@ fn raised_rate_limit_applies_to_the_next_job() {
     }
 }
 
-/// A smaller share drops no job.
+/// Also checks that a smaller share drops no jobs.
 #[test]
 fn larger_share_starts_waiting_jobs_of_the_tenant() {
     let supervisor = Supervisor::start(&shared(
@@ -238,7 +238,7 @@ fn tenant_table_overrides_limits_of_isolated_tenant() {
     });
 }
 
-/// The limits also apply immediately to running workers.
+/// Also checks that the limits apply immediately to running workers.
 #[test]
 fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
@@ -267,7 +267,7 @@ fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
         assert_eq!((&acme["in_flight"], &acme["limit"], &acme["queued"]), (&4.into(), &4.into(), &2.into()));
         assert_eq!(acme["queue_capacity"], 1, "acme has no separate max_queue: {acme}");
         assert_eq!(part(&supervisor, "other")["in_flight"], 1);
-        // Lower limits drop no job.
+        // Lower limits do not drop any jobs.
         let fewer = ["b", "--tenant", "acme", "--processes", "1", "--max-in-flight", "1", "--max-queue", "0"];
         assert_eq!(resize(&supervisor, &fewer).status.code(), Some(0));
         let acme = part(&supervisor, "acme");
@@ -369,7 +369,7 @@ fn invalid_tenant_limits_are_rejected_without_effect() {
     assert_eq!((status, own), (200, json!({"max_queue": 7})));
 }
 
-/// The tenant shares the workers of the bulkhead.
+/// Covers a tenant that shares the bulkhead's workers.
 #[test]
 fn tenant_share_has_same_maximum_live_and_in_configuration() {
     let own = "[bulkhead.b.tenant.acme]\nmax_in_flight = 1000000";
@@ -400,7 +400,7 @@ fn bulkhead_wide_rate_limit_conflicts_with_tenant_rate_limit() {
 }
 
 #[test]
-fn changing_limits_under_load_loses_no_job() {
+fn changing_limits_under_load_loses_no_jobs() {
     let supervisor = Supervisor::start(&isolated("max_active = 2, idle = \"20ms\"", "max_queue = 200"));
     run(async {
         let client = connect(&supervisor).await;

@@ -53,7 +53,7 @@ fn retry_runs_in_worker_of_same_tenant() {
     });
 }
 
-/// The quarantine lasts until a reset, also while the tenant has no workers.
+/// The quarantine lasts until a reset, even while the tenant has no workers.
 #[test]
 fn poison_payload_is_quarantined_for_its_tenant_only() {
     let supervisor = Supervisor::start(&isolated(
@@ -159,14 +159,14 @@ fn breaker_closes_even_if_worker_start_exceeds_idle_time() {
         while outcome(&send(&client, "a", "").await) != "ok" {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
-            // If `idle` ended a worker that is still starting, the breaker's probe would never run.
-            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections and no probe");
+            // If `idle` stopped a worker that is still starting, the breaker's probe would never run.
+            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections, but no probe");
         }
     });
 }
 
 #[test]
-fn isolated_fallback_separates_tenants_of_guest_jobs() {
+fn isolated_fallback_isolates_guest_jobs_by_tenant() {
     let supervisor = Supervisor::start(
         "[bulkhead.entry]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"b\"]\ndeadline = \"60s\"\n\
          rate_limit = { per_second = 0.01, burst = 50, per = \"tenant\" }\n\
@@ -199,7 +199,7 @@ fn isolated_fallback_separates_tenants_of_guest_jobs() {
                 "the job counts in the bulkhead that the client named"
             );
         }
-        // If the fallback is full too, the client gets the reason of the first bulkhead.
+        // If the fallback is full too, the client gets the first bulkhead's reject reason.
         let both = ["x", "y"].map(|tenant| hang(&client, "entry", tenant));
         supervisor.wait_number("b", "in_flight", 2);
         let refused = client.job("entry", "").tenant("z").send().await;
@@ -225,7 +225,7 @@ fn with_fallback(entry: &str, safe: &str) -> String {
     )
 }
 
-/// Each job counts once, in the bulkhead that the client named.
+/// Also checks that each job counts once, in the bulkhead that the client named.
 #[test]
 fn fallback_serves_tenant_beyond_max_active() {
     let supervisor = Supervisor::start(&with_fallback("", "max_queue = 20"));
@@ -258,7 +258,7 @@ fn fallback_serves_tenant_beyond_max_active() {
     });
 }
 
-/// The record survives a flood of other tenants.
+/// The tenant's record survives a flood of other tenants.
 #[test]
 fn tenant_with_job_in_fallback_is_remembered() {
     let supervisor = Supervisor::start(&with_fallback("", ""));
@@ -269,7 +269,7 @@ fn tenant_with_job_in_fallback_is_remembered() {
         wait_part(&supervisor, "busy", "in_flight", 1);
         // Waits until the job has begun, because an unread job would go to the next worker.
         let mut away = client.job("b", "").operation("hang").tenant("away").start().await.unwrap();
-        away.progress().await.expect("a progress report at the start");
+        away.progress().await.expect("the job reports progress when it starts");
         wait_part(&supervisor, "away", "elsewhere", 1);
         supervisor.wait_number("safe", "in_flight", 1);
         for tenant in 0..5_000 {

@@ -1,4 +1,4 @@
-//! Failures of workers, and the effects on jobs, bulkheads and neighbours.
+//! Worker failures, and their effects on jobs, bulkheads and neighbours.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\
 const SPARED: &str =
     "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\nstart = { spares = 2 }\n";
 
-/// Names and sandboxes of bulkheads with forked workers, one for each profile.
+/// Name and sandbox of a bulkhead with forked workers, for each profile.
 const FORKED: [(&str, &str); 3] = [
     ("forked-none", "profile = \"none\""),
     ("forked-default", "profile = \"default\""),
@@ -102,7 +102,7 @@ fn worker_death_during_large_reply_is_a_crash() {
 }
 
 #[test]
-fn deadline_ends_hanging_and_spinning_jobs() {
+fn deadline_stops_hanging_and_spinning_jobs() {
     for operation in ["hang", "spin", "leak"] {
         let supervisor = Supervisor::start(
             "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"1s\"\ngrace = \"20ms\"\n\
@@ -137,7 +137,7 @@ fn stopped_worker_counts_as_hung() {
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
 }
 
-/// A worker can write heartbeats into its journal, which does not wake the supervisor. When these heartbeats stop, the
+/// A worker can write heartbeats to its journal, which does not wake the supervisor. If these heartbeats stop, the
 /// worker counts as hung.
 #[test]
 fn worker_without_journal_heartbeats_counts_as_hung() {
@@ -148,7 +148,7 @@ fn worker_without_journal_heartbeats_counts_as_hung() {
     supervisor.wait_number("b", "available", 1);
     let pid = supervisor.worker_pids("b")[0];
     // The heartbeats continue for three times the permitted silence.
-    wait_for("150 heartbeats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
+    wait_for("there are 150 heartbeats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
     assert_eq!((supervisor.worker_pids("b")[0], supervisor.number("b", "restarts")), (pid, 0));
     supervisor.touch("still");
     wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
@@ -278,7 +278,7 @@ fn queued_jobs_are_rejected_if_no_worker_can_start() {
 }
 
 #[test]
-fn protocol_violation_ends_the_worker() {
+fn protocol_violation_kills_the_worker() {
     for mode in ["rubbish", "text", "close", "hello-twice", "bad-metadata"] {
         let supervisor =
             Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
@@ -355,7 +355,7 @@ fn six_crashes_do_not_stop_the_bulkhead() {
 }
 
 #[test]
-fn thousand_crashes_leak_no_resources() {
+fn a_thousand_crashes_leak_no_resources() {
     let _turn = heavy();
     let supervisor = Supervisor::start(PLAIN);
     let keeper = supervisor.keeper();
@@ -377,12 +377,12 @@ fn thousand_crashes_leak_no_resources() {
     };
     let before = round(100);
     let after = round(900);
-    // The symbolizer keeps the files of crashes that wait for their backtrace.
+    // The symbolizer keeps the files of crashes that are waiting for a backtrace.
     wait_for("the supervisor closes descriptors", || {
         (descriptors(supervisor.pid()) <= before.0 + 4).then_some(())
     });
-    assert!(after.1 <= before.1 + 2, "descriptors of the keeper: {before:?} {after:?}");
-    // The supervisor can have one more thread, which checks temporary folders from time to time.
+    assert!(after.1 <= before.1 + 2, "the keeper's descriptors: {before:?} {after:?}");
+    // The supervisor may have one more thread, which periodically checks temporary folders.
     assert!(after.2 <= before.2 + 1, "threads: {before:?} {after:?}");
     assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");
 }

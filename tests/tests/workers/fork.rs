@@ -1,4 +1,4 @@
-//! Workers that are forked from a template, which is initialised once (`start.mode = "fork"`).
+//! Workers that are forked from a template that is initialised once (`start.mode = "fork"`).
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ fn bulkhead(keys: &str) -> String {
 
 const FORK: &str = "start = { mode = \"fork\" }";
 
-/// Returns the pid of the process that ran the initialisation, the pid of the worker, and a random number from the
+/// Returns the PID of the process that ran the initialisation, the PID of the worker, and a random number from the
 /// worker.
 fn who(client: &Client) -> [u32; 3] {
     let reply = client.job("b", "").operation("who").idempotent(true).send().unwrap();
@@ -61,7 +61,7 @@ fn template_forks_a_fresh_process_for_each_job() {
     assert_eq!(templates.len(), 1);
 }
 
-/// A template sends the last message just before exiting. The message of each template must arrive.
+/// Each template sends its last message just before exiting, and this message must arrive.
 #[test]
 fn error_names_threads_of_rejected_template() {
     let is_confined = is_root() && has_layers(DEFAULT_LAYERS);
@@ -82,7 +82,7 @@ fn error_names_threads_of_rejected_template() {
     }
 }
 
-/// The next death of a worker starts another template.
+/// The next worker death causes another template to be started.
 #[test]
 fn workers_outlive_their_template() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
@@ -109,7 +109,7 @@ fn reload_replaces_template_together_with_workers() {
 }
 
 #[test]
-fn reload_ends_template_that_is_no_longer_configured() {
+fn reload_stops_template_that_is_no_longer_configured() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
@@ -120,7 +120,7 @@ fn reload_ends_template_that_is_no_longer_configured() {
     supervisor.configure("", &bulkhead(FORK));
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_reloaded", 2);
-    let [template, worker, _] = wait_for("a forked worker", || {
+    let [template, worker, _] = wait_for("a forked worker runs", || {
         let reply = client.job("b", "").operation("who").idempotent(true).send().ok()?;
         let text = String::from_utf8(reply.payload().to_vec()).ok()?;
         let numbers: Vec<u32> = text.split(' ').map_while(|number| number.parse().ok()).collect();
@@ -163,8 +163,8 @@ fn hung_template_is_replaced() {
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
 }
 
-/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits a limited
-/// time for the fork.
+/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits only a
+/// limited time for the fork.
 #[test]
 fn leftover_process_is_killed_after_failed_fork() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -200,13 +200,13 @@ fn leftover_process_is_killed_after_failed_fork() {
     wait_for("only the template is left", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each process forks a successor and exits, so a kill always comes too late. Does not run under `none`, because that
-/// profile does not limit the number of processes, and zombies can use up all pids of the machine.
+/// Each process forks a successor and exits, so a signal always comes too late. Does not run under `none`, because that
+/// profile does not limit the number of processes, and zombies can use up all PIDs on the machine.
 #[test]
 fn process_chains_do_not_affect_jobs_of_other_workers() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            not_run!("{profile} requires root and the layers of the profile");
+            not_run!("{profile} requires root and the profile's layers");
             continue;
         }
         let keys = format!("processes = 4\ndeadline = \"60s\"\n{FORK}");
@@ -215,7 +215,7 @@ fn process_chains_do_not_affect_jobs_of_other_workers() {
         wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
         let client = Client::connect(supervisor.socket()).unwrap();
         std::thread::scope(|scope| {
-            // Longer than the time after which the keeper gives up on leftover processes.
+            // The jobs take longer than the keeper keeps trying to kill leftover processes.
             let sleep = || client.job("b", "4000").operation("sleep").send();
             let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
             wait_for("three jobs run", || {
@@ -237,7 +237,7 @@ fn later_workers_do_not_inherit_changes_to_the_template() {
     }
     for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            not_run!("{profile} requires root and the layers of the profile");
+            not_run!("{profile} requires root and the profile's layers");
             continue;
         }
         let keys = bulkhead(&format!("recycle = {{ jobs = 1 }}\n{FORK}"))
@@ -255,7 +255,7 @@ fn later_workers_do_not_inherit_changes_to_the_template() {
             ask("attributes");
             assert_eq!(ask("attributes"), before, "{profile}, round {round}");
         }
-        // A keeper without the privilege to raise a limit again replaces the template.
+        // If the keeper lacks the privilege to raise a limit again, it replaces the template.
         assert!(profile == "none" || who(&client)[0] == template, "{profile}: the template was replaced");
     }
 }

@@ -14,8 +14,7 @@ use bulkhead_tests::{
 };
 use nix::sys::signal::Signal;
 
-/// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job reaches by
-/// accident.
+/// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job misses by accident.
 const COMMON: &str =
     "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"300s\"\ngrace = \"20ms\"\n";
 
@@ -42,8 +41,8 @@ fn text(result: Result<Reply, JobError>) -> String {
     String::from_utf8(result.unwrap().payload().to_vec()).unwrap()
 }
 
-/// Returns a tenant name that is unique on this machine. All descendants of a program have the name in their
-/// environment, even if they leave the session.
+/// Returns a tenant name that is unique on this machine. The name is in the environment of all descendants of a
+/// program, even of processes that leave the session.
 fn tenant(what: &str) -> String {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -65,7 +64,7 @@ fn processes_of(tenant: &str) -> Vec<String> {
 
 const NOBODY: [&str; 0] = [];
 
-/// Returns a script that first starts processes which leave the session, ignore signals and keep stdout open,
+/// Returns a script that first starts processes that leave the session, ignore signals and keep standard output open,
 /// and then runs `then`.
 fn tree(then: &str) -> String {
     format!(
@@ -150,7 +149,7 @@ fn program_environment_has_only_documented_variables() {
 }
 
 #[test]
-fn program_sees_the_job_number_of_the_events() {
+fn program_sees_the_job_number_used_in_events() {
     let (supervisor, client) = shell("echo job=$BULKHEAD_JOB >&2; kill -KILL $$", "");
     let error = client.job("x", "").send().unwrap_err();
     let Some(Verdict::Crashed { message, .. }) = error.outcome().map(|o| &o.verdict) else {
@@ -293,7 +292,7 @@ fn signal_death_of_program_leaves_worker_running() {
         assert_eq!(*status, Some(number), "{message}");
         assert!(message.contains(&format!("SIG{signal}")) && message.contains("dying"), "{message}");
     }
-    // The number of crashes exceeds `restart.max` (5), the limit for deaths of workers.
+    // The number of crashes exceeds `restart.max` (5), the limit on worker deaths.
     assert_eq!(supervisor.number("x", "crashed"), signals.len() as u64);
     assert_eq!(supervisor.number("x", "restarts"), 0);
     assert_eq!(supervisor.worker_pids("x"), worker);
@@ -338,7 +337,7 @@ fn result_over_max_result_fails_the_job() {
 // `exec`: processes that a program leaves behind.
 
 #[test]
-fn processes_holding_output_of_ended_program_are_killed() {
+fn processes_holding_output_of_exited_program_are_killed() {
     let (supervisor, client) = shell(&tree("echo out; exit $BULKHEAD_OPERATION"), "");
     for status in ["0", "4"] {
         let tenant = tenant("HOLDER");
@@ -427,8 +426,7 @@ fn client_disconnect_kills_its_program() {
     let other = Client::connect(supervisor.socket()).unwrap();
     let job = other.job("x", "").tenant(&ours).start().unwrap();
     wait_standing(&ours);
-    // A killed client only leaves a closed socket. Dropping a client of the library sends nothing else
-    // either.
+    // A killed client leaves only a closed socket. Dropping a client of the library does not send anything else either.
     drop(job);
     drop(other);
     wait_gone(&ours);
@@ -450,7 +448,7 @@ fn max_in_flight_limits_concurrent_programs() {
     supervisor.wait_number("x", "queued", 21);
     let worker = supervisor.worker_pids("x")[0];
     let programs = children(worker).into_iter().filter(|&pid| name(pid).as_deref() == Some("sh")).count();
-    assert_eq!(programs, 3, "programs of the worker");
+    assert_eq!(programs, 3, "number of programs in the worker");
     std::fs::write(supervisor.folder.path().join("go"), "").unwrap();
     for job in jobs {
         job.wait().unwrap();
@@ -505,7 +503,7 @@ fn many_programs_leave_no_process_or_descriptor() {
     };
     let before = round();
     let after = (0..3).map(|_| round()).next_back().unwrap();
-    assert_eq!(after, before, "descriptors of the worker");
+    assert_eq!(after, before, "number of the worker's descriptors");
     assert!(zombies_of(worker).is_empty());
 }
 
@@ -522,7 +520,7 @@ fn zombies_of(parent: u32) -> Vec<u32> {
 
 // `library`.
 
-/// Library for the tests. The operation of a job selects the behaviour.
+/// Library for the tests. A job's operation selects the behaviour.
 const LIBRARY: &str = r#"
 #include <bulkhead.h>
 #include <stdatomic.h>
@@ -683,7 +681,7 @@ fn library_observes_deadline_and_cancellation() {
 }
 
 #[test]
-fn library_crash_ends_only_its_worker() {
+fn library_crash_kills_only_its_worker() {
     let (_folder, supervisor, client) = library("");
     for (operation, expected) in
         [("segv", "crashed/signal"), ("abort", "crashed/signal"), ("exit", "crashed/exit")]
@@ -697,7 +695,7 @@ fn library_crash_ends_only_its_worker() {
 }
 
 #[test]
-fn library_is_called_by_max_in_flight_threads() {
+fn library_is_called_from_max_in_flight_threads() {
     let (_folder, _supervisor, client) = library("");
     let submit = || text(client.job("x", "").operation("thread").send());
     let first = submit();
@@ -772,8 +770,8 @@ fn log_explains_why_library_cannot_be_used() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
-/// A host sends the reason in STATUS before a failed start, so that operators need not search the output of a
-/// dead process.
+/// If a start fails, the host first sends the reason in STATUS, so operators need not search the output of a dead
+/// process.
 #[test]
 fn event_explains_failed_library_start() {
     let (_folder, path) = compile_library(FAILS_AT_INIT, &[]);
@@ -790,8 +788,8 @@ fn event_explains_failed_library_start() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// Library that damages its worker. Forked processes return from library functions, and handlers close or
-/// replace descriptors.
+/// Library that damages its worker: forked processes return from library functions, and handlers close or replace
+/// descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>
@@ -896,7 +894,7 @@ fn worker_exits_when_its_link_is_lost() {
     for (nth, operation) in ["close", "replace"].into_iter().enumerate() {
         let job = client.job("x", "").operation(operation).start().unwrap();
         supervisor.wait_number("x", "restarts", nth as u64 + 1);
-        // The worker ends because its link is lost, long before the job's deadline of one minute.
+        // The worker exits because its link is lost, long before the job's deadline of one minute.
         assert_ne!(outcome(&job.wait()), "deadline_exceeded/running");
         assert_eq!(text(client.job("x", "").operation("init").send()), "exited with 1");
     }
@@ -910,12 +908,12 @@ const HANGS_AT_EXIT: &str = "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEA
     int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) { return 0; }\n";
 
 #[test]
-fn hanging_destructor_delays_no_job() {
+fn hanging_destructor_does_not_delay_jobs() {
     let (_folder, path) = compile_library(HANGS_AT_EXIT, &[]);
     let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
     let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));
     let mut workers = Vec::new();
-    // A busy machine can take longer to start a worker than to kill a hanging one.
+    // On a busy machine, starting a worker can take longer than killing a hanging one.
     wait_for("a job is served while an earlier worker hangs", || {
         workers.push(client.job("x", "").send().unwrap().outcome().worker_pid.unwrap());
         let two_before = workers.len().checked_sub(3).map(|at| workers[at]);

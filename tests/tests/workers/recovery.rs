@@ -14,7 +14,7 @@ fn start(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\"]", keys)
 }
 
-/// Starts a supervisor whose first worker is ready at once. Later workers wait for the file `go`.
+/// Starts a supervisor whose first worker becomes ready at once. Later workers wait for the file `go`.
 fn start_slow(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", keys)
 }
@@ -112,7 +112,7 @@ fn no_job_is_retried_without_retry_table() {
 }
 
 #[test]
-fn retry_attempts_limits_number_of_runs() {
+fn retry_attempts_key_limits_the_number_of_runs() {
     let supervisor = start("retry = { attempts = 3 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -129,7 +129,7 @@ fn retry_attempts_limits_number_of_runs() {
 }
 
 #[test]
-fn failed_or_late_job_is_not_retried() {
+fn failed_or_overdue_job_is_not_retried() {
     let supervisor = start("retry = { attempts = 5, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -162,7 +162,7 @@ fn started_job_is_not_retried_after_worker_replacement() {
         let result = job.await.unwrap();
         assert_eq!(end(&result), ended("crashed/signal", 1));
     });
-    assert_eq!(supervisor.file_bytes("ran"), 1, "number of runs of the job");
+    assert_eq!(supervisor.file_bytes("ran"), 1, "number of times the job ran");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn retry_preserves_payload_bytes() {
     auditor.finish();
 }
 
-/// The bytes are released when the jobs end.
+/// Also checks that the bytes are released when the jobs end.
 #[test]
 fn payloads_waiting_for_retry_count_towards_max_buffered() {
     let supervisor = Supervisor::start_with(
@@ -299,7 +299,7 @@ fn job_of_disconnected_client_is_not_retried() {
 fn killed_client_cancels_second_attempt() {
     let supervisor = start("retry = { attempts = 9, budget = 1.0 }");
     let auditor = Auditor::of(&supervisor);
-    // A client process that can be killed with all its connections.
+    // Uses a client process, which can be killed together with all its connections.
     let mut client = supervisor.command();
     client.args(["submit", "b", "steps:die-first 1 ran;count again;wait never", "--idempotent"]);
     let mut client = client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -371,7 +371,7 @@ fn shutdown_reports_crash_of_job_waiting_for_retry() {
         let result = job.await.unwrap();
         assert_eq!(end(&result), ended("crashed/signal", 1));
     });
-    // The next worker never becomes ready, and must not delay the stop.
+    // The next worker never becomes ready, and must not delay the shutdown.
     assert!(supervisor.wait().success());
     assert_eq!(supervisor.file_bytes("ran"), 1);
 }
@@ -660,7 +660,7 @@ fn empty_and_large_payloads_can_be_quarantined() {
             assert_eq!(outcome(&job().send().await), "crashed/signal");
             assert_eq!(outcome(&job().send().await), "rejected/quarantined");
         }
-        // A payload that differs in one byte is another payload.
+        // A payload that differs in one byte counts as a different payload.
         assert_eq!(outcome(&client.job("b", large(1)).operation("abort").send().await), "crashed/signal");
         // Operation and payload are separate parts of the digest.
         assert_eq!(outcome(&client.job("b", "abort").operation("").send().await), "ok");
@@ -679,7 +679,7 @@ fn crash_with_two_jobs_in_flight_quarantines_neither() {
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert!(outcome(&neighbour.await.unwrap()).starts_with("crashed/"));
         assert_eq!(supervisor.number("b", "quarantined"), 0);
-        // The death of a worker that runs only this job proves the job guilty.
+        // If a worker dies while it runs only this job, the job must be the culprit.
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert_eq!(supervisor.number("b", "quarantined"), 1);
         assert_eq!(outcome(&dose(&client, "poison").send().await), "rejected/quarantined");
@@ -712,7 +712,7 @@ fn jobs_killed_by_supervisor_are_not_quarantined() {
     });
 }
 
-/// Each copy is rejected when it would be dispatched.
+/// Each copy is rejected at the moment when it would be dispatched.
 #[test]
 fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");
@@ -776,7 +776,7 @@ fn payload_that_kills_programs_is_quarantined() {
 }
 
 #[test]
-fn quarantine_expires_by_itself() {
+fn quarantine_expires_without_a_reset() {
     let supervisor = start("poison = { crashes = 1, within = \"3s\" }");
     run(async {
         let client = connect(&supervisor).await;

@@ -1,4 +1,4 @@
-//! Recycling: workers that reach a limit of jobs, age or memory are replaced, and no job fails.
+//! Recycling. Workers that reach their limit on jobs, age or memory are replaced, and no job fails.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 
-/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the ids of
-/// the workers that served the jobs.
+/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the PIDs of the workers
+/// that served the jobs.
 fn serve_until(
     supervisor: &Supervisor,
     operation: &str,
@@ -40,7 +40,7 @@ fn serve_until(
     })
 }
 
-/// Returns the number of workers recycled for `reason`, according to the events.
+/// Returns the number of workers that were recycled for `reason`, according to the events.
 fn recycled(supervisor: &Supervisor, reason: &str) -> usize {
     let output = supervisor.command().args(["--json", "events"]).output().unwrap();
     let events = String::from_utf8(output.stdout).unwrap();
@@ -68,7 +68,7 @@ fn assert_settled(supervisor: &Supervisor, served: &BTreeSet<u32>) {
 }
 
 #[test]
-fn worker_is_recycled_after_number_of_jobs() {
+fn worker_is_recycled_after_configured_number_of_jobs() {
     let supervisor = supervisor("jobs = 10");
     let pids = serve_until(&supervisor, "echo", "x", || recycled(&supervisor, "jobs") >= 6);
     assert!(pids.len() >= 6, "{pids:?}");

@@ -1,5 +1,5 @@
-//! Secrets from files (`env_files`): every kind of worker gets them, a restart reads them again, an invalid file
-//! fails the start with its cause, and no output contains them.
+//! Secrets from files (`env_files`). Every kind of worker receives its secrets, and a restart rereads the files. An
+//! invalid file makes the start fail with a reason. No output contains a secret.
 
 use std::fs::{self, Permissions};
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -29,7 +29,7 @@ fn write(path: &Path, content: impl AsRef<[u8]>) {
     fs::rename(&next, path).unwrap();
 }
 
-/// Returns a folder with a secret, and the path of the secret.
+/// Returns a folder that contains a secret, and the path of the secret.
 fn folder_with(content: impl AsRef<[u8]>) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("secret");
@@ -43,7 +43,7 @@ fn variable_of(place: &Place, bulkhead: &str, name: &str) -> String {
 }
 
 #[test]
-fn every_kind_of_worker_gets_the_secret() {
+fn every_kind_of_worker_receives_the_secret() {
     for (profile, layers) in PROFILES {
         if !has_layers(layers) {
             continue;
@@ -72,9 +72,9 @@ fn every_kind_of_worker_gets_the_secret() {
     }
 }
 
-/// Files of secrets are withheld from workers, even in a folder that a worker can otherwise read.
+/// Workers cannot read secret files, even in a folder that a worker can otherwise read.
 #[test]
-fn worker_cannot_read_file_in_its_own_folder() {
+fn worker_cannot_read_secret_file_in_its_own_folder() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -157,7 +157,7 @@ fn starting_slowly(name: &str, more: &str) -> String {
     hostile(name, &more).replace(&format!("[{program}]"), &command)
 }
 
-/// A worker, spare or template that is still starting has read the old secret, so that a restart also replaces it.
+/// A worker, spare or template that is still starting has read the old secret, so a restart must replace it too.
 #[test]
 fn restart_replaces_processes_that_are_still_starting() {
     let (folder, path) = folder_with("first");
@@ -188,7 +188,7 @@ fn restart_replaces_processes_that_are_still_starting() {
     }
 }
 
-/// A worker that starts for another reason also gets the new content. Forked workers get the content that their
+/// A worker that starts for another reason also receives the new content. Forked workers receive the content that their
 /// template has read.
 #[test]
 fn replacement_of_dead_worker_reads_current_secret() {
@@ -250,7 +250,7 @@ fn invalid_secret_fails_the_start_until_it_is_corrected() {
 }
 
 #[test]
-fn oversized_secrets_fail_the_start_with_advice() {
+fn oversized_secrets_fail_the_start_with_a_clear_error() {
     let (folder, _) = folder_with("x".repeat(64 * 1024));
     let files: Vec<String> = (0..64).map(|number| format!("S{number} = \"secret\"")).collect();
     let program = programs().join("hostile");
@@ -258,19 +258,19 @@ fn oversized_secrets_fail_the_start_with_advice() {
     let supervisor = Supervisor::launch(folder, "", &bulkhead);
     wait_for("the log names `env_files`", || {
         let log = supervisor.log();
-        (log.contains("Argument list too long") && log.contains("`env_files` are too large")).then_some(())
+        (log.contains("Argument list too long") && log.contains("`env_files` is too large")).then_some(())
     });
 }
 
 // Outputs.
 
-/// A value that occurs nowhere else.
+/// Secret that occurs nowhere else.
 const VALUE: &str = "open-sesame-7d1f0c";
 
 #[track_caller]
 fn assert_hidden(what: &str, output: impl AsRef<[u8]>) {
     let output = output.as_ref();
-    assert!(!output.is_empty(), "{what} is empty, so that the test shows nothing");
+    assert!(!output.is_empty(), "{what} is empty, so the test proves nothing");
     let found = output.windows(VALUE.len()).any(|window| window == VALUE.as_bytes());
     assert!(!found, "{what} contains the secret:\n{}", String::from_utf8_lossy(output));
 }
@@ -353,7 +353,7 @@ fn is_in_memory(pid: u32) -> Option<bool> {
         let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
         let mut bytes = vec![0; (to - from) as usize];
         memory.seek(SeekFrom::Start(from)).ok()?;
-        // A mapping can have ended in the meantime.
+        // A mapping may have been removed in the meantime.
         if memory.read_exact(&mut bytes).is_ok()
             && bytes.windows(VALUE.len()).any(|window| window == VALUE.as_bytes())
         {
@@ -365,10 +365,10 @@ fn is_in_memory(pid: u32) -> Option<bool> {
 
 /// The supervisor and the keeper erase the content once the worker has started.
 #[test]
-fn supervisor_and_keeper_do_not_keep_the_secret() {
+fn supervisor_and_keeper_do_not_keep_the_secret_in_memory() {
     let (folder, _) = folder_with(VALUE);
     let supervisor = Supervisor::launch(folder, "", &hostile("worker", "")).until_ready();
-    // No job returns the secret, because the supervisor would store the result.
+    // The secret must not be in a job's result, because the supervisor would store the result.
     let worker = supervisor.worker_pids("worker")[0];
     if is_in_memory(worker) != Some(true) {
         not_run!("the memory of other processes cannot be read");
@@ -399,7 +399,7 @@ fn check_reports_an_invalid_secret() {
 }
 
 #[test]
-fn secret_can_be_a_credential_of_the_unit() {
+fn secret_can_be_a_systemd_credential() {
     let (credentials, path) = folder_with(VALUE);
     fs::rename(&path, credentials.path().join("db")).unwrap();
     let bulkhead = hostile("worker", "").replace("\"secret\"", "\"credential:db\"");

@@ -1,4 +1,5 @@
-//! Spares take over the slots of workers that die, are killed or are recycled, and are then replaced.
+//! Spares, which take over the slots of workers that die, are killed or are recycled. The supervisor then starts new
+//! spares.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -40,7 +41,7 @@ fn spare_takes_slot_of_dead_worker() {
     for round in 1..=10 {
         let spare = wait_spares(&supervisor, 1)[0];
         assert_eq!(supervisor.number("b", "limit"), 1, "a spare has no permits");
-        // Counts earlier events, because at the start a spare can be ready before the slot's first worker.
+        // Counts earlier events, because initially a spare can be ready before the slot's first worker.
         let before = supervisor.events("spare_took_over").len();
         kill_pid(serving(&supervisor), Signal::SIGKILL);
         supervisor.wait_events("spare_took_over", before + 1);
@@ -111,10 +112,9 @@ fn dead_or_hung_spare_is_replaced() {
     }
 }
 
-/// Workers and spares die with the keeper and are started again. Each job has one outcome, and none begins
-/// twice.
+/// Workers and spares die with the keeper and are started again. Each job has one outcome, and no job begins twice.
 #[test]
-fn spares_are_started_again_after_keeper_death() {
+fn spares_are_restarted_after_keeper_death() {
     const KILLS: usize = 5;
     let keys = "processes = 2\nstart = { spares = 2 }\ndeadline = \"60s\"\nsandbox = { profile = \"none\" }";
     let supervisor = Supervisor::start(&bulkhead(keys));
@@ -169,7 +169,7 @@ fn spares_are_started_again_after_keeper_death() {
     supervisor.wait_number("b", "available", 2);
 }
 
-/// A new number of spares applies at once, and a new revision replaces spares as well as workers.
+/// A changed number of spares applies at once. A new revision replaces spares as well as workers.
 #[test]
 fn reload_changes_number_of_spares() {
     let supervisor = Supervisor::start(&bulkhead(""));
@@ -180,7 +180,7 @@ fn reload_changes_number_of_spares() {
     };
     reload("start = { spares = 2 }");
     let before = wait_spares(&supervisor, 2);
-    assert_eq!(serving(&supervisor), at_work, "the change replaces no worker");
+    assert_eq!(serving(&supervisor), at_work, "the change does not replace any workers");
     reload("start = { spares = 2 }\nenv = { REVISION = \"2\" }");
     wait_for("all workers have the new revision", || {
         let now = supervisor.worker_pids("b");

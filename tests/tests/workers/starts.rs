@@ -1,5 +1,5 @@
-//! Replacements, late starts and failed starts: the limit on running jobs holds, delays of the keeper do not count
-//! against a worker, and failures are reported immediately.
+//! Replacements, late starts and failed starts. The limit on running jobs holds, keeper delays do not count against a
+//! worker, and failures are reported immediately.
 
 use bulkhead_client::Client;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, kill_pid, outcome, run, wait_for};
@@ -43,9 +43,9 @@ fn restart_does_not_exceed_concurrency_limit() {
     });
 }
 
-/// `start.handshake` counts from the start of the process, so a busy keeper does not shorten the time of a worker.
+/// `start.handshake` counts from the start of the process, so a busy keeper does not shorten a worker's time.
 #[test]
-fn slow_keeper_causes_no_handshake_timeout() {
+fn slow_keeper_does_not_cause_handshake_timeouts() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
     let keeper = supervisor.keeper();
     run(async {
@@ -68,7 +68,7 @@ fn slow_keeper_causes_no_handshake_timeout() {
 /// The supervisor reports the failed starts although no other event wakes it.
 #[test]
 fn unsendable_start_order_is_reported_immediately() {
-    // The largest possible environment and long paths together exceed the size of an order to the keeper.
+    // The largest possible environment and long paths together exceed the maximum size of an order to the keeper.
     let folder = tempfile::tempdir().unwrap();
     let mut deep = folder.path().to_owned();
     (0..15).for_each(|_| deep.push("d".repeat(240)));
@@ -83,6 +83,6 @@ fn unsendable_start_order_is_reported_immediately() {
              restart = {{ backoff = \"1ms\", max = 3 }}\nsandbox = {{ read = {paths:?} }}\n"
         ),
     );
-    // Sends no request meanwhile, because a request would wake the supervisor.
+    // Sends no request in the meantime, because a request would wake the supervisor.
     wait_for("the last failure is logged", || supervisor.log().contains("bulkhead_failed").then_some(()));
 }

@@ -1,5 +1,5 @@
-//! SIGTERM to a worker, from an operator or for the whole control group. The worker exits in an orderly way
-//! and loses no accepted job, including jobs that are still on their way to it.
+//! SIGTERM to a worker, from an operator or for the whole control group. The worker exits in an orderly way and loses
+//! no accepted jobs, including jobs that are still on their way to the worker.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -10,10 +10,10 @@ use nix::sys::signal::Signal;
 /// Number of signals sent to running workers.
 const SIGNALS: usize = 20;
 
-/// Number of clients. Each sends one job after another.
+/// Number of clients. Each client sends one job after another.
 const CLIENTS: usize = 8;
 
-/// Number of jobs to be done before the next signal.
+/// Number of jobs that must be done before the next signal.
 const JOBS_BETWEEN: u64 = 10;
 
 /// Sends SIGTERM to the only worker of a bulkhead repeatedly while clients send jobs without a pause.
@@ -47,7 +47,7 @@ fn no_job_is_lost(bulkhead: &str) {
         is_over.store(true, Ordering::Relaxed);
         clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
     });
-    assert!(lost.is_empty(), "{} of {} jobs are lost: {lost:?}", lost.len(), done.load(Ordering::Relaxed));
+    assert!(lost.is_empty(), "{} of {} jobs were lost: {lost:?}", lost.len(), done.load(Ordering::Relaxed));
     assert_eq!(supervisor.number("x", "crashed"), 0);
 }
 
@@ -64,7 +64,7 @@ fn program_host_finishes_all_accepted_jobs() {
 }
 
 #[test]
-fn sigterm_ends_starting_worker_immediately() {
+fn sigterm_stops_starting_worker_immediately() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nsandbox = { profile = \"none\" }\n\
          max_queue = 10\ndeadline = \"60s\"\nstart = { ready = \"60s\" }\nrestart = { backoff = \"1ms\" }\n",

@@ -1,4 +1,4 @@
-//! Sending over an in-process connection.
+//! Sends queued bytes over an in-process connection.
 
 use std::io;
 

@@ -38,7 +38,7 @@ table! {
 }
 
 vocabulary! {
-    /// Use of a token.
+    /// What a token is used for.
     Role {
         /// Submits jobs to `jobs_http`.
         Jobs = "jobs",
@@ -52,12 +52,12 @@ vocabulary! {
 pub struct AccessConfig {
     /// User or group that the entry applies to, by peer credentials, or the token.
     pub who: Who,
-    /// Use of the token; always [`Role::Jobs`] for users and groups.
+    /// What the token is used for. Always [`Role::Jobs`] for users and groups.
     #[serde(serialize_with = "role_name")]
     pub role: Role,
-    /// Names of the permitted bulkheads, at least one. `None`: all bulkheads.
+    /// Names of the permitted bulkheads, at least one. `None` means all bulkheads.
     pub bulkheads: Option<Vec<String>>,
-    /// Names of the permitted tenants, at least one. `None`: jobs can name any tenant, or no tenant.
+    /// Names of the permitted tenants, at least one. `None` means that jobs can name any tenant or none.
     pub tenants: Option<Vec<String>>,
 }
 
@@ -65,9 +65,9 @@ pub struct AccessConfig {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Who {
-    /// User id.
+    /// User ID.
     Uid(u32),
-    /// Group id.
+    /// Group ID.
     Gid(u32),
     /// Token, which was read from this file.
     TokenFile(TokenFile),
@@ -83,13 +83,13 @@ impl Who {
     }
 }
 
-/// A token and its file. Serializes to the path alone.
+/// A token and its file. Serializes to only the path.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct TokenFile {
     /// Absolute path of the file.
     pub path: PathBuf,
-    /// Token in the file when the configuration was read.
+    /// Token that the file contained when the configuration was read.
     #[serde(skip)]
     pub token: Token,
 }

@@ -43,7 +43,7 @@ section! {
     /// `rate_limit`: maximum rate of jobs.
     RateLimitKeys => RateLimit, "bulkhead.NAME.rate_limit";
 
-    /// Sustained rate in jobs per second. Each job counts with its cost.
+    /// Sustained rate in jobs per second. Each job counts according to its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
     /// Maximum number of jobs admitted in one burst after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";

@@ -1,5 +1,5 @@
-//! Keys of `[bulkhead.NAME]`, without the keys in inner tables. `[defaults]` has the same keys, except for
-//! those that select the program.
+//! Keys of `[bulkhead.NAME]`, except for keys in inner tables. `[defaults]` has the same keys, without those that
+//! select the program.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -38,17 +38,16 @@ section! {
     /// Unmodified program, run as a separate process for each job. The program reads the payload from
     /// standard input and writes the result to standard output.
     exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
-    /// Maximum time to wait for the end of an `exec` program's output (standard output, or the file
-    /// `files.output`) after the program has exited. After this time, processes that still hold the output
-    /// open are killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
+    /// Maximum time to wait for an `exec` program's output (standard output, or the file `files.output`) to end after
+    /// the program has exited. After this time, processes that still hold the output open are killed, and the job is
+    /// `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY_DURATION), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
-    /// Environment variables for the workers. Workers get only these variables and a few that the SDK needs.
-    /// Names that start with `BULKHEAD_` are reserved.
+    /// Environment variables for the workers. Workers receive only these variables and a few that the SDK needs. Names
+    /// that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
-    /// Files with the values of further environment variables, such as passwords: a path, or
-    /// `credential:NAME` for a credential of the supervisor's systemd unit. The value is the content without a
-    /// final newline, at most 64 KiB, and is read at each start of a worker. At most 64 files; see
-    /// [secrets](#secrets).
+    /// Files with the values of further environment variables, such as passwords: a path, or `credential:NAME` for a
+    /// credential of the supervisor's systemd unit. The value is the file's contents without a final newline, at most
+    /// 64 KiB, and is read each time a worker starts. At most 64 files; see [secrets](#secrets).
     env_files: Environment as Kind::Environment, without "`{}`", such as "{ DB_PASSWORD = \"/etc/bulkhead/secrets/db\" }", reload ReplacesWorkers;
     /// Working directory of the workers.
     cwd: String as Kind::Path, without "the file's directory", such as "\"/srv/work\"", reload ReplacesWorkers;
@@ -61,10 +60,10 @@ section! {
     max_queue: u32 as count(0, QUEUE_CEILING), default 0;
     /// Maximum time that a job waits for a permit.
     queue_timeout: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"5s\"";
-    /// Maximum run time of an attempt, counted from its dispatch, without the time in the queue. A client can
-    /// request a shorter limit. After this time, the worker is stopped as after a missed `deadline`, even if
-    /// it is running other jobs. At most `deadline_max`. In `[defaults]` the value applies only to bulkheads
-    /// whose jobs can run that long.
+    /// Maximum run time of an attempt, counted from its dispatch, not including time in the queue. A client can request
+    /// a shorter limit. After this time, the worker is stopped as after a missed `deadline`, even if it is running
+    /// other jobs. At most `deadline_max`. In `[defaults]` the value applies only to bulkheads whose jobs can run that
+    /// long.
     run_limit: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"1s\"";
     /// Maximum time from the receipt of a job to its outcome, including the time in the queue. A client can
     /// request another value.
@@ -72,13 +71,12 @@ section! {
     /// Maximum deadline that a client can request. Larger requested values are reduced to this maximum. At
     /// least `deadline`.
     deadline_max: Duration as at_least(POSITIVE_DURATION), without "`deadline`", such as "\"5s\"";
-    /// Time that a worker has to stop after a missed deadline before it is killed; `"0s"` kills the worker
-    /// immediately. With `exec`, the program is killed immediately, and its worker only if the program still
-    /// exists 5 s later and a client waits for another job of this worker.
+    /// Time allowed for a worker to stop after a missed deadline before it is killed; `"0s"` kills the worker
+    /// immediately. With `exec`, the program is killed immediately, and its worker only if the program still exists 5 s
+    /// later and a client is waiting for another of the worker's jobs.
     grace: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
-    /// Amount of work, in expected run time, that is sent to a busy worker in advance, so that the worker is
-    /// not idle between two jobs. Applies only to workers that use the SDK, not to `exec`. `"0s"` disables
-    /// prefetching.
+    /// Amount of work, in expected run time, that is sent to a busy worker in advance, so that the worker is not idle
+    /// between jobs. Applies only to workers that use the SDK, not to `exec`. `"0s"` disables prefetching.
     lookahead: Duration as at_least(ANY_DURATION), default Duration::from_millis(1);
     /// Maximum size of a job's payload. At most the supervisor's `max_payload`.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
@@ -125,8 +123,8 @@ pub struct BulkheadConfig {
     pub program: Program,
     /// Environment variables of the workers, sorted by name.
     pub env: Vec<(String, String)>,
-    /// Absolute paths of files with the values of further environment variables, sorted by the name of the
-    /// variable. The files were valid when the configuration was read.
+    /// Absolute paths of files that contain the values of further environment variables, sorted by variable name. The
+    /// files were valid when the configuration was read.
     pub env_files: Vec<(String, PathBuf)>,
     /// Absolute path of the workers' working directory, which existed when the file was read.
     pub cwd: PathBuf,
@@ -136,10 +134,10 @@ pub struct BulkheadConfig {
     pub max_in_flight: u32,
     /// Maximum number of queued jobs. Always 0 if `max_in_flight` is 0.
     pub max_queue: u32,
-    /// Maximum time that a job waits for a permit. `None`: until the deadline.
+    /// Maximum time that a job waits for a permit. `None` means until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub queue_timeout: Option<Duration>,
-    /// Maximum run time of an attempt, counted from its dispatch. `None`: until the deadline.
+    /// Maximum run time of an attempt, counted from its dispatch. `None` means until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub run_limit: Option<Duration>,
     /// Maximum time from the receipt of a job to its outcome, unless the client requests another value.
@@ -148,7 +146,7 @@ pub struct BulkheadConfig {
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// Time that a worker has to stop after a missed deadline before it is killed. Zero kills the worker
+    /// Time allowed for a worker to stop after a missed deadline before it is killed. Zero kills the worker
     /// immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
@@ -165,62 +163,59 @@ pub struct BulkheadConfig {
     /// Names of the fallback bulkheads, in the order in which they are tried. There are at most 8, without
     /// duplicates and without this bulkhead.
     pub fallback: Vec<String>,
-    /// Share of the permits that is reserved for critical jobs. `None`: no permits are reserved.
+    /// Share of the permits that is reserved for critical jobs. `None` means that no permits are reserved.
     pub priority: Option<admission::PriorityConfig>,
     /// Queue levels at which the supervisor warns and rejects jobs before the queue is full. Ignored if
     /// `max_queue` is 0.
     #[serde(serialize_with = "as_table")]
     pub pressure: Pressure,
-    /// True if `[bulkhead.NAME]` itself sets `pressure`, not only `[defaults]`. The bulkhead must then have a
-    /// queue.
+    /// True if `[bulkhead.NAME]` itself sets `pressure`, rather than `[defaults]`. The bulkhead must then have a queue.
     #[serde(skip)]
     pub has_own_pressure: bool,
-    /// Maximum rate at which jobs are admitted. `None`: no limit.
+    /// Maximum rate at which jobs are admitted. `None` means no limit.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
-    /// Limits that apply to each tenant, or isolation of tenants. `None`: tenants have no limits of their
-    /// own.
+    /// Limits that apply to each tenant, or tenant isolation. `None` means that tenants have no limits of their own.
     pub tenants: Option<tenants::TenantsConfig>,
     /// Settings of individual tenants, by name. At most 1024 tenants.
     pub tenant: BTreeMap<String, tenants::TenantConfig>,
-    /// Settings of the circuit breaker. `None`: no breaker.
+    /// Settings of the circuit breaker. `None` means no breaker.
     #[serde(serialize_with = "as_table_option")]
     pub breaker: Option<BreakerLimits>,
-    /// Limits on retries of idempotent jobs whose worker crashed. `None`: jobs are not retried.
+    /// Limits on retries of idempotent jobs whose worker crashed. `None` means that jobs are not retried.
     #[serde(serialize_with = "as_table_option")]
     pub retry: Option<RetryLimits>,
-    /// Limits of the quarantine for payloads that kill workers. `None`: no quarantine.
+    /// Limits of the quarantine for payloads that kill workers. `None` means no quarantine.
     #[serde(serialize_with = "as_table_option")]
     pub poison: Option<PoisonLimits>,
-    /// Settings of the adaptive limit on concurrent jobs. `None`: no adaptive limit.
+    /// Settings of the adaptive limit on concurrent jobs. `None` means no adaptive limit.
     #[serde(serialize_with = "as_table_option")]
     pub adaptive: Option<AdaptiveLimits>,
     /// Rules for restarting dead workers.
     #[serde(serialize_with = "as_table")]
     pub restart: Restart,
-    /// Time limits and mode of starting workers.
+    /// Time limits for starting workers, and how workers are started.
     #[serde(serialize_with = "as_table")]
     pub start: Start,
     /// Heartbeat settings for detecting unresponsive workers.
     #[serde(serialize_with = "as_table")]
     pub health: Health,
-    /// Limits after which a worker that still works is replaced.
+    /// Limits after which a worker is replaced although it still works.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
-    /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). Hard and soft
-    /// limit are equal. `core` is always included and 0.
+    /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). The hard and soft
+    /// limits are equal. `core` is always included and is always 0.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the workers.
     pub sandbox: confinement::SandboxConfig,
-    /// Limits of each worker's control group. `None`: workers have no control groups.
+    /// Limits of each worker's control group. `None` means that workers have no control groups.
     pub cgroup: Option<confinement::CgroupConfig>,
-    /// Maximum time to wait for the end of a program's output after the program has exited. `None` without
-    /// `exec`.
+    /// Maximum time to wait for a program's output to end after the program has exited. `None` if `exec` is not set.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
-    /// Meaning of a program's exit statuses. `None` without `exec`.
+    /// Meaning of a program's exit statuses. `None` if `exec` is not set.
     pub exit_status: Option<exec::ExitStatus>,
-    /// Names of the files that hold a program's payload and result. `None`: the program uses standard input
+    /// Names of the files that hold a program's payload and result. `None` means that the program uses standard input
     /// and output.
     pub files: Option<exec::Files>,
 }
@@ -246,9 +241,9 @@ impl BulkheadConfig {
             .collect()
     }
 
-    /// Returns the maximum number of worker processes at the same time, without spares.
+    /// Returns the maximum number of worker processes that can exist at the same time, not counting spares.
     ///
-    /// With isolated tenants, this is the sum over the `max_active` largest tenants.
+    /// If tenants are isolated, this is the sum over the `max_active` largest tenants.
     pub fn workers_max(&self) -> u64 {
         let Some(isolation) = self.isolation() else { return u64::from(self.processes) };
         let own = self.tenant.values().filter_map(|tenant| tenant.processes);
@@ -258,7 +253,7 @@ impl BulkheadConfig {
         larger.into_iter().chain(others).take(isolation.max_active as usize).map(u64::from).sum()
     }
 
-    /// Returns the maximum number of spares at the same time.
+    /// Returns the maximum number of spares that can exist at the same time.
     pub fn spares_max(&self) -> u64 {
         let sets = self.isolation().map_or(1, |isolation| isolation.max_active);
         u64::from(self.start.spares) * u64::from(sets)
@@ -276,7 +271,7 @@ pub enum Program {
         /// Resolved path of `argv[0]`.
         path: PathBuf,
     },
-    /// A C library that a host program loads.
+    /// A C library that is loaded by a host program.
     Library {
         /// Path of the library.
         path: PathBuf,

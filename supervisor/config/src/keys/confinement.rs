@@ -54,18 +54,18 @@ table! {
     deny: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
 }
 
-/// Settings of the table `sandbox`. With [`Profile::None`], all other fields are empty and unused.
+/// Settings of the table `sandbox`. If the profile is [`Profile::None`], all other fields are empty and unused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SandboxConfig {
     /// Profile, which selects the layers of confinement.
     pub profile: Profile,
     /// Network access of the workers.
     pub network: Network,
-    /// Absolute paths of additional files and folders that the workers can read. They existed when the
+    /// Absolute paths of additional files and folders that the workers can read. The paths existed when the
     /// configuration was read.
     pub read: Vec<PathBuf>,
-    /// Absolute paths of files and folders that the workers can write. They existed when the configuration
-    /// was read.
+    /// Absolute paths of files and folders that the workers can write to. The paths existed when the configuration was
+    /// read.
     pub write: Vec<PathBuf>,
     /// Maximum size of each worker's private `/tmp` in bytes; 0 for none.
     pub tmp_bytes: u64,
@@ -81,7 +81,7 @@ pub struct SandboxConfig {
 }
 
 impl SandboxConfig {
-    /// Returns true if the workers should run with separate user ids. Workers without a sandbox run as the
+    /// Returns true if the workers should run with separate user IDs. Workers without a sandbox run as the
     /// supervisor's user.
     pub fn wants_own_ids(&self) -> bool {
         self.profile != Profile::None && matches!(self.user, None | Some(SandboxUser::Auto))
@@ -89,17 +89,15 @@ impl SandboxConfig {
 }
 
 vocabulary! {
-    /// Level of confinement of workers. The levels are ordered from the loosest to the strictest.
+    /// Level of confinement of the workers. The levels are ordered from the loosest to the strictest.
     #[derive(Serialize)]
     #[serde(rename_all = "lowercase")]
     Profile {
-        /// No sandbox. Workers only have a separate session, no inherited descriptors, and their resource
-        /// limits.
+        /// No sandbox. Workers have only a separate session, no inherited descriptors, and their resource limits.
         None = "none",
         /// Layers that ordinary programs tolerate and that need neither root nor user namespaces.
         Default = "default",
-        /// All layers of confinement, with a seccomp filter that allows only the system calls that
-        /// computation needs.
+        /// All layers of confinement, with a seccomp filter that allows only the system calls needed for computation.
         Strict = "strict",
     }
 }
@@ -107,11 +105,11 @@ vocabulary! {
 /// Network access of workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Network {
-    /// No sockets except pairs.
+    /// No sockets except socket pairs.
     None,
     /// Only outgoing connections. Workers cannot accept connections.
     Connections {
-        /// Ports to which workers can connect by TCP, at any address. None of them is 0 or occurs twice.
+        /// TCP ports to which workers can connect, at any address. No port is 0 or occurs twice.
         tcp_ports: Vec<u16>,
         /// True if workers can use UDP, with any address and port.
         udp: bool,
@@ -139,7 +137,7 @@ impl Serialize for Network {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {
-    /// A separate user id for each worker, or one id for the whole bulkhead if its workers can write
+    /// A separate user ID for each worker, or one ID for the whole bulkhead if its workers can write
     /// permanent files.
     Auto,
     /// The supervisor's own user.
@@ -172,30 +170,29 @@ vocabulary! {
     Layer {
         /// Landlock rules that restrict access to files.
         Landlock = "landlock",
-        /// Landlock scopes that prevent signals to processes outside the sandbox. Used if neither a separate
-        /// user id nor a pid namespace already prevents such signals.
+        /// Landlock scopes that prevent workers from sending signals to processes outside the sandbox. Used unless a
+        /// separate user ID or a pid namespace already prevents such signals.
         LandlockScopes = "landlock_scopes",
         /// Landlock rules that restrict TCP connections to the ports in `network.tcp_ports`. Used only if
         /// `network` is a table.
         LandlockTcp = "landlock_tcp",
         /// Seccomp filter that restricts system calls.
         Seccomp = "seccomp",
-        /// User namespace, with separate user ids.
+        /// User namespace, with separate user IDs.
         UserNamespace = "user_namespace",
-        /// Pid namespace, with separate process ids. When its first process ends, the kernel kills all
-        /// others.
+        /// Pid namespace, with separate process IDs. When its first process exits, the kernel kills all others.
         PidNamespace = "pid_namespace",
         /// Mount namespace, with a separate root folder.
         MountNamespace = "mount_namespace",
         /// Network namespace without interfaces.
         NetworkNamespace = "network_namespace",
-        /// Separate user. The workers do not run as the supervisor's user.
+        /// Separate user, so that workers do not run as the supervisor's user.
         Identity = "identity",
         /// Control group with resource limits.
         Cgroup = "cgroup",
-        /// The flag `no_new_privs`, with which executing a program never adds privileges.
+        /// The flag `no_new_privs`, which ensures that executing a program never adds privileges.
         NoNewPrivs = "no_new_privs",
-        /// Separation from each other of the programs that one `exec` worker runs at the same time.
+        /// Isolation from each other of programs that the same `exec` worker runs at the same time.
         ProgramScopes = "program_scopes",
     }
 }

@@ -39,12 +39,12 @@ pub struct ExitStatus {
     pub retryable: Vec<u8>,
 }
 
-/// Names of a job's input and output files. With either file, each job has a separate folder, which is the
-/// working directory of the program.
+/// Names of a job's input and output files. If either is set, each job has a separate folder, which is the program's
+/// working directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Files {
-    /// Name of the file that holds the payload. `None`: the program reads standard input.
+    /// Name of the file that holds the payload. `None` means that the program reads standard input.
     pub input: Option<String>,
-    /// Name of the file that holds the result. `None`: the result is the standard output.
+    /// Name of the file that holds the result. `None` means that the result is the standard output.
     pub output: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! Keys of `[supervisor]`, which set sockets and limits that all bulkheads share.
+//! Keys of `[supervisor]`, which configure sockets and limits that all bulkheads share.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -95,32 +95,32 @@ pub struct SupervisorConfig {
     /// File mode of the jobs socket, for example `0o600`. The default depends on whether the file contains
     /// `[[access]]`.
     pub socket_mode: u32,
-    /// Mode with which the folder of the jobs socket is created if it does not exist: `0o755` if other users
-    /// can connect, otherwise `0o700`.
+    /// Mode with which the folder of the jobs socket is created if it does not exist: `0o755` if other users can
+    /// connect, otherwise `0o700`.
     pub folder_mode: u32,
     /// Absolute path of the admin socket, different from `socket`. Empty for an embedded supervisor.
     pub admin: PathBuf,
-    /// Settings for serving the admin API over TCP. `None`: the admin API is not served over TCP.
+    /// Settings for serving the admin API over TCP. `None` means that it is not served over TCP.
     pub http: Option<HttpConfig>,
-    /// Listening address for jobs over HTTP. `None`: no such listener.
+    /// Listening address for jobs over HTTP. `None` means that there is no such listener.
     pub jobs_http: Option<SocketAddr>,
     /// Maximum number of connections to `jobs_http`.
     pub jobs_http_max: usize,
     /// Time between the signal to stop and the drain.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_notice: Duration,
-    /// Maximum time that the supervisor waits for jobs in flight when it stops. Zero stops immediately.
+    /// Maximum time that the supervisor waits for jobs in flight when it stops. If zero, it stops immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_timeout: Duration,
     /// Maximum number of connected clients.
     pub max_clients: usize,
     /// Maximum size of a payload in bytes.
     pub max_payload: u64,
-    /// Maximum total size of waiting data in bytes, at least `max_payload`.
+    /// Maximum total size of buffered data in bytes, at least `max_payload`.
     pub max_buffered: u64,
-    /// Maximum total size of all memory files in bytes.
+    /// Maximum total size of all memory files, in bytes.
     pub max_pooled: u64,
-    /// Absolute path of the folder for crash reports. If the path exists, it is a folder. `None`: reports are
+    /// Absolute path of the folder for crash reports. If the path exists, it is a folder. `None` means that reports are
     /// kept only in memory.
     pub crash_dir: Option<PathBuf>,
     /// Number of crash reports to keep, at least 1.
@@ -132,9 +132,9 @@ pub struct SupervisorConfig {
     /// Maximum number of tenants with a separate label in the metrics; see
     /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// User ids for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None`: the ids in
-    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other
-    /// users, otherwise those of `/etc/subuid`.
+    /// User IDs for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means the IDs in
+    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other users,
+    /// otherwise those in `/etc/subuid`.
     pub worker_uids: Option<UidRange>,
 }
 

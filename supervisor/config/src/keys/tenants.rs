@@ -1,5 +1,5 @@
-//! The table `tenants`, and the tables `[bulkhead.NAME.tenant.TENANT]` with settings of individual tenants.
-//! The names of the latter are chosen by the author of the file, so only the keys in these tables have rows.
+//! The table `tenants`, and the tables `[bulkhead.NAME.tenant.TENANT]` with settings of individual tenants. The file's
+//! author chooses the names of the latter, so only the keys in these tables have rows.
 
 use std::time::Duration;
 
@@ -59,7 +59,7 @@ table! {
     /// effect.
     TenantRateKeys, TENANT_RATE_LIMIT;
 
-    /// Sustained rate of this tenant in jobs per second. Each job counts with its cost.
+    /// Sustained rate of this tenant in jobs per second. Each job counts according to its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
     /// Maximum number of this tenant's jobs admitted in one burst after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
@@ -69,12 +69,12 @@ table! {
 /// least one field is set. If `isolation` is set, the other fields are `None`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {
-    /// Maximum number of jobs that each tenant can have in flight in the whole bulkhead, at least 1. `None`:
-    /// no limit per tenant.
+    /// Maximum number of jobs that each tenant can have in flight in the whole bulkhead, at least 1. `None` means no
+    /// limit per tenant.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of jobs that each tenant can have in the queue. `None`: no limit per tenant.
+    /// Maximum number of jobs that each tenant can have in the queue. `None` means no limit per tenant.
     pub max_queue: Option<u32>,
-    /// Settings for separate workers for each tenant. `None`: all tenants share the workers.
+    /// Settings for separate workers for each tenant. `None` means that all tenants share the workers.
     pub isolation: Option<IsolationConfig>,
 }
 
@@ -89,8 +89,8 @@ pub struct IsolationConfig {
     pub idle: Duration,
 }
 
-/// Settings of `[bulkhead.NAME.tenant.TENANT]` for one tenant. Each field replaces the setting that applies
-/// to all tenants.
+/// Settings in `[bulkhead.NAME.tenant.TENANT]` for one tenant. Each field replaces the setting that applies to all
+/// tenants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TenantConfig {
     /// Maximum number of jobs of this tenant in flight, at least 1. If tenants are isolated, the limit
@@ -100,25 +100,25 @@ pub struct TenantConfig {
     pub max_queue: Option<u32>,
     /// Number of worker processes of this tenant, at least 1. Always `None` if tenants share the workers.
     pub processes: Option<u32>,
-    /// Maximum rate at which jobs of this tenant are admitted.
+    /// Maximum rate at which this tenant's jobs are admitted.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
 }
 
 impl TenantConfig {
-    /// Returns the settings that apply to a tenant on shared workers.
+    /// Returns the settings that apply to the tenant if tenants share the workers.
     pub fn of_share(&self) -> TenantOverrides {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         TenantOverrides { max_in_flight, max_queue, rate_limit }
     }
 
-    /// Returns the settings that apply to an isolated tenant, as changes to the bulkhead's settings.
+    /// Returns the settings that apply to the tenant if it is isolated, as changes to the bulkhead's settings.
     pub fn of_workers(&self) -> LimitChange {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
         LimitChange { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
-    /// Returns these settings, with each absent setting taken from `others`.
+    /// Returns these settings, taking each absent setting from `others`.
     pub fn or(self, others: Self) -> Self {
         Self {
             max_in_flight: self.max_in_flight.or(others.max_in_flight),
@@ -135,7 +135,7 @@ pub(crate) struct RawTenant {
     pub(crate) keys: TenantKeys,
 }
 
-/// The tenants' tables of a bulkhead, in the order of the file. `[defaults]` has no such tables.
+/// A bulkhead's tenant tables, in file order. `[defaults]` has no such tables.
 impl NestedTable for Vec<RawTenant> {
     fn nested_keys() -> Vec<Key> {
         TenantKeys::keys()
@@ -150,7 +150,7 @@ impl NestedTable for Vec<RawTenant> {
     }
 }
 
-/// Reads the tenants' tables of a bulkhead, in the order of the file.
+/// Reads a bulkhead's tenant tables, in file order.
 fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
     let Some(named) = bulkhead.bare_table("tenant") else { return Vec::new() };
     let mut entries: Vec<_> = named.iter().collect();
@@ -183,8 +183,7 @@ fn too_many() -> ValueError {
     )
 }
 
-/// Checks that `name` can be the name of a tenant. The empty name is rejected, because it stands for jobs
-/// without a tenant.
+/// Checks that `name` is a valid tenant name. The empty name is rejected, because it stands for jobs without a tenant.
 pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     if name.is_empty() {
         return Err(ValueError::new(
@@ -201,7 +200,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
 }
 
-/// Reports a key in `tenant` that is not the table of a tenant. The author most likely meant the key for all
+/// Reports a key in `tenant` that is not a tenant's table. The author most likely meant the key to apply to all
 /// tenants.
 fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> ValueError {
     let help = match is_for_all {

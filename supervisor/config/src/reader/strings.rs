@@ -10,7 +10,7 @@ use crate::values::{self, LabelledKey, ValueError};
 
 impl TableReader<'_, '_> {
     /// Reads an array of strings: a program and its arguments, or names, words or paths. Invalid strings are reported
-    /// and omitted. Only an array with a program must not be empty.
+    /// and skipped. The array may be empty, except for a program.
     pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
         self.read_partly(name, |reader, key, value| {
             let array = match value.get_ref() {
@@ -50,8 +50,8 @@ impl TableReader<'_, '_> {
         })
     }
 
-    /// Reads a table of environment variables, or of files with their values. Invalid variables are reported and
-    /// omitted.
+    /// Reads a table of environment variables, or of files that contain their values. Invalid variables are reported
+    /// and skipped.
     pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
         self.read_partly(name, |reader, key, value| {
             let DeValue::Table(table) = value.get_ref() else {
@@ -80,7 +80,7 @@ fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// Returns the text of a value that would be a string if it had quotes.
+/// Returns the text of a value that would be a string if it were quoted.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),
@@ -90,7 +90,7 @@ fn unquoted(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Reads one string of an array. Only an argument of a program can be empty.
+/// Reads one string of an array. Only arguments of a program can be empty.
 fn element_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> Result<String, ValueError> {
     let label = format!("{}[{index}]", key.label);
     let example = || format!("write `{} = {}`", key.name, key.example());

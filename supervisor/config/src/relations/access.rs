@@ -1,4 +1,4 @@
-//! Rules for `[[access]]`. Each entry applies to one existing user or group, or to one token, names only existing
+//! Rules for `[[access]]`. Each entry applies to one existing user or group or to one token, names only existing
 //! bulkheads, and grants at least one permission.
 
 use super::Checker;
@@ -14,12 +14,12 @@ use crate::{defaults, identities};
 /// Mode bits that let users other than the supervisor's user connect.
 const OTHERS_CAN_CONNECT: u32 = 0o022;
 
-/// Returns the modes of the jobs socket and of its folder. With access rules, the default modes let all users connect,
-/// because the rules decide which users are accepted.
+/// Returns the modes of the jobs socket and of its folder. If there are access rules, the default modes let all users
+/// connect, because the rules decide which users are accepted.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let default_value = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(default_value);
-    // The folder's default mode would exclude users that the access rules and the socket's mode allow.
+    // The folder's default mode would exclude users that are allowed by the access rules and the socket's mode.
     let open = has_access && socket_mode & OTHERS_CAN_CONNECT != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }
@@ -49,7 +49,7 @@ impl Checker<'_> {
                 raw.token_file.present_key("token_file"),
             ],
             ValueError::new(
-                "an entry of `access` names no user, group or token",
+                "an entry of `access` does not name a user, group or token",
                 "add `uid = 1001`, `gid = 1001`, `user = \"www-data\"`, `group = \"www-data\"` or \
                  `token_file = \"/etc/bulkhead/jobs-token\"`",
             ),
@@ -74,7 +74,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the id of the user or group with the given name. Reports an error if the name does not exist.
+    /// Returns the ID of the user or group with the given name. Reports an error if the name does not exist.
     fn identity(
         &mut self,
         label: &str,
@@ -117,8 +117,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, because it permits nothing. Accepts a list that is empty only because invalid elements
-    /// were removed, because these were meant to permit something.
+    /// Reports an empty list, because it permits nothing. Accepts a list that is empty only because invalid elements,
+    /// which were meant to permit something, were removed.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

@@ -1,5 +1,5 @@
-//! Checks of keys for admission control: keys that a table requires, keys that need a queue, and limits that depend on
-//! the number of permits.
+//! Checks of admission control keys: keys that a table requires, keys that need a queue, and limits that depend on the
+//! number of permits.
 
 use std::fmt::Display;
 
@@ -13,8 +13,8 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// Returns message and help for an `overflow` key in a bulkhead without a queue, in a configuration file or in a live
-/// change.
+/// Returns the message and help for an `overflow` key in a bulkhead without a queue, in a configuration file or in a
+/// live change.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
@@ -22,7 +22,7 @@ pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (Str
     )
 }
 
-/// Returns message and help for a `pressure` table in a bulkhead without a queue.
+/// Returns the message and help for a `pressure` table in a bulkhead without a queue.
 pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
     (
         format!("`pressure` needs a queue (`max_queue` is {queue})"),
@@ -31,7 +31,7 @@ pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
 }
 
 impl PressureKeys {
-    /// Returns true if `pressure` is set in the bulkhead's own table, not in `[defaults]`.
+    /// Returns true if `pressure` is set in the bulkhead's own table rather than in `[defaults]`.
     pub(super) fn is_own(&self) -> bool {
         self.presence.given().is_some_and(|presence| presence.origin == Origin::Own)
     }
@@ -68,7 +68,7 @@ impl Checker<'_> {
             self.problems.report(position, what, help);
         }
         let reject = raw.reject.resolved();
-        // A warning above `reject` would come too late, so a lower `reject` also lowers the default of `warn`.
+        // A warning level above `reject` would come too late, so a lower `reject` also lowers the default of `warn`.
         let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
@@ -133,7 +133,7 @@ impl Checker<'_> {
         );
     }
 
-    /// Returns the value of a required key. Reports an error if the table is present but the key is absent.
+    /// Returns the value of a required key. Reports an error if the table is present but the key is not.
     pub(super) fn required<T: Clone>(
         &mut self,
         presence: &Field<()>,
@@ -154,8 +154,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the burst size, by default the number of jobs that the rate allows in one second. Fits in 32 bits, because
-/// `RATE_CEILING` limits both.
+/// Returns the burst size, which by default is the number of jobs that the rate allows in one second. It fits in 32
+/// bits, because `RATE_CEILING` limits both.
 pub(super) fn burst(burst: &Field<u32>, per_second: f64) -> u32 {
     burst.value_or(per_second.ceil() as u32)
 }

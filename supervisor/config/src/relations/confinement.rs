@@ -1,5 +1,4 @@
-//! Checks of keys for confinement: keys that have no effect with the configured profile, and names that do
-//! not exist.
+//! Checks of confinement keys: keys that have no effect with the configured profile, and names that do not exist.
 
 use std::path::{Path, PathBuf};
 
@@ -52,8 +51,8 @@ impl Checker<'_> {
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
-    /// Rejects a key that has no effect with `profile = "none"`. A key in `[defaults]` is accepted if the
-    /// bulkhead itself sets this profile.
+    /// Rejects a key that has no effect with `profile = "none"`. A key in `[defaults]` is accepted if the bulkhead
+    /// itself sets this profile.
     fn check_confined<T: Clone>(
         &mut self,
         name: &str,
@@ -160,7 +159,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects the denial of a system call that every worker needs.
+    /// Rejects denying a system call that every worker needs.
     fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {

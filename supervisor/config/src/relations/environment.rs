@@ -1,4 +1,4 @@
-//! Rules for the environment of workers: its total size, and the files with values.
+//! Rules for the environment of workers: its total size, and the files that contain values.
 
 use std::path::PathBuf;
 
@@ -22,7 +22,8 @@ pub(super) fn texts(field: &Field<Environment>) -> Vec<(String, String)> {
 
 impl Checker<'_> {
     /// Checks the total size of arguments and environment variables. The maximum leaves room below the kernel's limit
-    /// for variables that describe a job. Of a variable from a file, only the name and the path count.
+    /// for variables that describe a job. If a variable's value comes from a file, only the variable's name and the
+    /// path count.
     pub(super) fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
@@ -43,8 +44,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the files with the values of environment variables. Checks that each file is valid now, although it is
-    /// read again when a worker starts.
+    /// Returns the files that contain the values of environment variables. Checks that each file is valid now, although
+    /// it is read again when a worker starts.
     pub(super) fn env_files(&mut self, raw: &RawBulkhead) -> Vec<(String, PathBuf)> {
         let Some(given) = raw.env_files.given() else { return Vec::new() };
         if given.value.len() > defaults::ENV_FILES_MAX {
@@ -88,7 +89,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the path of a credential that systemd has passed to the supervisor.
+    /// Returns the path of a credential that systemd passed to the supervisor.
     fn credential(&self, label: &str, name: &str) -> Result<PathBuf, ValueError> {
         if name.is_empty() || name.contains('/') || [".", ".."].contains(&name) {
             return Err(ValueError::new(

@@ -1,4 +1,4 @@
-//! Checks of keys that apply to `exec` programs.
+//! Checks of keys that apply only to `exec` programs.
 
 use super::Checker;
 use crate::Profile;
@@ -37,7 +37,8 @@ impl Checker<'_> {
             let message = "`exit_status.ok` is empty, so no job could succeed";
             self.problems.report(given.span.clone(), message, "add a status, as in `ok = [0]`");
         }
-        // Lists that the file does not set have their defaults, without statuses that the file puts in another list.
+        // Lists that the file does not set have their default values, minus statuses that the file puts in another
+        // list.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
             field.value().unwrap_or_else(|| {
                 let is_free = |status: &u8| written.iter().all(|(other, _)| other != status);

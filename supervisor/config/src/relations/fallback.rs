@@ -1,4 +1,4 @@
-//! Checks of `fallback`: each name must be another bulkhead in the file, and no name can occur twice.
+//! Checks of `fallback`: each name must be another bulkhead in the file, and no name may occur twice.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -22,7 +22,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the problem, if any, with `name` in the key `fallback` of bulkhead `own`. `before` contains the preceding
+/// Returns the problem, if any, with `name` in the `fallback` key of bulkhead `own`. `before` contains the preceding
 /// names.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {

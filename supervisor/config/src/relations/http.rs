@@ -1,4 +1,4 @@
-//! Rules for HTTP over TCP: addresses, the admin token, and the listeners that other tokens require.
+//! Rules for HTTP over TCP: addresses, the admin token, and the listeners required by other tokens.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -13,8 +13,8 @@ use crate::values::ValueError;
 use crate::{AccessConfig, HttpConfig, Role, TokenFile, programs};
 
 impl Checker<'_> {
-    /// Checks that `http` and `http_token_file` are either both set or both absent. Without a token, every
-    /// process that can reach the address would have full access.
+    /// Checks that `http` and `http_token_file` are either both set or both absent. Without a token, any process that
+    /// can reach the address would have full access.
     pub(super) fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
         let address = self.address("http", "127.0.0.1:9464", &raw.http);
         let token_file = raw.http_token_file.given();
@@ -74,7 +74,7 @@ impl Checker<'_> {
         self.ok_or_report(&given.span, token).map(|token| TokenFile { path, token })
     }
 
-    /// Checks that each token of `[[access]]` has a listener, that `jobs_http` has a token, and that the admin token
+    /// Checks that each token in `[[access]]` has a listener, that `jobs_http` has a token, and that the admin token
     /// has no other use.
     pub(super) fn check_tokens(
         &mut self,
@@ -98,7 +98,7 @@ impl Checker<'_> {
         self.check_token_uses(raw, entries, access);
     }
 
-    /// Checks the role of an entry, and that its token has a listener.
+    /// Checks the role of an entry, and that there is a listener for its token.
     fn check_role(&mut self, raw: &RawSupervisor, entry: &RawAccess) {
         let Some(file) = entry.token_file.given() else {
             if let Some(role) = entry.role.given() {

@@ -1,4 +1,4 @@
-//! Checks of keys for tenants: limits on shared workers, isolation, and the tables of individual tenants, whose meaning
+//! Checks of tenant keys: limits on shared workers, isolation, and the tables of individual tenants, whose meaning
 //! depends on whether tenants are isolated.
 
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ impl Checker<'_> {
         let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
-        // A table that only contains `isolate = false` turns off isolation from `[defaults]`.
+        // A table that contains only `isolate = false` turns off isolation set in `[defaults]`.
         let sets_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
         sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
@@ -75,8 +75,8 @@ impl Checker<'_> {
             self.problems.report(
                 position,
                 format!(
-                    "`tenants.{name}` ({}) limits a tenant's share of common workers, but with \
-                     `tenants.isolate` ({}) no workers are common",
+                    "`tenants.{name}` ({}) limits a tenant's share of shared workers, but with \
+                     `tenants.isolate` ({}) tenants do not share workers",
                     share.with_origin(share.value),
                     isolate.with_origin(true)
                 ),
@@ -147,8 +147,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Checks the table of an isolated tenant. The rules for a bulkhead's processes, permits and queue also
-    /// apply to the tenant.
+    /// Checks the table of an isolated tenant. The rules for a bulkhead's processes, permits and queue also apply to
+    /// the tenant.
     fn check_isolated_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         if let Some(in_flight) = raw.keys.max_in_flight.given()
             && u64::from(in_flight.value) > defaults::IN_FLIGHT_CEILING
@@ -197,12 +197,12 @@ impl Checker<'_> {
         self.problems.report(
             position,
             format!("{per_tenant} × `tenants.max_active` ({max_active}) is above {ceiling}"),
-            format!("with {with} write `max_active = {}` or less", ceiling / each),
+            format!("with {with}, set `max_active` to at most {}", ceiling / each),
         );
     }
 
-    /// Reports too many worker processes at the tenant with the most processes. Called if the bulkhead's own numbers
-    /// are within limits.
+    /// Reports that there are too many worker processes, at the tenant with the most processes. Called if the
+    /// bulkhead's own numbers are within the limits.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;

@@ -1,4 +1,4 @@
-//! Checks of the time limits for jobs. No time limit can exceed the longest deadline.
+//! Checks of the time limits for jobs. No time limit may exceed the longest deadline.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ impl Checker<'_> {
         None
     }
 
-    /// Rejects an adaptive target above the maximum duration of a job, with which the adaptive limit would never fall.
+    /// Rejects an adaptive target above the maximum duration of a job, because the adaptive limit would never decrease.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);

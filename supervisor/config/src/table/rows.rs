@@ -1,6 +1,6 @@
-//! Macros that declare tables. A table has one row for each key, with the name of the key, the type and kind
-//! of its value, the default, and a description. The code that reads, merges and prints a key, its
-//! documentation and JSON schema, and the effect of a reload are all generated from this row.
+//! Macros that declare tables. A table has one row per key, with the key's name, the type and kind of its value, the
+//! default, and a description. The code that reads, merges and prints a key, its documentation and JSON schema, and the
+//! effect of a reload are all generated from this row.
 //!
 //! ```text
 //! /// The sentence of the reference.
@@ -9,8 +9,8 @@
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!
-//! `reload` declares the effect of a reload with a changed value. Without `reload`, the new value applies
-//! immediately. `no field` means that the checked type has no field with the name of the key.
+//! `reload` declares the effect of a reload in which the value has changed. Without `reload`, the new value takes
+//! effect immediately. `no field` means that the checked type has no field with the name of the key.
 
 /// Declares a table; see the module documentation. Inner tables are declared after the rows.
 macro_rules! table {
@@ -75,9 +75,8 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Declares a table whose checked type has a field for each key and each inner table, with the same name.
-/// With `by rows`, the macro also generates the conversion to the checked type. Otherwise `relations` does
-/// the conversion.
+/// Declares a table whose checked type has a field of the same name for each key and each inner table. With `by rows`,
+/// the macro also generates the conversion to the checked type. Otherwise, the conversion is in `relations`.
 macro_rules! section {
     (
         $(#[$about:meta])*
@@ -123,7 +122,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-// Helper macros for `default` and `without` in a row.
+// Helper macros for `default` and `without` in rows.
 
 macro_rules! field_type {
     (default $type:ty) => { $crate::table::WithDefault<$type> };

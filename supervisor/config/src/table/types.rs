@@ -1,4 +1,4 @@
-//! Types of values that keys can have, including vocabularies that are defined in `policy`.
+//! Types of values that keys can have, including vocabularies defined in `policy`.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -162,7 +162,7 @@ impl Value for Environment {
         table.environment(name)
     }
 
-    /// Merges variables, or files, of a bulkhead with those of `[defaults]`. The bulkhead's value takes precedence.
+    /// Merges a bulkhead's variables or files with those in `[defaults]`. The bulkhead's values take precedence.
     fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {

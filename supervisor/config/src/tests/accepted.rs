@@ -1,4 +1,4 @@
-//! Tests of valid files and the resulting configurations.
+//! Tests of valid files and the configurations they produce.
 
 use std::time::Duration;
 
@@ -149,7 +149,7 @@ fn configuration_file_can_set_every_key() {
 }
 
 #[test]
-fn bulkhead_keys_override_keys_of_defaults() {
+fn bulkhead_keys_override_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let last = &config.bulkheads[0];
@@ -173,7 +173,7 @@ fn bulkhead_keys_override_keys_of_defaults() {
 }
 
 #[test]
-fn rlimits_are_converted_to_units_of_setrlimit() {
+fn rlimits_are_converted_to_setrlimit_units() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let limits: Vec<_> =
@@ -235,7 +235,7 @@ fn configuration_summary_parses_to_same_configuration() {
 fn configuration_summary_contains_all_keys() {
     let folder = Folder::new();
     let summary = folder.accept(FULL).summary();
-    // The summary contains the ids of users and groups, not their names.
+    // The summary contains user and group IDs, not names.
     let is_name = |key: &Key| key.table == schema::ACCESS && matches!(key.name, "user" | "group");
     for key in reference().into_iter().filter(|key| !is_name(key)) {
         assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());
@@ -255,7 +255,7 @@ fn configuration_summary_mentions_unset_keys() {
 }
 
 #[test]
-fn json_durations_use_syntax_of_configuration_file() {
+fn json_durations_use_configuration_file_syntax() {
     let config =
         Folder::new().accept(&bulkhead("queue_timeout = \"1500ms\"\nrlimits = { stack = \"unlimited\" }"));
     let json = serde_json::to_value(&config.bulkheads[0]).unwrap();
@@ -274,7 +274,7 @@ fn byte_order_mark_is_ignored() {
 }
 
 #[test]
-fn windows_line_ends_are_accepted() {
+fn windows_line_endings_are_accepted() {
     let folder = Folder::new();
     folder.accept(&bulkhead("processes = 2").replace('\n', "\r\n"));
     folder.reject_one(&bulkhead("processes = 0").replace('\n', "\r\n"), (3, 13), "`processes`", "");

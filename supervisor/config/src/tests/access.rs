@@ -1,4 +1,4 @@
-//! Tests of `[[access]]`: rules, and the resulting modes of sockets and folders.
+//! Tests of `[[access]]`: the rules, and the resulting modes of sockets and folders.
 
 use super::*;
 
@@ -66,12 +66,12 @@ fn access_rules_open_socket_unless_mode_is_set() {
 }
 
 #[test]
-fn access_rule_names_exactly_one_user_or_group() {
+fn access_rule_must_name_exactly_one_user_or_group() {
     let folder = Folder::new();
     folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
         (3, 1),
-        "an entry of `access` names no user, group or token",
+        "an entry of `access` does not name a user, group or token",
         "add `uid = 1001`",
     );
     folder.reject_one(
@@ -121,7 +121,7 @@ fn access_rule_rejects_unknown_users_and_groups() {
 }
 
 #[test]
-fn access_rule_names_only_existing_bulkheads() {
+fn access_rule_must_name_existing_bulkheads() {
     let folder = Folder::new();
     let text = |names: &str| {
         format!("[[access]]\nuid = 1\nbulkheads = {names}\n[bulkhead.thumbs]\nexec = [\"tool\"]\n")
@@ -154,7 +154,7 @@ fn access_rule_names_only_existing_bulkheads() {
 }
 
 #[test]
-fn access_rule_names_only_valid_tenants() {
+fn access_rule_must_name_valid_tenants() {
     let folder = Folder::new();
     let text = |names: &str| entry(&format!("uid = 1\ntenants = {names}"));
     folder.accept(&text(&format!("[\"{}\", \"Größe 3/π\"]", "x".repeat(256))));
@@ -195,7 +195,7 @@ fn access_is_array_of_at_most_1024_tables() {
 fn error_suggests_table_for_misplaced_access_key() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
-    // Suggests only keys whose values can be tables.
+    // Only keys whose values can be tables are suggested.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
     folder.reject_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

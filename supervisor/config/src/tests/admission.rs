@@ -1,4 +1,4 @@
-//! Tests of the keys for admission control: valid values, invalid values, and rules that span several keys.
+//! Tests of admission control keys: valid values, invalid values, and rules that span several keys.
 
 use std::time::Duration;
 
@@ -247,7 +247,7 @@ fn admission_tables_require_their_main_key() {
 }
 
 #[test]
-fn defaults_fill_in_missing_keys_of_a_table() {
+fn defaults_fill_in_missing_keys_in_a_table() {
     let folder = Folder::new();
     let text = "[defaults]\nrate_limit = { burst = 5 }\ntenants = {}\n[bulkhead.a]\nexec = [\"tool\"]\n\
                 rate_limit = { per_second = 1 }\ntenants = { max_queue = 0 }\n";
@@ -368,7 +368,7 @@ fn all_admission_problems_are_reported_together() {
 }
 
 #[test]
-fn configuration_summary_shows_enabled_and_disabled_tables() {
+fn summary_shows_enabled_and_disabled_tables() {
     let folder = Folder::new();
     let summary = folder.accept(&bulkhead("")).summary();
     for line in [
@@ -400,7 +400,7 @@ fn configuration_summary_shows_enabled_and_disabled_tables() {
 }
 
 #[test]
-fn configuration_summary_keeps_pressure_of_defaults() {
+fn summary_keeps_pressure_set_in_defaults() {
     let folder = Folder::new();
     let text = format!(
         "[defaults]\npressure = {{ warn = 0.5, reject = 0.6 }}\n{}[bulkhead.b]\nexec = [\"tool\"]\nmax_queue = 3\n",
@@ -411,7 +411,7 @@ fn configuration_summary_keeps_pressure_of_defaults() {
 }
 
 #[test]
-fn json_values_use_syntax_of_configuration_file() {
+fn json_values_use_configuration_file_syntax() {
     let lines = "max_queue = 1\noverflow = \"evict-oldest\"\nrate_limit = { per_second = 5, per = \"tenant\" }\n\
                  breaker = { slow_call = \"1s\" }\npoison = {}";
     let json = serde_json::to_value(accept_one(lines)).unwrap();
@@ -455,7 +455,7 @@ fn adaptive_max_cannot_exceed_permits() {
 }
 
 #[test]
-fn adaptive_max_cannot_exceed_permits_of_isolated_tenant() {
+fn adaptive_max_cannot_exceed_isolated_tenant_permits() {
     let folder = Folder::new();
     let isolated = format!("max_in_flight = 6\ntenants = {{ isolate = true }}\n{ADAPTIVE}\n");
     let tenant = |key: &str| bulkhead(&format!("{isolated}tenant.acme = {{ {key} }}"));

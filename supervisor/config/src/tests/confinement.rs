@@ -1,4 +1,4 @@
-//! Tests of the keys for confinement: valid values, invalid values, and rules that span several keys.
+//! Tests of confinement keys: valid values, invalid values, and rules that span several keys.
 
 use super::*;
 
@@ -94,7 +94,7 @@ fn profile_none_rejects_other_sandbox_keys() {
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
         folder.reject_one(&defaults, (2, column), &message, "; for a bulkhead without a sandbox, set");
-        // A key in the bulkhead's own table, unlike one in `[defaults]`, contradicts the profile `none` in the same
+        // Unlike a key in `[defaults]`, a key in the bulkhead's own table contradicts the profile `none` in the same
         // table.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.reject_one(&text, (5, column), &message, &help);
@@ -110,7 +110,7 @@ fn profile_none_rejects_other_sandbox_keys() {
 }
 
 #[test]
-fn profile_none_ignores_sandbox_keys_of_defaults() {
+fn profile_none_ignores_sandbox_keys_in_defaults() {
     let folder = Folder::new();
     let defaults =
         "[defaults.sandbox]\nprofile = \"default\"\nnetwork = true\nsyscalls = { deny = [\"mlock\"] }\n";

@@ -11,7 +11,7 @@ fn output_grace_can_be_zero() {
 }
 
 #[test]
-fn exit_statuses_are_valid_and_in_one_list_only() {
+fn exit_statuses_must_be_valid_and_in_only_one_list() {
     let folder = Folder::new();
     let cases = [
         (
@@ -69,7 +69,7 @@ fn job_files_must_have_plain_names() {
 }
 
 #[test]
-fn job_files_exclude_cwd_and_require_temporary_folder() {
+fn job_files_forbid_cwd_and_require_temporary_folder() {
     let folder = Folder::new();
     let files = "files = { input = \"in\" }";
     let text = bulkhead(&format!("cwd = \"work\"\n{files}"));

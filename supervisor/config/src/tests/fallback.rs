@@ -2,16 +2,16 @@
 
 use super::*;
 
-/// Returns a file with the bulkhead `a`, whose key `fallback` is on line 3, and with the bulkheads `others`.
+/// Returns a file with the bulkhead `a`, whose `fallback` key is on line 3, and with the bulkheads in `others`.
 fn file(fallback: &str, others: &[&str]) -> String {
     let others: String =
         others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();
     format!("{}{others}", bulkhead(&format!("fallback = {fallback}")))
 }
 
-/// An array in a bulkhead's table replaces the array in `[defaults]` instead of extending it.
+/// An array in a bulkhead's table replaces the array in `[defaults]` rather than extending it.
 #[test]
-fn fallback_list_replaces_list_of_defaults() {
+fn fallback_list_replaces_list_in_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let fallbacks: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.fallback.as_slice()).collect();

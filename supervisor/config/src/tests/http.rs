@@ -1,4 +1,4 @@
-//! HTTP over TCP: addresses, token files, and the roles of tokens.
+//! Tests of HTTP over TCP: addresses, token files, and token roles.
 
 use super::*;
 
@@ -70,7 +70,7 @@ fn with_token(entry: &str) -> String {
 }
 
 #[test]
-fn jobs_http_needs_address_and_token() {
+fn jobs_http_requires_address_and_token() {
     let folder = Folder::new();
     let config = folder.accept(&with_token("token_file = \"jobs-token\""));
     assert_eq!(config.supervisor.jobs_http.unwrap().to_string(), "127.0.0.1:9465");
@@ -105,7 +105,7 @@ fn jobs_http_needs_address_and_token() {
 }
 
 #[test]
-fn token_requires_the_listener_of_its_role() {
+fn token_requires_the_listener_for_its_role() {
     let folder = Folder::new();
     let entry = |lines: &str| bulkhead(&format!("[[access]]\n{lines}"));
     folder.reject_one(
@@ -141,7 +141,7 @@ fn token_requires_the_listener_of_its_role() {
 }
 
 #[test]
-fn token_has_one_role() {
+fn token_can_have_only_one_role() {
     let folder = Folder::new();
     let with = |entries: &str| {
         let http = "[supervisor]\njobs_http = \"127.0.0.1:9465\"\nhttp = \"127.0.0.1:9464\"\nhttp_token_file = \"token\"\n";
@@ -149,7 +149,7 @@ fn token_has_one_role() {
     };
     let jobs = "[[access]]\ntoken_file = \"jobs-token\"\n";
     folder.accept(&with(&format!("{jobs}[[access]]\ntoken_file = \"read-token\"\nrole = \"read\"\n")));
-    // Several entries for a token add up.
+    // Several entries for the same token are combined.
     folder.accept(&with(&format!("{jobs}tenants = [\"t\"]\n{jobs}bulkheads = [\"a\"]\n")));
     let twice = format!("{jobs}{jobs}role = \"read\"\n");
     folder.reject_one(&with(&twice), (11, 14), "holds a token that has another role", "create another token");

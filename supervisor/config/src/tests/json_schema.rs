@@ -40,8 +40,8 @@ fn complaints(text: &str) -> Option<Vec<String>> {
 }
 
 /// Returns true if the parser rejected a value because of its shape, so that the schema must reject it too. Excludes
-/// decimal numbers, because 2.0 is 2 in JSON, and texts whose numbers are too large or have too many decimal places,
-/// which a pattern cannot check.
+/// decimal numbers, because in JSON 2.0 is the same as 2. Also excludes texts whose numbers are too large or have too
+/// many decimal places, which a pattern cannot check.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
     let uncounted =
@@ -70,7 +70,7 @@ fn is_of_shape(problem: &Problem) -> bool {
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Compares the result of the parser with the result of the schema for a text.
+/// Compares what the parser and the schema say about a text.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
@@ -149,7 +149,7 @@ fn json_schema_has_same_keys_as_reader() {
 }
 
 impl Key {
-    /// Returns a valid example value as TOML. For a table, this is an empty table.
+    /// Returns a valid example value as TOML. For a table, returns an empty table.
     fn example_of_table(&self) -> String {
         if self.kind == Kind::Table { "{}".to_owned() } else { self.example() }
     }
@@ -226,7 +226,7 @@ proptest! {
     }
 }
 
-/// Pieces of random durations and sizes. Short, so that a number of seven pieces does not overflow.
+/// Pieces of random durations and sizes. They are short, so that a number made of seven pieces does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",
@@ -265,7 +265,7 @@ fn json_schema_accepts_all_documented_examples() {
             false => continue,
         };
         for example in if is_ours { vec![text.as_str()] } else { examples(&text) } {
-            // An example without a bulkhead must be valid with a minimal one.
+            // An example without a bulkhead must be valid when a minimal bulkhead is added.
             let whole = if example.contains("[bulkhead") {
                 example.to_owned()
             } else {

@@ -1,4 +1,5 @@
-//! Tests of the configuration through its public interface. Each parses a text and checks the values or the messages.
+//! Tests of the configuration through its public interface. Each test parses a text and checks the values or the
+//! messages.
 
 mod accepted;
 mod access;
@@ -26,13 +27,13 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Returns the settings of a property test with at least `least` cases, or more if `PROPTEST_CASES` says so.
+/// Returns the settings for a property test with at least `least` cases, or more if `PROPTEST_CASES` is higher.
 fn cases(least: u32) -> PropertyConfig {
     let asked = PropertyConfig::default();
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with the files that tested configurations name, and an environment that does not depend on the user who
+/// A folder with the files named in the tested configurations, and an environment that does not depend on the user who
 /// runs the tests.
 struct Folder {
     dir: TempDir,
@@ -90,7 +91,7 @@ impl Folder {
     }
 
     /// Parses the summary of a configuration. Copies `has_own_pressure`, because the summary does not show where
-    /// `pressure` came from.
+    /// `pressure` was set.
     #[track_caller]
     fn again(&self, config: &Config) -> Config {
         let mut again = self.accept(&config.summary());
@@ -125,7 +126,7 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// Returns a minimal bulkhead, with `lines` added from line 3.
+/// Returns a minimal bulkhead with `lines` added from line 3 on.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }

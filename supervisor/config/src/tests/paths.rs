@@ -14,7 +14,7 @@ fn relative_paths_are_resolved_against_configuration_file() {
     assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
 }
 
-/// Also checks that folders, devices and files that are not executable are rejected.
+/// Also checks that folders, devices and non-executable files are rejected.
 #[test]
 fn missing_program_error_shows_searched_path() {
     let folder = Folder::new();
@@ -39,7 +39,7 @@ fn missing_program_error_shows_searched_path() {
 }
 
 #[test]
-fn bare_program_name_is_searched_only_in_path() {
+fn bare_program_name_is_looked_up_only_in_path() {
     let folder = Folder::new();
     let bin = folder.path("bin").display().to_string();
     folder.reject_one(
@@ -57,7 +57,7 @@ fn bare_program_name_is_searched_only_in_path() {
 }
 
 #[test]
-fn path_search_skips_files_that_are_not_executable() {
+fn path_lookup_skips_files_that_are_not_executable() {
     let mut folder = Folder::new();
     fs::create_dir_all(folder.path("first/pdftotext")).unwrap();
     folder.write("first/tool", 0o644);

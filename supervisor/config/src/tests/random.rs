@@ -1,5 +1,5 @@
-//! Property tests. The parser must accept or reject any text without a panic, and every result can be
-//! displayed.
+//! Property tests. The parser must accept or reject any text without panicking, and it must be possible to display
+//! every result.
 
 use std::sync::LazyLock;
 
@@ -19,7 +19,7 @@ fn answer(text: &str) {
     }
 }
 
-/// Generates pieces of TOML, so that a random file is more often valid TOML.
+/// Generates pieces of TOML, so that random files are more often valid TOML.
 fn token() -> impl Strategy<Value = String> {
     let words: Vec<String> = reference()
         .into_iter()

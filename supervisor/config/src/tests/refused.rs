@@ -80,7 +80,7 @@ error: unknown key `deadlin` in [bulkhead.a]
 }
 
 #[test]
-fn error_suggests_keys_for_terms_of_other_systems() {
+fn error_suggests_keys_for_terms_from_other_systems() {
     let folder = Folder::new();
     let rows = [
         (
@@ -302,7 +302,7 @@ fn invalid_default_is_reported_once() {
     assert_problem(&problems[1], (9, 7), "`cwd`: there is no directory", "");
 }
 
-/// Returns an otherwise valid file with `line` added to the table `table`. The added key is on line 1.
+/// Returns a file that is valid except for `line`, which is added to the table `table`. The added key is on line 1.
 fn with_key(table: &str, line: &str) -> String {
     match table {
         "" => format!("{line}\n{}", bulkhead("")),
@@ -320,7 +320,7 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
-/// Returns the name that messages use for a key.
+/// Returns the name by which messages refer to a key.
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),
@@ -330,7 +330,7 @@ fn label(table: &str, name: &str) -> String {
 }
 
 #[test]
-fn every_key_rejects_values_of_wrong_type() {
+fn every_key_rejects_values_of_the_wrong_type() {
     let folder = Folder::new();
     for key in reference() {
         let text = with_key(key.table, &format!("{} = 1979-05-27", key.name));

@@ -1,4 +1,4 @@
-//! Tests of values that are valid alone but contradict each other.
+//! Tests of values that are valid on their own but contradict each other.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn deadline_cannot_exceed_deadline_max() {
 }
 
 #[test]
-fn rule_violation_is_reported_at_the_bulkheads_key() {
+fn rule_violation_is_reported_at_the_bulkhead_key() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
     folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
@@ -118,7 +118,7 @@ fn bulkhead_has_at_most_one_million_permits() {
 }
 
 #[test]
-fn payload_limit_cannot_exceed_limit_of_supervisor() {
+fn payload_limit_cannot_exceed_supervisor_limit() {
     let folder = Folder::new();
     for name in ["max_payload", "max_result"] {
         let message =
@@ -149,7 +149,7 @@ fn max_buffered_must_hold_largest_payload() {
 }
 
 #[test]
-fn max_pooled_must_hold_two_memory_files() {
+fn max_pooled_must_allow_at_least_two_memory_files() {
     let folder = Folder::new();
     let text = |size: &str| format!("[supervisor]\nmax_pooled = {size}\n{}", bulkhead(""));
     folder.reject_one(

@@ -5,13 +5,13 @@ use super::*;
 const MAIN: &str =
     "[supervisor]\nsocket = \"s\"\n[defaults]\ndeadline = \"7s\"\n[bulkhead.a]\nexec = [\"cat\"]\n";
 
-/// Returns a bulkhead of this name.
+/// Returns a bulkhead with this name.
 fn named(name: &str) -> String {
     format!("[bulkhead.{name}]\nexec = [\"cat\"]\n")
 }
 
 impl Folder {
-    /// Writes the main file and files in `conf.d`, and returns the path of the main file.
+    /// Writes the main file and the files in `conf.d`, and returns the path of the main file.
     fn configured(&self, main: &str, fragments: &[(&str, &str)]) -> PathBuf {
         fs::create_dir_all(self.path("conf.d")).unwrap();
         for (name, text) in fragments {
@@ -34,7 +34,7 @@ fn mode(path: &Path, mode: u32) {
 }
 
 #[test]
-fn fragments_add_bulkheads_and_access_in_order_of_names() {
+fn fragments_add_bulkheads_and_access_in_name_order() {
     let folder = Folder::new();
     let access = "[[access]]\nuid = 7\nbulkheads = [\"a\", \"z\"]\n";
     let fragments = [
@@ -62,7 +62,7 @@ fn fragments_add_bulkheads_and_access_in_order_of_names() {
 }
 
 #[test]
-fn main_file_can_leave_bulkheads_to_fragments() {
+fn main_file_can_leave_all_bulkheads_to_fragments() {
     let folder = Folder::new();
     let config =
         load(&folder.configured("[supervisor]\nsocket = \"s\"\n", &[("b.toml", &named("b"))])).unwrap();
@@ -157,7 +157,7 @@ fn wrong_types_in_fragments_are_errors() {
         ("1.toml", "unknown key `other` at the top of the file"),
     ];
     assert_eq!(messages, expected.map(|(file, message)| (file.to_owned(), message.to_owned())));
-    // The main file has wrong types.
+    // The main file contains wrong types.
     let problems =
         folder.problems("bulkhead = 5\n[supervisor]\nsocket = \"s\"\n", &[("1.toml", &named("b"))]);
     assert_eq!(problems.len(), 1, "{problems:?}");
@@ -206,7 +206,7 @@ fn unreadable_fragments_are_errors() {
     fs::write(folder.path("conf.d/5.toml"), b"# \xff").unwrap();
     fs::create_dir(folder.path("conf.d/1.toml")).unwrap();
     std::os::unix::fs::symlink("nowhere", folder.path("conf.d/2.toml")).unwrap();
-    // A link to a regular file is followed, because ConfigMaps are mounted like that.
+    // A link to a regular file is followed, because ConfigMaps are mounted that way.
     std::os::unix::fs::symlink("real", folder.path("conf.d/3.toml")).unwrap();
     let errors = load(&path).unwrap_err();
     let told: Vec<_> = errors

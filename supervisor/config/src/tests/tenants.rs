@@ -125,7 +125,7 @@ fn isolation_rejects_limits_on_shared_workers() {
             &bulkhead(&format!("tenants = {{ isolate = true, {name} = 2 }}")),
             (3, 29 + name.len() + 3),
             &format!(
-                "`tenants.{name}` (2) limits a tenant's share of common workers, but with `tenants.isolate` (true) no workers"
+                "`tenants.{name}` (2) limits a tenant's share of shared workers, but with `tenants.isolate` (true)"
             ),
             &format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
         );
@@ -148,7 +148,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &text(17, 1024),
         (4, 42),
         "`processes` (17) × `tenants.max_active` (1024) is above 16384",
-        "with these processes write `max_active = 963` or less",
+        "with these processes, set `max_active` to at most 963",
     );
     let spares = |spares: u32| format!("{}start.spares = {spares}\n", text(15, 1024));
     folder.accept(&spares(1));
@@ -156,13 +156,13 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &spares(2),
         (4, 42),
         "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) is above 16384",
-        "with these processes and spares write `max_active = 963` or less",
+        "with these processes and spares, set `max_active` to at most 963",
     );
     folder.reject_one(
         &bulkhead("processes = 257\ntenants = { isolate = true }"),
         (3, 13),
         "`tenants.max_active` (64, the default)",
-        "`max_active = 63` or less",
+        "set `max_active` to at most 63",
     );
     let tenants = "[bulkhead.a.tenant.x]\nprocesses = 20\n[bulkhead.a.tenant.y]\nprocesses = 15\n\
                    [bulkhead.a.tenant.z]\nprocesses = 18\n";
@@ -179,7 +179,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
 }
 
 #[test]
-fn single_tenant_can_have_own_limits() {
+fn single_tenant_can_have_its_own_limits() {
     let config =
         accept_one("max_queue = 9\ntenant = { acme = { max_in_flight = 1000000, max_queue = 0 }, b = {} }");
     let acme = TenantConfig { max_in_flight: Some(1_000_000), max_queue: Some(0), ..NOTHING };
@@ -279,7 +279,7 @@ fn error_suggests_tenants_table_for_misplaced_keys() {
 }
 
 #[test]
-fn processes_of_tenant_require_isolation() {
+fn tenant_processes_require_isolation() {
     let folder = Folder::new();
     let lines = "[bulkhead.a.tenant.acme]\nprocesses = 2";
     folder.reject_one(
@@ -297,7 +297,7 @@ fn processes_of_tenant_require_isolation() {
 }
 
 #[test]
-fn rate_limit_of_tenant_requires_rate_per_tenant() {
+fn tenant_rate_limit_requires_rate_limit_per_tenant() {
     let folder = Folder::new();
     let lines = |limit: &str| {
         format!("rate_limit = {{ {limit} }}\n[bulkhead.a.tenant.acme]\nrate_limit = {{ per_second = 5 }}")
@@ -320,7 +320,7 @@ fn rate_limit_of_tenant_requires_rate_per_tenant() {
 }
 
 #[test]
-fn rules_of_bulkheads_apply_to_isolated_tenants() {
+fn bulkhead_rules_apply_to_isolated_tenants() {
     let folder = Folder::new();
     folder.reject_one(
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
@@ -357,7 +357,7 @@ fn all_tenant_problems_are_reported_together() {
 }
 
 #[test]
-fn configuration_summary_has_section_per_tenant() {
+fn configuration_summary_has_section_for_each_tenant() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let summary = config.summary();
@@ -376,7 +376,7 @@ fn configuration_summary_has_section_per_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// Parses a file with every kind of table, with both isolated tenants and tenants that share workers.
+/// Parses a file with every kind of table, both with isolated tenants and with tenants that share workers.
 #[test]
 fn configuration_with_every_table_is_accepted() {
     let text = r#"
@@ -467,7 +467,7 @@ fn configuration_with_every_table_is_accepted() {
 }
 
 #[test]
-fn first_tenants_of_file_get_metric_labels() {
+fn first_tenants_in_file_get_metric_labels() {
     let folder = Folder::new();
     let bulkheads = "[bulkhead.z]\nexec = [\"tool\"]\n[bulkhead.z.tenant]\nd = {}\nb = {}\n_other = {}\n\
                      [bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.a.tenant]\na = {}\nb = {}\n\

@@ -207,7 +207,7 @@ fn environment_requires_valid_names_and_strings() {
 }
 
 #[test]
-fn rlimit_values_must_have_unit_of_resource() {
+fn rlimit_values_must_be_in_units_of_the_resource() {
     let folder = Folder::new();
     let cases = [
         ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),
@@ -233,7 +233,7 @@ fn rlimit_values_must_have_unit_of_resource() {
 }
 
 #[test]
-fn env_files_name_private_files() {
+fn env_files_must_name_private_files() {
     let folder = Folder::new();
     folder.token("secret", "sesame\n", 0o600);
     let of = |files: &str| bulkhead(&format!("env_files = {{ {files} }}"));

@@ -3,7 +3,7 @@
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// Returns a sentence which explains that more permits would not help, if jobs are limited by the adaptive limit.
+/// If the adaptive limit holds jobs back, returns a sentence which explains that more permits would not help.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
@@ -16,8 +16,8 @@ pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     })
 }
 
-/// Multiplies a value that applies to each adaptive limit by the number of limits. With isolated tenants,
-/// each tenant has a separate limit.
+/// Multiplies a value that applies to each adaptive limit by the number of limits. If tenants are isolated, each tenant
+/// has its own limit.
 fn total(adaptive: &Adaptive, each: u32) -> u64 {
     adaptive.limits.max(1) * u64::from(each)
 }
@@ -43,7 +43,7 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
         mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
             format!("with mode = \"enforce\" the limit would let {limit} jobs run concurrently")
         }
-        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" the limit would delay no job".to_owned(),
+        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" no jobs would be delayed".to_owned(),
         _ if is_late && *limit <= min => {
             "although the limit is at the minimum: the job time does not depend on the number of concurrent jobs, so \
              check why jobs wait, or set a longer target"

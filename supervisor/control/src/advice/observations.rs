@@ -11,7 +11,7 @@ use super::{LOWER_AFTER, SUFFICIENT_JOBS, SUFFICIENT_TIME};
 use bulkhead_config::format_duration;
 use bulkhead_plane::demand::Observation;
 
-/// Reject reasons of jobs that would have been accepted with more permits or a longer queue.
+/// Reasons for rejecting jobs that would have been accepted with more permits or a longer queue.
 const CAPACITY_REJECTIONS: [RejectReason; 4] =
     [RejectReason::QueueFull, RejectReason::Backpressure, RejectReason::Shed, RejectReason::Evicted];
 
@@ -67,8 +67,8 @@ pub(crate) fn observations(observation: &Observation, usage: ResourceUsage) -> O
     }
 }
 
-/// Returns a sentence about the observations that are still missing for reliable advice, or `None` if there
-/// are enough.
+/// Returns a sentence that says which observations are still missing for reliable advice, or `None` if there are
+/// enough.
 pub(super) fn missing(seen: &Observations) -> Option<String> {
     let jobs = (seen.jobs < SUFFICIENT_JOBS).then(|| format!("{} of {SUFFICIENT_JOBS} jobs", seen.jobs));
     let time = (seen.watched < SUFFICIENT_TIME).then(|| {
@@ -85,12 +85,12 @@ pub(super) fn can_lower(seen: &Observations) -> bool {
     missing(seen).is_none() && seen.watched >= LOWER_AFTER
 }
 
-/// Returns the number of jobs that were rejected for lack of a permit or a place in the queue, by reason.
+/// Returns the number of jobs that were rejected because no permit or queue place was free, by reason.
 pub(super) fn rejections_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
     CAPACITY_REJECTIONS.iter().filter_map(|reason| Some((reason.name(), *seen.rejected.get(reason.name())?)))
 }
 
-/// Returns the total number of jobs that were rejected for lack of a permit or a place in the queue.
+/// Returns the total number of jobs that were rejected because no permit or queue place was free.
 pub(super) fn rejections(seen: &Observations) -> u64 {
     rejections_by_reason(seen).map(|(_, count)| count).sum()
 }

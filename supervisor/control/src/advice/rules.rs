@@ -1,5 +1,5 @@
-//! Rules from which the recommended limits are computed. Each rule examines one key, and either proposes a
-//! new value or explains why the current value should stay.
+//! Rules that compute the recommended limits. Each rule examines one key, and either proposes a new value or explains
+//! why the current value should stay the same.
 
 use std::time::Duration;
 
@@ -12,27 +12,26 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// Share of time without a free permit above which the observed concurrency shows the limit instead of the
-/// demand.
+/// Share of time without a free permit above which the observed concurrency reflects the limit rather than the demand.
 const AT_LIMIT_MAX: f64 = 0.01;
 
-/// Share of time with missing workers above which the rules recommend no number of workers.
+/// Share of time with too few workers above which the rules do not recommend a number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
-/// Share of all jobs above which the number of rejected or late jobs is significant.
+/// Fraction of all jobs above which the number of rejected or late jobs is significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
 /// Share of time with jobs in flight below which a bulkhead counts as idle.
 const IDLE_MAX: f64 = 0.01;
 
-/// Processor usage per job, as a fraction of one processor, from which jobs count as CPU-bound. Running more
-/// CPU-bound jobs at once than there are processors does not increase the throughput.
+/// Processor usage per job, as a fraction of one processor, above which jobs count as CPU-bound. Running more CPU-bound
+/// jobs at once than there are processors does not increase the throughput.
 const CPU_BOUND: f64 = 0.7;
 
 /// Maximum share of the machine's memory that the workers of one bulkhead should use.
 const MEMORY_SHARE: f64 = 0.8;
 
-/// Ratio of the p99 run time to the deadline from which the deadline counts as too short.
+/// Ratio of the p99 run time to the deadline above which the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
 /// Ratio of the deadline to the longest run time above which the deadline is too long, and the ratio that is
@@ -103,18 +102,17 @@ impl RecordVerdict for Verdicts {
 
 // Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// The key to change in order to get another number of permits.
+/// The key to change in order to change the number of permits.
 struct SizingKey {
     key: &'static str,
     now: u64,
-    /// Number of permits that are added when the value of the key increases by 1.
+    /// Number of permits added when the value of the key increases by 1.
     permits_each: u64,
     most: u64,
 }
 
 impl SizingKey {
-    /// Selects `processes`. If there is a single process that runs several jobs at once, selects
-    /// `max_in_flight` instead.
+    /// Selects `processes`, or `max_in_flight` if a single process runs several jobs at once.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -136,7 +134,7 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
         let missing = percent(seen.time_short_of_workers);
         let reason = format!(
             "workers were missing for {missing} of the busy time, so the required number of workers is \
-             unknown: first find out why workers end or do not start"
+             unknown: first find out why workers exit or do not start"
         );
         verdicts.keep(sizing.key, now, reason);
         return limit;
@@ -161,7 +159,8 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
     permits
 }
 
-/// Returns the required number of permits, with an explanation. Used if jobs did not reach the limit.
+/// Returns the required number of permits, with an explanation. Used if the number of jobs in flight stayed below the
+/// limit.
 fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
@@ -173,8 +172,9 @@ fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     (wanted, why)
 }
 
-/// Returns the required number of permits, with an explanation. Used if jobs reached the limit. Then the
-/// number is computed from waiting and rejected jobs, because the observed concurrency only shows the limit.
+/// Returns the required number of permits, with an explanation. Used if the number of jobs in flight reached the limit.
+/// The required number is computed from waiting and rejected jobs, because the observed concurrency only reflects the
+/// limit.
 fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let in_all: u64 = not_served(seen).map(|(_, count)| count).sum();
     let served = seen.jobs.saturating_sub(in_all).max(1);
@@ -184,7 +184,7 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let wanted = needed.clamp(limit, 2 * limit);
     let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
     let mut why = format!(
-        "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only show the \
+        "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only reflect the \
          limit; including waiting jobs there were {demand}"
     );
     if in_all > 0 {
@@ -204,19 +204,18 @@ fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
     Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
 }
 
-/// Returns the maximum number of permits for which the machine's memory is sufficient, or `None` if it cannot
-/// be determined.
+/// Returns the maximum number of permits for which the machine has enough memory, or `None` if it cannot be determined.
 fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
     let sets = u64::from(settings.worker_sets.max(1));
     let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
-    // With `max_in_flight` as the key, memory sets no maximum, because a process does not necessarily need
-    // more memory for more concurrent jobs.
+    // If the key is `max_in_flight`, memory sets no maximum, because a process does not necessarily need more memory to
+    // run more jobs at once.
     (SizingKey::of(settings).key == "processes")
         .then(|| (processes * u64::from(settings.max_in_flight)).max(1))
 }
 
-/// Returns a sentence that says which resource of the machine limits the number of permits.
+/// Returns a sentence that says which of the machine's resources limits the number of permits.
 fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> String {
     let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, settings, machine).unwrap_or(u64::MAX);
@@ -251,8 +250,7 @@ fn raised(
     (proposed > sizing.now).then_some(proposed)
 }
 
-/// Returns a lower value for the key if the current value was at least twice as high as necessary for a long
-/// time.
+/// Returns a lower value for the key if the current value was at least twice as high as necessary for a long time.
 fn lowered(
     sizing: &SizingKey,
     wanted: u64,
@@ -263,7 +261,7 @@ fn lowered(
     if is_capped || not_served(seen).next().is_some() || !can_lower(seen) {
         return None;
     }
-    // Without a queue, a burst of jobs needs a permit for each job.
+    // Without a queue, each job of a burst needs a permit.
     let at_once = if settings.max_queue == 0 { seen.concurrency.max } else { 0 };
     let least = settings.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
     let proposed = wanted.max(at_once).max(least).div_ceil(sizing.permits_each).max(1);
@@ -294,7 +292,7 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     );
     if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful}: jobs that cannot \
+            "{expired} of {} jobs waited but then did not run, and {in_time} is {useful}: jobs that cannot \
              run in time should be rejected immediately",
             seen.jobs
         );

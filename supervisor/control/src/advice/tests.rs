@@ -77,7 +77,7 @@ fn kept(seen: Observations, settings: &Settings, key: &str) -> String {
 }
 
 #[test]
-fn advice_keeps_suitable_values_with_reasons() {
+fn advice_keeps_suitable_values_and_gives_reasons() {
     let advice = advice(seen(), &settings());
     assert!(advice.enough && advice.advice.is_empty(), "{advice:?}");
     let keys: Vec<&str> = advice.kept.iter().map(|kept| &*kept.key).collect();
@@ -85,8 +85,7 @@ fn advice_keeps_suitable_values_with_reasons() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
-/// Also checks that more processes are proposed in monitor mode, in which the adaptive limit does not hold
-/// jobs back.
+/// Also checks that more processes are proposed in monitor mode, in which the adaptive limit does not hold jobs back.
 #[test]
 fn adaptive_limit_prevents_advice_for_more_processes() {
     let adaptive = bulkhead_api::Adaptive {
@@ -112,7 +111,7 @@ fn adaptive_limit_prevents_advice_for_more_processes() {
 }
 
 #[test]
-fn advice_sums_adaptive_limits_of_isolated_tenants() {
+fn advice_adds_up_adaptive_limits_of_isolated_tenants() {
     let of_three = |limit: u64| {
         let adaptive = bulkhead_api::Adaptive {
             mode: AdaptiveMode::Enforce.into(),
@@ -222,7 +221,7 @@ fn proposed_processes_fit_processors_and_memory() {
 }
 
 #[test]
-fn missing_workers_prevent_advice() {
+fn too_few_workers_prevent_advice() {
     let dying = Observations { time_short_of_workers: 0.3, ..overloaded() };
     let reason = kept(dying, &settings(), "processes");
     assert!(reason.contains("workers were missing for 30 %"), "{reason}");
@@ -274,7 +273,7 @@ fn advice_lowers_values_unused_for_an_hour() {
 }
 
 #[test]
-fn proposed_queue_holds_jobs_that_finish_in_time() {
+fn proposed_queue_holds_only_jobs_that_can_finish_in_time() {
     // More processes cannot help, so a longer queue is proposed. With 4 jobs at once and 350 ms per job, 46
     // jobs can run in the 4.1 s that the deadline leaves.
     let bound = Observations { processors_per_job: Some(1.0), ..overloaded() };
@@ -290,12 +289,12 @@ fn proposed_queue_holds_jobs_that_finish_in_time() {
     let impatient = Settings { queue_timeout: Some(Duration::from_secs(1)), ..settings.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout (1.0 s) is 11:"), "{reason}");
-    // A shorter queue is proposed if too many jobs wait but never run.
+    // A shorter queue is proposed if too many jobs wait and never run.
     let vain = Observations { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
-    assert!(reason.contains("3000 of 100000 jobs waited and then did not run"), "{reason}");
-    // `max_queue = 0` is the default value, so a queue is proposed nevertheless.
+    assert!(reason.contains("3000 of 100000 jobs waited but then did not run"), "{reason}");
+    // `max_queue = 0` is the default, so a queue is still proposed.
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
@@ -328,7 +327,7 @@ fn proposed_deadline_leaves_headroom() {
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
-    // Misses of deadlines that clients set are no reason to propose a longer default deadline.
+    // Missed deadlines that clients set are not a reason to propose a longer default deadline.
     let hurried = Observations { deadline_exceeded: DeadlineMisses { by_own: 0, ..late }, ..seen() };
     assert_eq!(proposed(hurried, &settings(), "deadline"), None);
 }
@@ -372,7 +371,8 @@ struct Load {
 }
 
 impl Load {
-    /// Returns the observations that a bulkhead with the limits in `settings` would make under this load.
+    /// Returns the observations that would result from running a bulkhead with the limits in `settings` under this
+    /// load.
     fn seen(&self, settings: &Settings) -> Observations {
         let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {

@@ -13,17 +13,17 @@ use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::peer_check::{self, ClientRejection};
 
-/// Maximum number of rejected connections to which the reason is being sent. Further rejected connections are
-/// closed without a response. Also the maximum number of queued reports about rejected connections.
+/// Maximum number of rejected connections that are being sent the reason. Further rejected connections are closed
+/// without a response. Also the maximum number of queued reports about rejected connections.
 const REJECTED_MAX: usize = 16;
 
-/// Maximum number of connections that are served at the same time. Further connections wait in the backlog.
+/// Maximum number of connections served at the same time. Further connections wait in the backlog.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// Maximum total number of served connections and of rejected connections to which the reason is being sent.
+/// Maximum total number of connections: those being served, and rejected connections that are being sent the reason.
 pub(super) const ADMITTED_MAX: usize = CONNECTIONS_MAX + REJECTED_MAX;
 
-/// Accepts connections to the admin socket until the control plane ends.
+/// Accepts connections to the admin socket until the control plane shuts down.
 pub(super) async fn accept_all(
     control: &Control,
     listener: UnixListener,
@@ -41,7 +41,7 @@ pub(super) async fn accept_all(
         report_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
     };
     control.until_shutdown(admin.run(control, &mut next, &dispatcher)).await;
-    // Another supervisor, or the next process of the service manager, accepts the connections in the backlog.
+    // Connections in the backlog are accepted by another supervisor, or by the next process of the service.
     if control.inherited.admin || !control.handover.is_listening() {
         return;
     }
@@ -55,7 +55,7 @@ pub(super) async fn accept_all(
 /// The listener of the admin socket. Limits the number of connections and checks each client.
 struct AdminListener {
     listener: UnixListener,
-    /// Id of the user who, besides root, can connect.
+    /// ID of the user who, besides root, can connect.
     own_uid: u32,
     unrelated: Arc<UnrelatedProcesses>,
     commands: CommandSender,
@@ -82,7 +82,7 @@ impl AdminListener {
         }
     }
 
-    /// Returns the id of the user who has connected, or a rejection if that user has no access.
+    /// Returns the ID of the user who has connected, or a rejection if the user has no access.
     fn check(&self, socket: &UnixStream) -> Result<u32, ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own_uid);
@@ -94,8 +94,8 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a rejected client to the data plane. Returns the response with a permit to send it, or `None`
-    /// if no permit is free.
+    /// Reports a rejected client to the data plane. Returns the response and a permit to send it, or `None` if no
+    /// permit is free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);

@@ -1,5 +1,5 @@
-//! Handler of `GET /v1/bulkheads/{name}/advice`. Also samples the resource usage of the workers periodically,
-//! because advice needs these samples in addition to the counters of the data plane.
+//! Handler of `GET /v1/bulkheads/{name}/advice`. Also samples the workers' resource usage periodically, because advice
+//! needs these samples in addition to the counters of the data plane.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
@@ -21,15 +21,14 @@ use bulkhead_plane::windows::WindowPair;
 /// Interval between samples of the workers' resource usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Maximum number of workers to read in one sample. If there are more, consecutive samples read different
-/// workers.
+/// Maximum number of workers to read per sample. If there are more, consecutive samples read different workers.
 const SAMPLED_WORKERS_MAX: usize = 512;
 
 /// Resource usage of the workers in the current and the previous hour.
 pub(super) struct UsageSamples {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, WindowPair<ResourceUsage>>,
-    /// Last sample of each worker, by process id.
+    /// Last sample of each worker, by process ID.
     last_samples: HashMap<u32, ProcessSample>,
     /// Index of the first worker to read in the next sample.
     next: usize,
@@ -37,7 +36,7 @@ pub(super) struct UsageSamples {
 
 #[derive(Clone, Copy)]
 struct ProcessSample {
-    /// Processor time that the process had used, in milliseconds.
+    /// Total processor time used by the process, in milliseconds.
     cpu_ms: u64,
     /// Number of jobs that the worker had completed.
     answered: u64,
@@ -74,8 +73,7 @@ impl UsageSamples {
     fn sample_process(&mut self, process: &WorkerProcess) {
         let Some((rss_bytes, cpu_ms)) = process::peak_usage(process.pid) else { return };
         let sample = ProcessSample { cpu_ms, answered: process.answered };
-        // Processor time before the first sample does not count, because the process has usually spent it on
-        // starting.
+        // Processor time before the first sample is ignored, because the process has usually spent it starting up.
         let before = self.last_samples.insert(process.pid, sample).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
         let pair = self.by_bulkhead.entry(process.bulkhead.clone()).or_default();
@@ -102,7 +100,7 @@ impl UsageSamples {
     }
 }
 
-/// Samples the workers periodically until the control plane ends.
+/// Samples the workers periodically until the control plane shuts down.
 pub(super) async fn watch(control: Shared) {
     let sample = |control: Shared| async move {
         if let Some(processes) = control.commands.request(|reply| Command::WorkerProcesses { reply }).await {
@@ -128,7 +126,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         own.for_each(|process| samples.sample_process(process));
         samples.usage_of(&name)
     };
-    // The memory of the `exec` host says nothing about the memory of the programs that it starts.
+    // The memory usage of the `exec` host says nothing about the programs that it starts.
     if matches!(bulkhead.program, Program::Exec { .. }) {
         usage.rss_max_bytes = None;
     }
@@ -137,7 +135,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     axum::Json(advise(name, observations(&observation, usage), &settings, &machine())).into_response()
 }
 
-/// Combines the settings in the file with the active limits, which an operator can have changed.
+/// Combines the settings in the file with the limits in effect, which an operator may have changed.
 fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
     let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =

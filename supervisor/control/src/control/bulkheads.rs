@@ -137,7 +137,7 @@ async fn steer(control: &Control, name: String, action: SteerAction, action_name
 
 // Jobs.
 
-/// Default for the maximum number of jobs in one response.
+/// Default maximum number of jobs in one response.
 const JOBS_LISTED_DEFAULT: usize = 100;
 
 #[derive(Deserialize)]
@@ -162,7 +162,7 @@ pub(super) async fn jobs(State(control): State<Shared>, Query(query): Query<Jobs
     let limit = query.limit.unwrap_or(JOBS_LISTED_DEFAULT).min(JOBS_LISTED_MAX);
     let request = JobsRequest { bulkhead: query.bulkhead, progress: query.state, limit };
     match control.commands.request(|reply| Command::ListJobs { request, reply }).await {
-        // A bulkhead that was removed from the configuration can still have jobs.
+        // A bulkhead that was removed from the configuration may still have jobs.
         Some(jobs) => match unknown.filter(|_| jobs.total == 0) {
             Some(name) => not_found(&name),
             None => axum::Json(json!(jobs)).into_response(),

@@ -1,5 +1,5 @@
-//! Serves admitted connections. The requested path determines which of two threads serves a connection. Time
-//! limits ensure that each connection is closed.
+//! Serves admitted connections. The requested path determines which of two threads serves a connection. Time limits
+//! ensure that each connection is eventually closed.
 
 mod connection;
 mod progress;
@@ -28,8 +28,8 @@ pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time, at shutdown, for accepting the remaining connections and receiving their requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Age up to which, at shutdown, a connection without a request is still awaited. Longer than `LAST_ACCEPT_TIMEOUT`,
-/// because a client may have had no processor time yet. Connections that a browser keeps in reserve are usually
+/// Maximum age, at shutdown, of a connection from which a request is still awaited. Longer than `LAST_ACCEPT_TIMEOUT`,
+/// because the client may not have had any processor time yet. Connections that a browser keeps in reserve are usually
 /// older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -39,7 +39,7 @@ const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 /// Maximum number of bytes of a request that are inspected to find the requested path.
 pub(super) const HEAD_BYTES: usize = 512;
 
-/// Returns true if a connection is waiting to be accepted. Only such connections delay the shutdown.
+/// Returns true if a connection is waiting to be accepted. Only such connections delay shutdown.
 pub(super) fn has_waiting(listener: impl AsFd) -> bool {
     let mut polled = [PollFd::new(&listener, PollFlags::IN)];
     !matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))
@@ -48,14 +48,14 @@ pub(super) fn has_waiting(listener: impl AsFd) -> bool {
 /// Result of the admission checks for a connection.
 #[derive(Clone, Debug)]
 pub(super) struct Admission {
-    /// Reason, as a sentence, why the connection is rejected. `None` if it is admitted.
+    /// Reason for rejecting the connection, as a sentence. `None` if the connection is admitted.
     pub(super) rejection: Option<Arc<str>>,
-    /// Id of the user who sent the request. For TCP connections, whose user is unknown, the id of the
+    /// ID of the user who sent the request. For TCP connections, whose user is unknown, the ID of the
     /// supervisor's user.
     pub(super) uid: u32,
     pub(super) progress: Arc<Progress>,
-    /// Connection to the data plane, for the jobs of a connection that is kept alive. `None` if the connection
-    /// closes after the first response.
+    /// Connection to the data plane, for the jobs of a connection that is kept alive. `None` if the connection is
+    /// closed after the first response.
     pub(super) session: Option<SessionSlot>,
 }
 
@@ -79,7 +79,7 @@ impl Admission {
     }
 }
 
-/// An admitted connection, or a rejected connection to which the reason will be sent.
+/// An admitted connection, or a rejected connection that will be sent the reason.
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,
@@ -96,12 +96,13 @@ impl<S> NewConnection<S> {
 /// Channel to a thread that serves connections.
 type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
-/// Channels of one listener: to the thread that serves it, and to the thread of low-priority readers.
+/// A listener's channels to the thread that serves it and to the thread of the low-priority readers.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// `None` if all requests are served by the same thread.
     readers: Option<Channel<S>>,
-    /// True once the control plane ends. Clients that have sent nothing are then no longer awaited.
+    /// True once the control plane is shutting down. The supervisor then stops waiting for clients that have sent
+    /// nothing.
     shutdown: watch::Receiver<bool>,
 }
 
@@ -112,8 +113,8 @@ impl<S: Socket> Clone for Dispatcher<S> {
 }
 
 impl<S: Socket> Dispatcher<S> {
-    /// Passes a connection on as soon as the requested path is known. Runs as a separate task, so that other
-    /// connections do not have to wait.
+    /// Passes a connection on as soon as the requested path is known. Runs as a separate task so that other connections
+    /// do not have to wait.
     pub(super) fn dispatch(&self, connection: NewConnection<S>) {
         let mut dispatcher = self.clone();
         tokio::spawn(async move {
@@ -130,7 +131,8 @@ impl<S: Socket> Dispatcher<S> {
         });
     }
 
-    /// Waits for the beginning of a request. Returns the number of bytes that were peeked; `None` if there are none.
+    /// Waits for the beginning of a request. Returns the number of bytes that were peeked, or `None` if there were
+    /// none.
     pub(super) async fn peek_head(
         &mut self,
         socket: &S,
@@ -144,7 +146,7 @@ impl<S: Socket> Dispatcher<S> {
         };
         let has_begun = tokio::select! {
             biased;
-            // Without a byte, the client has disconnected.
+            // If there is no byte, the client has disconnected.
             count = socket.peek(head) => return count.ok().filter(|count| *count > 0),
             () = tokio::time::sleep_until(accepted + REQUEST_TIMEOUT) => false,
             () = shutdown_timeout => true,
@@ -184,8 +186,8 @@ impl<S: Socket> Queue<S> {
     }
 }
 
-/// Creates the channels of a listener and their receivers, for the serving thread and for the low-priority readers.
-/// Each connection holds one of `max` permits, so that the channels never overflow.
+/// Creates a listener's channels and their receivers, for the serving thread and for the low-priority readers. Each
+/// connection holds one of `max` permits, so the channels never overflow.
 pub(super) fn channels<S: Socket>(
     shutdown: watch::Receiver<bool>,
     max: usize,

@@ -1,4 +1,4 @@
-//! Handlers of requests that list and show crash reports, or replay the jobs of a report.
+//! Handlers of requests that list or show crash reports, or replay the jobs in a report.
 
 use std::convert::Infallible;
 
@@ -34,7 +34,7 @@ pub(super) struct ListQuery {
 pub(super) async fn list(State(control): State<Shared>, Query(query): Query<ListQuery>) -> Response {
     let Some(mut crashes) = control.crashes.list().await else { return busy() };
     if let Some(name) = &query.bulkhead {
-        // There can be reports about bulkheads that are no longer configured.
+        // Some reports may be about bulkheads that are no longer configured.
         crashes.retain(|crash| crash.bulkhead == *name);
         if crashes.is_empty() && !control.reloads.has(name) {
             return not_found(name);
@@ -53,7 +53,7 @@ pub(super) async fn show(
         Ok(mut report) => {
             if read_only.is_some() {
                 report.jobs.iter_mut().for_each(|job| job.payload = None);
-                // Registers can contain parts of a payload.
+                // Registers can contain parts of the payload.
                 let threads = report.native.iter_mut().flat_map(|native| &mut native.threads);
                 threads.for_each(|thread| thread.registers.clear());
             }
@@ -67,8 +67,7 @@ fn busy() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; retry later")
 }
 
-/// Returns the crash report with the given id. The text of the id is parsed, so that it is never used as part
-/// of a path.
+/// Returns the crash report with the given ID. The ID is parsed, so that the text is never used as part of a path.
 async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> {
     let unknown = || {
         let detail = format!("there is no crash report '{}'", id.escape_debug());
@@ -111,8 +110,7 @@ pub(super) async fn replay(
         Ok(first) => first,
         Err(rejection) => return rejection,
     };
-    // The header of the response is sent immediately, because a replay can take longer than the time limit
-    // for a response.
+    // The response header is sent immediately, because a replay can take longer than the time limit for a response.
     let body = stream::once(async move {
         let replay = run(control, report, jobs, first, permit).await;
         Ok::<_, Infallible>(Bytes::from(format!("{}\n", json!(replay))))
@@ -120,15 +118,15 @@ pub(super) async fn replay(
     ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
 }
 
-/// Returns the indices of the jobs to replay, in order. Selects the requested job. If no job was requested, selects
-/// the job that caused the crash or, if it is unknown, all replayable jobs.
+/// Returns the indices of the jobs to replay, in order. Selects the requested job. If no job was requested, selects the
+/// job that caused the crash or, if that job is unknown, all replayable jobs.
 fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {
         return Err("no job was in flight at the crash, so there is no job to replay".into());
     }
     if let Some(job) = job.filter(|job| *job >= count) {
-        return Err(format!("this report has no job {job}: it has {count} jobs, numbered from 0"));
+        return Err(format!("this report has no job {job}: its {count} jobs are numbered from 0"));
     }
     match job.or(report.culprit) {
         Some(one) if report.jobs[one].is_replayable() => Ok(vec![one]),
@@ -178,7 +176,7 @@ async fn begin(control: &Shared, report: &CrashReport, index: usize) -> Result<R
     }
 }
 
-/// Replays the jobs one after the other, each in a separate worker. Stops when the crash has been reproduced.
+/// Replays the jobs one at a time, each in a separate worker. Stops once the crash has been reproduced.
 async fn run(
     control: Shared,
     report: Box<CrashReport>,
@@ -226,7 +224,7 @@ fn compare(before: &Cause, replayed: &ReplayResult) -> ReplayVerdict {
         (Err(_), _) => ReplayVerdict::NotRun,
         (Ok(Verdict::Crashed { .. }), Some(cause)) if before.has_same_cause(cause) => ReplayVerdict::Same,
         (Ok(Verdict::Crashed { .. }), Some(_)) => ReplayVerdict::Different,
-        // The worker did not crash by itself: the supervisor stopped it, or the keeper died.
+        // The worker did not crash on its own: the supervisor stopped it, or the keeper died.
         (Ok(Verdict::Crashed { .. }), None) => ReplayVerdict::NotRun,
         (Ok(Verdict::DeadlineRunning), _) if before.kind == CauseKind::Deadline => ReplayVerdict::Same,
         (Ok(_), _) => ReplayVerdict::NoCrash,
@@ -301,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn replay_prefers_named_job_over_culprit() {
+    fn replay_prefers_requested_job_over_culprit() {
         let mut crash = report(1, 1, b"x");
         assert_eq!(select_jobs(&crash, None), Ok(vec![0]));
         assert!(select_jobs(&crash, Some(1)).unwrap_err().contains("no job 1"));

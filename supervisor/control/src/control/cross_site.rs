@@ -1,6 +1,6 @@
-//! Protection against cross-site requests. Pages of other sites can link to the dashboard, but make no other
-//! requests. The protection uses headers in which browsers state the origin of a request. Programs other than
-//! browsers do not send these headers, and do not add stored credentials either.
+//! Protection against cross-site requests. Pages from other sites can link to the dashboard but cannot make any other
+//! requests. The protection relies on the headers in which browsers state the origin of a request. Programs other than
+//! browsers do not send these headers, but do not add stored credentials either.
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, Method, header};
@@ -14,8 +14,8 @@ pub(super) fn changes_state(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// Returns the response that rejects a request from a page of another site. Returns `None` for other
-/// requests, and for links that a user follows.
+/// Returns the response that rejects a request from a page on another site. Returns `None` for other requests, and for
+/// links that a user follows.
 pub(super) fn rejection(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), changes_state(request.method()));
     let forbid = |why: &str| jobs::reject_request(request, RejectReason::Forbidden, why);
@@ -28,7 +28,7 @@ pub(super) fn rejection(request: &Request) -> Option<Response> {
     None
 }
 
-/// Returns true if a form, a script or a frame of another origin sent the request. Sandboxed frames count as
+/// Returns true if the request was sent by a form, script or frame from another origin. Sandboxed frames count as
 /// another origin.
 fn has_other_origin(headers: &HeaderMap) -> bool {
     let host = headers.get(header::HOST).and_then(|value| value.to_str().ok());
@@ -41,16 +41,15 @@ fn has_other_origin(headers: &HeaderMap) -> bool {
     })
 }
 
-/// Returns true if a page of another origin sent the request. This includes `same-site` requests, because
-/// another port of this host or another host in this domain is not trusted.
+/// Returns true if the request was sent by a page from another origin. This includes `same-site` requests, because
+/// other ports of this host and other hosts in this domain are not trusted.
 fn comes_from_another_site(headers: &HeaderMap) -> bool {
     headers.get_all("sec-fetch-site").iter().any(|site| {
         ["cross-site", "same-site"].iter().any(|other| site.as_bytes().eq_ignore_ascii_case(other.as_bytes()))
     })
 }
 
-/// Returns true if the user navigates to a page of the supervisor. The page with the link cannot read the
-/// response.
+/// Returns true if the user is navigating to a page of the supervisor. The page with the link cannot read the response.
 fn is_navigation(headers: &HeaderMap) -> bool {
     let is = |name, value| headers.get(name).is_some_and(|found| found == value);
     is("sec-fetch-mode", "navigate") && is("sec-fetch-dest", "document")
@@ -69,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn write_requests_of_other_sites_are_rejected() {
+    fn write_requests_from_other_sites_are_rejected() {
         for method in ["POST", "PATCH", "DELETE"] {
             assert!(
                 !is_rejected(method, &[]) && !is_rejected(method, &[("origin", "http://localhost:9464")])

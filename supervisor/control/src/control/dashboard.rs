@@ -1,6 +1,5 @@
-//! Handler of `GET /`, which serves the dashboard. The dashboard is a single page without external resources.
-//! The page only uses the admin API. A content security policy enforces this, because all displayed data is
-//! untrusted.
+//! Handler of `GET /`, which serves the dashboard. The dashboard is a single page without external resources, and uses
+//! only the admin API. A content security policy enforces this, because all displayed data is untrusted.
 
 use std::sync::LazyLock;
 
@@ -16,8 +15,8 @@ macro_rules! file {
     };
 }
 
-/// JavaScript modules of the dashboard, in the order of their dependencies. They are concatenated into one
-/// script, so a test checks that names are unique.
+/// JavaScript modules of the dashboard, in dependency order. They are concatenated into one script, so a test checks
+/// that names are unique.
 const MODULES: [&str; 14] = [
     file!("format.js"),
     file!("worst.js"),
@@ -85,7 +84,7 @@ pub(super) async fn page() -> Response {
         (header::REFERRER_POLICY, "same-origin"),
         (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
         (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
-        // The browser must load the new version of the page after the supervisor has been upgraded.
+        // Browsers must load the new version of the page after an upgrade of the supervisor.
         (header::CACHE_CONTROL, "no-cache"),
     ];
     (headers, PAGE.html.as_str()).into_response()
@@ -106,7 +105,7 @@ mod tests {
             assert!(!page.contains(word), "{word}");
         }
         assert!(!page.contains("{icon}") && !page.contains("{style}") && !page.contains("{script}"));
-        // A closing tag inside the script or style would end the HTML element too early.
+        // A closing tag inside the script or style would close the HTML element too early.
         assert_eq!((page.matches("</script").count(), page.matches("</style").count()), (1, 1));
         for line in script().lines() {
             assert!(!line.starts_with("import") && !line.starts_with("export"), "{line}");

@@ -20,35 +20,35 @@ use bulkhead_shared::codec::Message;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 
-/// Maximum time to wait for the exit of the other supervisor, in addition to `drain_timeout`.
+/// Maximum time to wait for the other supervisor to exit, in addition to `drain_timeout`.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Options for an upgrade of this supervisor, and the state of a predecessor. Created by the program.
+/// Options for upgrading this supervisor, and the state of a predecessor. Created by the program.
 pub struct HandoverOptions {
-    /// Program of a successor, or the reason why this supervisor cannot be upgraded.
+    /// Successor's program, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
-    /// The supervisor from which this one takes over.
+    /// The supervisor that this one takes over from.
     pub predecessor: Option<Predecessor>,
-    /// Soft resource limits before this supervisor raised them, by the number of the resource.
+    /// Soft resource limits before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
     /// Makes the main process of the service exit last.
     pub end: Arc<ProcessEnd>,
 }
 
-/// Program and arguments with which a supervisor was started.
+/// Program and arguments that started the supervisor.
 #[derive(Clone, Debug)]
 pub struct SuccessorProgram {
     /// Path of the program.
     pub path: PathBuf,
-    /// All arguments, the first of which is the program's name.
+    /// All arguments, starting with the program's name.
     pub arguments: Vec<OsString>,
 }
 
-/// A supervisor from which this one takes over.
+/// A supervisor that this one takes over from.
 pub struct Predecessor {
     /// The link to the predecessor.
     pub link: OwnedFd,
-    /// Process id of the predecessor.
+    /// Process ID of the predecessor.
     pub pid: u32,
     /// True if a failed bulkhead does not prevent the upgrade.
     pub is_forced: bool,
@@ -56,7 +56,7 @@ pub struct Predecessor {
     pub bulkheads: Vec<BulkheadState>,
     /// Operators' decisions about tenants.
     pub tenants: Vec<TenantState>,
-    /// Becomes readable when the predecessor and its keepers have ended.
+    /// Becomes readable when the predecessor and its keepers have exited.
     pub lifeline: OwnedFd,
     /// This end of the transfer socket.
     pub transfer: OwnedFd,
@@ -64,11 +64,10 @@ pub struct Predecessor {
     pub jobs: UnixListener,
 }
 
-/// Makes this process wait for the other supervisor of an upgrade before it exits, if it is the main process of the
-/// service.
+/// If this is the main process of the service, makes it wait for the other supervisor of an upgrade before it exits.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
-    /// Becomes readable when the other supervisor has ended.
+    /// Becomes readable when the other supervisor has exited.
     awaited: Mutex<Option<OwnedFd>>,
     has_failed: AtomicBool,
 }
@@ -87,21 +86,21 @@ impl ProcessEnd {
         self.has_failed.store(true, Ordering::SeqCst);
     }
 
-    /// Waits for the other supervisor to exit, if this one must exit last. Returns false if this process must report
-    /// a failure to the service manager.
+    /// Waits for the other supervisor to exit, if this process must exit last. Returns false if this process must
+    /// report a failure to the service manager.
     pub fn wait(&self, drain_timeout: Duration) -> bool {
         if let Some(other) = self.lock().take()
             && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
         {
-            tracing::warn!("the other supervisor of the upgrade has not ended in time");
+            tracing::warn!("the other supervisor of the upgrade did not exit in time");
         }
         !self.has_failed.load(Ordering::SeqCst)
     }
 }
 
 /// Stop requests received so far. If a signal is sent to both supervisors, for example by a terminal or by a service
-/// manager with `KillMode=control-group`, each one gets the signal and a STOP message from the other one. The two
-/// count as one request.
+/// manager with `KillMode=control-group`, each supervisor receives both the signal and a STOP message from the other.
+/// The two count as one request.
 #[derive(Debug, Default)]
 struct StopRequests {
     signals: u32,
@@ -109,34 +108,34 @@ struct StopRequests {
 }
 
 impl StopRequests {
-    /// Returns false if the latest request duplicates the first one.
+    /// Returns false if the latest request only duplicates the first.
     fn has_effect(&self) -> bool {
         (self.signals, self.messages) != (1, 1)
     }
 }
 
-/// State of an upgrade in the control plane.
+/// Upgrade state in the control plane.
 pub(super) struct Handover {
     pub(super) program: Result<SuccessorProgram, String>,
     pub(super) soft_limits: Vec<(u32, u64)>,
     pub(super) end: Arc<ProcessEnd>,
-    /// Lock of the folder for crash reports.
+    /// Lock on the folder for crash reports.
     pub(super) crashes_lock: Option<OwnedFd>,
-    /// Listeners for TCP, by name and address.
+    /// TCP listeners, by name and address.
     pub(super) tcp: Vec<(&'static str, String, OwnedFd)>,
     /// True while this supervisor accepts connections.
     listening: watch::Sender<bool>,
     /// True once this supervisor has begun to stop.
     stopping: watch::Sender<bool>,
-    /// True if this is the main process for the service manager.
+    /// True if the service manager considers this the main process.
     is_main: AtomicBool,
-    /// True from the beginning of an upgrade until it has failed.
+    /// True from the beginning of an upgrade until the upgrade has failed.
     is_upgrading: AtomicBool,
     /// True while the predecessor is running.
     has_predecessor: AtomicBool,
     /// Notified when every bulkhead has started.
     pub(super) started: Notify,
-    /// Link to the other supervisor, once both serve.
+    /// Link to the other supervisor, once both are serving.
     other: Mutex<Option<Arc<Link>>>,
     /// Stop requests received so far.
     stops: Mutex<StopRequests>,
@@ -170,7 +169,7 @@ impl Handover {
 
     // Listeners.
 
-    /// Returns true if this supervisor accepts connections. Otherwise, the listeners belong to the other supervisor.
+    /// Returns true if this supervisor accepts connections. If not, the listeners belong to the other supervisor.
     pub(super) fn is_listening(&self) -> bool {
         *self.listening.borrow()
     }
@@ -179,7 +178,7 @@ impl Handover {
         self.listening.send_replace(is_listening);
     }
 
-    /// Returns a receiver of changes of [`Handover::is_listening`].
+    /// Returns a receiver that is notified when [`Handover::is_listening`] changes.
     pub(super) fn watch_listening(&self) -> watch::Receiver<bool> {
         self.listening.subscribe()
     }
@@ -196,7 +195,7 @@ impl Handover {
 
     // Upgrades.
 
-    /// Begins an upgrade. Returns false if one is under way.
+    /// Begins an upgrade. Returns false if an upgrade is already in progress.
     pub(super) fn begin(&self) -> bool {
         !self.has_predecessor.load(Ordering::SeqCst) && !self.is_upgrading.swap(true, Ordering::SeqCst)
     }
@@ -205,8 +204,8 @@ impl Handover {
         self.is_upgrading.store(false, Ordering::SeqCst);
     }
 
-    /// Returns true from the beginning of an upgrade until it can no longer fail. Meanwhile, operators' commands are
-    /// refused, because a predecessor that resumes serving would not know about them.
+    /// Returns true from the beginning of an upgrade until it can no longer fail. During this time, operators' commands
+    /// are refused, because a predecessor that resumes serving would not know about them.
     pub(super) fn is_upgrading(&self) -> bool {
         let can_fail = self.has_predecessor.load(Ordering::SeqCst) && !self.is_main();
         can_fail || self.is_upgrading.load(Ordering::SeqCst)
@@ -230,8 +229,8 @@ impl Handover {
         stops.has_effect()
     }
 
-    /// Records a stop signal, and notifies the other supervisor. Returns true if this supervisor must begin to stop,
-    /// or must stop at once.
+    /// Records a stop signal and notifies the other supervisor. Returns true if this supervisor must begin to stop, or
+    /// must stop immediately.
     pub(super) fn signalled(&self) -> bool {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -241,7 +240,7 @@ impl Handover {
         has_effect
     }
 
-    /// Records a STOP message. Returns true if this supervisor must begin to stop, or must stop at once.
+    /// Records a STOP message. Returns true if this supervisor must begin to stop, or must stop immediately.
     pub(super) fn stop_received(&self) -> bool {
         self.stop_requested(|stops| stops.messages += 1)
     }
@@ -261,7 +260,7 @@ impl Handover {
 #[derive(Debug)]
 pub(super) struct Link(AsyncFd<OwnedFd>);
 
-/// A received message and its descriptors.
+/// A received message and the descriptors that came with it.
 pub(super) struct Incoming {
     bytes: Vec<u8>,
     pub(super) kind: u8,
@@ -290,7 +289,7 @@ pub(super) fn register(descriptor: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 
 /// Waits until a pidfd or pipe reports the exit of its process.
 pub(super) async fn wait_for_end(descriptor: &AsyncFd<OwnedFd>) {
-    // An error means that the runtime of this process is ending.
+    // An error means that this process's runtime is shutting down.
     if descriptor.readable().await.is_err() {
         std::future::pending::<()>().await;
     }
@@ -316,7 +315,7 @@ impl Link {
         Ok(())
     }
 
-    /// Sends a message without contents. Returns an error if the socket is full.
+    /// Sends a message without contents. Returns an error if the socket's buffer is full.
     pub(super) fn send_now(&self, kind: u8) -> io::Result<()> {
         die_on_request("send", kind);
         let mut outbox = Outbox::default();
@@ -324,7 +323,7 @@ impl Link {
         if outbox.flush(self.0.get_ref())? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
-    /// Receives the next message that this version knows. Returns `None` if the other supervisor has ended. The future
+    /// Receives the next message that this version knows. Returns `None` if the other supervisor has exited. The future
     /// can be dropped without losing a message.
     pub(super) async fn receive(&self) -> io::Result<Option<Incoming>> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];

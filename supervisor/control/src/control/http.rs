@@ -1,5 +1,5 @@
-//! Router and middleware that the Unix socket and TCP share: admission of requests, time limits, and common
-//! response headers.
+//! Router and middleware shared by the Unix socket and TCP: admission of requests, time limits, and common response
+//! headers.
 
 use std::pin::pin;
 
@@ -15,10 +15,10 @@ use super::connections::{Admission, REQUEST_TIMEOUT};
 use super::responses::{EXECUTED, JSON, PROBLEM, RETRYABLE, is_retryable, problem};
 use super::{Shared, cross_site, jobs, routes};
 
-/// Maximum size of a request body in bytes. Does not apply to payloads of jobs.
+/// Maximum size of a request body, in bytes. Does not apply to job payloads.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
-/// Builds the router that the Unix socket and TCP share.
+/// Builds the router shared by the Unix socket and TCP.
 pub(super) fn router(control: Shared) -> Router {
     routes::router()
         .fallback(async || problem(StatusCode::NOT_FOUND, "this path does not exist"))
@@ -36,7 +36,7 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
     if let Some(why) = admission.rejection {
         return jobs::reject_request(&request, RejectReason::Forbidden, &why);
     }
-    // The check also applies to the Unix socket, because an operator may forward the socket to a port for a
+    // The check also applies to the Unix socket, because an operator may forward a port to the socket for use in a
     // browser.
     if let Some(rejection) = cross_site::rejection(&request) {
         return rejection;
@@ -44,7 +44,7 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
     next.run(request).await
 }
 
-/// Limits the time of a request, unless its handler lifts the limit.
+/// Limits the time for a request, unless its handler lifts the limit.
 pub(super) async fn limit_time(
     ConnectInfo(admission): ConnectInfo<Admission>,
     request: Request,
@@ -59,15 +59,15 @@ pub(super) async fn limit_time(
     }
 }
 
-/// Completes a response of the admin API. The connection then closes.
+/// Completes a response of the admin API. The connection is then closed.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let is_job = jobs::bulkhead_of(&request).is_some();
     // Connections are not kept alive, because an idle connection would hold a permit.
     complete_with(request, next, is_job, || true).await
 }
 
-/// Completes responses: errors of the router itself, such as an invalid query, become problem documents, and
-/// retryable errors get a `Retry-After` header. Responses to jobs say whether the job began.
+/// Completes responses. Errors from the router itself, such as an invalid query, become problem documents; retryable
+/// errors are given a `Retry-After` header. Responses to jobs say whether the job began.
 pub(super) async fn complete_with(
     request: Request,
     next: Next,
@@ -88,14 +88,13 @@ pub(super) async fn complete_with(
     if closes {
         headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
-    // Browsers must not interpret results or output as a page or script, because workers can put anything
-    // into them.
+    // Browsers must not interpret results or output as a page or script, because workers control the contents.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
     if is_retryable(status) {
         headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
-    // Outcomes have these headers. Every other response comes from the router, which runs no job.
+    // Outcomes have these headers. All other responses come from the router, which runs no jobs.
     if is_job || is_retryable(status) {
         let retryable = if is_retryable(status) { "true" } else { "false" };
         headers.entry(EXECUTED).or_insert(HeaderValue::from_static("no"));
@@ -109,7 +108,7 @@ pub(super) async fn complete_with(
     response
 }
 
-/// Content security policy of all responses except for the dashboard.
+/// Content security policy for all responses except the dashboard.
 const INERT: &str = "default-src 'none'; frame-ancestors 'none'";
 
 #[cfg(test)]
@@ -125,16 +124,16 @@ mod tests {
     use super::super::responses;
     use super::*;
 
-    /// Number of places in each file that respond with 503 or 429, by status, through a helper, or through a reject
-    /// reason. Before adding a place, check that no job can have begun there.
+    /// Number of places in each file that respond with 503 or 429, whether by status, through a helper, or through a
+    /// reject reason. Before you add a place, check that no job can have begun there.
     const PLACES: &[(&str, usize)] = &[
-        // The data plane did not reply to a request for numbers or limits.
+        // The data plane did not reply to a request for counters or limits.
         ("advice.rs", 2),
         ("bulkheads.rs", 4),
         ("metrics.rs", 1),
         // Health checks.
         ("readiness.rs", 3),
-        // No crash report was read, or no replay was accepted: a replay without a waiting client never begins.
+        // No crash report was read, or no replay was accepted: a replay never begins unless a client is waiting for it.
         ("crashes.rs", 4),
         ("reload.rs", 3),
         ("streams.rs", 1),
@@ -142,7 +141,7 @@ mod tests {
         ("jobs.rs", 3),
         ("session.rs", 5),
         ("upload.rs", 1),
-        // Refused connections.
+        // Rejected connections.
         ("waiting.rs", 1),
         // Helpers.
         ("responses.rs", 1),
@@ -193,7 +192,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn response_503_or_429_says_that_no_job_began() {
+    async fn response_503_or_429_says_no_job_began() {
         let retryable = [StatusCode::SERVICE_UNAVAILABLE, StatusCode::TOO_MANY_REQUESTS];
         for path in ["/v1/bulkheads/b/jobs", "/v1/reload", "/readyz"] {
             for status in retryable {

@@ -1,5 +1,5 @@
-//! Jobs over HTTP: each job connects to the data plane as a client with the jobs protocol. Therefore all jobs go
-//! through the same admission, and a lost HTTP connection cancels the job. The data plane counts the bytes of
+//! Jobs over HTTP. Each job connects to the data plane as a client, using the jobs protocol. Therefore all jobs go
+//! through the same admission, and losing the HTTP connection cancels the job. The data plane counts the bytes of
 //! payloads and results that are sent or read slowly.
 
 mod headers;
@@ -76,7 +76,7 @@ pub(super) async fn submit(
             count(job.options.priority, RejectReason::Overloaded);
             rejected(&name, RejectReason::Overloaded, sentence)
         }
-        // The request did not become a job. The client has usually disconnected.
+        // The request did not become a job, usually because the client has disconnected.
         Err(Failure::Broken) => {
             rejected(&name, RejectReason::Invalid, "the payload does not match the request headers".into())
         }
@@ -108,14 +108,14 @@ enum Failure {
     Broken,
     /// The data plane closed the connection of the job without an outcome.
     Dropped,
-    /// The data plane ended before it received the job.
+    /// The data plane shut down before it received the job.
     Draining,
 }
 
 /// Sender of a job.
 struct Submitter {
     client: HttpClient,
-    /// Session of the HTTP connection. `None` if the connection closes after the response.
+    /// Session of the HTTP connection. `None` if the connection is closed after the response.
     slot: Option<SessionSlot>,
 }
 
@@ -138,14 +138,14 @@ impl Submitter {
         Upload::new(&control.config(), (control.counters.clone(), spool), name, headers, body)
     }
 
-    /// Returns the session of the HTTP connection, or a permit for another one.
+    /// Returns the session of the HTTP connection, or a permit to open one.
     async fn session_or_permit(&self, control: &Control) -> Result<SessionOrPermit, Failure> {
         if let Some(session) = self.slot.as_ref().and_then(|slot| slot.take(&self.client)) {
             return Ok(SessionOrPermit::Session(session));
         }
         let (permit, max) = match &self.client {
             HttpClient::Operator { .. } => (control.jobs.clone().try_acquire_owned().ok(), JOBS_MAX),
-            // Each connection has at most one session. The data plane may not have closed earlier sessions yet.
+            // Each connection has at most one session, but the data plane may not have closed earlier sessions yet.
             HttpClient::Token(_) => {
                 let permit = control.token_jobs.clone().acquire_owned();
                 let permit = tokio::time::timeout(SESSION_TIMEOUT, permit).await;
@@ -162,7 +162,7 @@ enum SessionOrPermit {
     Permit(OwnedSemaphorePermit),
 }
 
-/// Submits a job and waits for its outcome. Dropping the future closes the session and so cancels the job.
+/// Submits a job and waits for its outcome. Dropping the future closes the session and thereby cancels the job.
 async fn run(
     control: &Control,
     submitter: Submitter,
@@ -188,7 +188,7 @@ async fn run(
         let mut outcome = pin!(read_outcome(reader, *number, &control.counters));
         let sent = tokio::time::timeout_at(deadline, upload.send(frame, &announced, writer));
         tokio::select! {
-            // The outcome is polled first, because the payload of a rejected job need not be received.
+            // The outcome is polled first, because the payload of a rejected job does not have to be received.
             biased;
             result = &mut outcome => result?,
             sent = sent => match sent {
@@ -201,7 +201,7 @@ async fn run(
             },
         }
     };
-    // If the payload was not sent completely, the session cannot be used for another job.
+    // If the payload was not sent in full, the session cannot be used for another job.
     let slot = slot.filter(|_| is_sent);
     let (message, extensions) =
         codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;
@@ -239,7 +239,7 @@ fn outcome_of(
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
-    // The message of the data plane contains the announced size, which is not the real size of the payload.
+    // The data plane's message contains the announced size, which is not the actual size of the payload.
     if let (Announced::TooLarge(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (announced, &mut outcome.verdict)
     {

@@ -1,6 +1,6 @@
-//! Jobs over HTTP for load balancers and remote clients (`jobs_http`): a listener that only accepts jobs and health
-//! checks, with connections that are kept alive. A separate thread serves it, so that any number of clients cannot
-//! delay the admin API. The listener closes after the data plane has ended.
+//! Jobs over HTTP for load balancers and remote clients (`jobs_http`): a listener that accepts only jobs and health
+//! checks, and keeps connections alive. A separate thread serves the listener, so clients cannot delay the admin API,
+//! however many there are. The listener closes after the data plane has shut down.
 
 use std::io;
 use std::net::TcpListener;
@@ -28,26 +28,26 @@ use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections}
 use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
 use crate::observe::metrics::JobsHttpNumbers;
 
-/// Returns the maximum number of descriptors for the clients of `jobs_http`. A served connection needs a connection to
-/// the data plane with two ends as well.
+/// Returns the maximum number of descriptors for `jobs_http` clients. Each served connection also needs a connection to
+/// the data plane, which has two ends.
 pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
     let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
     connections as u64
 }
 
-/// Numbers about the listener, for the metrics.
+/// Counters of the listener, for the metrics.
 #[derive(Debug, Default)]
 pub(super) struct JobsHttpCounters {
-    /// Connections that are being served. Empty without a listener.
+    /// Connections that are being served. Empty if there is no listener.
     active: OnceLock<Arc<Active>>,
-    /// Number of connections that were refused, because all connections were in use.
+    /// Number of connections that were refused because all connections were in use.
     refused: Arc<AtomicU64>,
     /// Number of jobs without a valid token.
     unauthenticated: AtomicU64,
 }
 
 impl JobsHttpCounters {
-    /// Closes each connection as soon as it serves no request, and waits until all connections are closed.
+    /// Closes each connection as soon as it is no longer serving a request, and waits until all connections are closed.
     pub(super) async fn close_all(&self) {
         if let Some(active) = self.active.get() {
             active.close_all();
@@ -55,7 +55,7 @@ impl JobsHttpCounters {
         }
     }
 
-    /// Returns the current numbers, or `None` if there is no listener.
+    /// Returns the current counters, or `None` if there is no listener.
     pub(super) fn read(&self) -> Option<JobsHttpNumbers> {
         Some(JobsHttpNumbers {
             connections: self.active.get()?.count() as u64,
@@ -65,7 +65,7 @@ impl JobsHttpCounters {
     }
 }
 
-/// Starts the thread. It serves connections until the control plane has ended.
+/// Starts the thread, which serves connections until the control plane has shut down.
 pub(super) fn start(
     control: Shared,
     socket: TcpListener,
@@ -100,7 +100,7 @@ async fn listen(control: Shared, socket: TcpListener) {
         kept_alive: Some(queue.active()),
         refusal: "all jobs_http_max connections are in use; try again later",
     };
-    // The listener starts once.
+    // The listener is only started once.
     let _ = control.jobs_http.active.set(queue.active());
     let waiting = WaitingConnections::new(dispatcher, rules, control.jobs_http.refused.clone());
     tokio::join!(
@@ -157,7 +157,7 @@ async fn identify(
     }
 }
 
-/// Completes a response. While the supervisor is stopping, or after it has handed over, each response closes its
+/// Completes a response. While the supervisor is stopping, and after it has handed over, each response closes its
 /// connection, so that the client sends its next request to another host or to the successor.
 async fn complete(
     State(control): State<Shared>,

@@ -1,4 +1,4 @@
-//! Handler of `GET /metrics`. Requests the numbers from the data plane and formats them on the thread of the
+//! Handler of `GET /metrics`. Requests the counters from the data plane and formats them on the thread of the
 //! low-priority readers.
 
 use axum::extract::State;

@@ -11,12 +11,12 @@ use super::Shared;
 use super::paths::WITHOUT_TOKEN;
 use super::responses::PROBLEM;
 
-/// A route, which is an HTTP method on a path.
+/// A route: an HTTP method on a path.
 pub(super) struct Route {
     /// HTTP method in lower case.
     pub(super) method: &'static str,
     pub(super) path: &'static str,
-    /// Operation id of the route in the OpenAPI document.
+    /// Operation ID of the route in the OpenAPI document.
     pub(super) id: &'static str,
     pub(super) about: &'static str,
     pub(super) handler: fn() -> MethodRouter<Shared>,
@@ -50,8 +50,8 @@ pub(super) enum Schema {
 /// Name, schema and description of a query parameter or header.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Status codes of problem documents that every route can return. They stand for an invalid request, a
-/// forbidden request, a timeout, and a data plane that does not respond.
+/// Status codes of problem documents that every route can return: an invalid request, a forbidden request, a timeout,
+/// and a data plane that does not respond.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
 /// Builds the OpenAPI document that describes `routes`.
@@ -89,7 +89,7 @@ impl Default for Schemas {
         let mut settings = SchemaSettings::draft2020_12();
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
-        // Default values are removed, because they only apply when a document is deserialized.
+        // Default values are removed, because they apply only when a document is deserialized.
         settings.transforms.push(Box::new(RecursiveTransform(|schema: &mut schemars::Schema| {
             schema.remove("default");
         })));
@@ -102,8 +102,8 @@ impl Schemas {
     /// Returns the schemas of all documents that routes refer to.
     fn all(mut self) -> Map<String, Value> {
         let mut all = self.responses.take_definitions(true);
-        // If a type is used in requests and responses, its request schema is kept, because it requires fewer
-        // fields.
+        // If a type is used in both requests and responses, its request schema is kept, because that schema requires
+        // fewer fields.
         all.extend(self.requests.take_definitions(true));
         all
     }
@@ -118,7 +118,7 @@ impl Schemas {
             "summary": route.about,
             "parameters": parameters,
             "responses": self.responses(route, is_open),
-            // The empty requirement stands for the Unix socket, which needs no token.
+            // The empty requirement stands for the Unix socket, which requires no token.
             "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
         });
         if let Some(body) = route.body {
@@ -141,7 +141,7 @@ impl Schemas {
                 &[(PROBLEM, Schema::Of(SchemaGenerator::subschema_for::<Problem>))],
                 &mut self.responses,
             );
-            // For `/readyz`, the response with status 503 contains the document of the successful response.
+            // The response of `/readyz` with status 503 contains the same document as a successful response.
             if route.id == "readyz" && status == 503 {
                 contents["application/json"] = json!({"schema": self.responses.subschema_for::<Readiness>()});
             }
@@ -179,7 +179,7 @@ fn status_description(status: u16) -> &'static str {
     match status {
         400 => "The request is invalid.",
         401 => "The token is missing or wrong.",
-        403 => "The client has no permission, or a page from another site sent the request.",
+        403 => "The client does not have permission, or the request came from a page on another site.",
         404 => "The requested object does not exist.",
         408 => "The complete request was not received in time.",
         409 => "The current state does not permit the request.",

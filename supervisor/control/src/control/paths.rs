@@ -1,13 +1,13 @@
-//! Paths that are recognized before a request is parsed. All of these paths are in the table of routes.
+//! Paths that are recognized before a request is parsed. All of them are in the table of routes.
 
-/// Paths of requests that need no token over TCP.
+/// Paths that can be requested over TCP without a token.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
-/// Path of upgrades, which are refused over TCP.
+/// Path for upgrades, which are refused over TCP.
 pub(super) const UPGRADE_PATH: &str = "/v1/upgrade";
 
-/// Paths of requests that the thread of the low-priority readers serves. Readers poll these paths, or the
-/// responses are endless streams.
+/// Paths that are served by the thread of the low-priority readers. Readers poll these paths, or the responses are
+/// endless streams.
 pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
 /// Returns true if the thread of the low-priority readers should serve a request that begins with `head`.
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reader_requests_are_recognised_by_request_line() {
+    fn reader_requests_are_recognized_by_request_line() {
         for line in [
             "GET /metrics HTTP/1.1\r\n",
             "GET /v1/events?since=5 HTTP/1.1",
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_health_checks_are_recognised() {
+    fn complete_health_checks_are_recognized() {
         for head in
             ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
         {

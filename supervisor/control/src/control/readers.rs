@@ -1,6 +1,6 @@
-//! The thread of the low-priority readers, which serves metrics, events, logs and the dashboard. It runs at
-//! the lowest priority, so that jobs take precedence over any number of readers on a busy machine. Health
-//! checks and requests of operators are served by the main thread of the control plane.
+//! The thread of the low-priority readers, which serves metrics, events, logs and the dashboard. It runs at the lowest
+//! priority, so that on a busy machine jobs take precedence over readers, however many there are. The main thread of
+//! the control plane serves health checks and operators' requests.
 
 use std::io;
 use std::thread::JoinHandle;
@@ -13,17 +13,17 @@ use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
 use super::{CLOSE_TIMEOUT, http, tcp, watch};
 
-/// Nice value of the thread. With a lower value, Linux would let the thread run long enough at a time to
-/// increase the latency of jobs.
+/// Nice value of the thread. With a lower value, Linux would let the thread run for long enough to increase the latency
+/// of jobs.
 const NICE: i32 = 19;
 
-/// Queues of connections from which the thread of the low-priority readers takes its work.
+/// Queues of connections for the thread of the low-priority readers to serve.
 pub(super) struct ReaderQueues {
     pub(super) local: Queue<UnixStream>,
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,
 }
 
-/// Starts the thread, which serves connections until the control plane ends.
+/// Starts the thread, which serves connections until the control plane shuts down.
 pub(super) fn start(
     control: Shared,
     reader_queues: ReaderQueues,
@@ -57,7 +57,7 @@ async fn serve_all(control: Shared, reader_queues: ReaderQueues) {
     tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
-/// Wakes followers of events when there are new events.
+/// Wakes up followers of events when there are new events.
 async fn wake_followers(control: Shared) {
     control.until_shutdown(control.events.wake_readers_periodically()).await;
 }

@@ -1,6 +1,5 @@
-//! Handlers of `/healthz` and `/readyz`. Clients can request `/readyz` at any rate, because the states of the
-//! bulkheads are cached. The data plane is queried at most ten times per second, and additionally after each
-//! command of an operator.
+//! Handlers of `/healthz` and `/readyz`. Clients can request `/readyz` at any rate, because the states of the bulkheads
+//! are cached. The data plane is queried at most ten times per second, plus once after each operator command.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,7 +25,7 @@ const STATES_AGE_MAX: Duration = Duration::from_millis(100);
 
 type States = Arc<[ShortState]>;
 
-/// Cache of the bulkheads' states. Requests that arrive during an update wait for the result.
+/// Cache of bulkhead states. Requests that arrive during an update wait for the result.
 #[derive(Default)]
 pub(super) struct Readiness {
     cached: Mutex<Option<CachedStates>>,
@@ -98,7 +97,7 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     };
     states.retain(|it| it.state != BulkheadState::Ready);
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    // One second, which is also the default value of the `Retry-After` header.
+    // One second, which is also the default for the `Retry-After` header.
     let retry_after_ms = (!is_ready).then_some(1000.0);
     (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status, retry_after_ms })))
         .into_response()

@@ -28,8 +28,8 @@ use bulkhead_plane::program;
 use bulkhead_plane::reload::{self, LiveDropped, Reload, SpecInputs, effective_config};
 use bulkhead_plane::scrape::ReloadCounts;
 
-/// Maximum time for reading the file and checking the programs and folders that it names. Shorter than the
-/// time limit for a request.
+/// Maximum time for reading the file and for checking the programs and folders named in it. Shorter than the time limit
+/// for a request.
 const READ_TIMEOUT: Duration = Duration::from_secs(7);
 
 /// Maximum number of problems that an event lists. The HTTP response lists all problems.
@@ -38,14 +38,14 @@ const EVENT_PROBLEMS_MAX: usize = 10;
 /// The active configuration, and everything that is needed to resolve a new version of the file.
 #[derive(Clone)]
 pub struct ActiveConfig {
-    /// The configuration that was loaded last, except that keys which need a restart have the values from the
-    /// start of the supervisor.
+    /// The configuration that was loaded last, except that keys which require a restart keep their values from when the
+    /// supervisor started.
     pub config: Arc<Config>,
-    /// Layers and user ids for confinement that are available on this machine.
+    /// Confinement layers and user IDs that are available on this machine.
     pub support: Arc<SandboxSupport>,
     /// Limit on open files, from which the maximum number of clients is computed.
     pub open_files: OpenFiles,
-    /// Id of the supervisor's own user.
+    /// ID of the supervisor's own user.
     pub own_uid: u32,
     /// Names of the tenants that have a separate label in the metrics. They do not change while the
     /// supervisor runs.
@@ -63,14 +63,14 @@ pub(super) struct Reloads {
     counts: Mutex<ReloadCounts>,
 }
 
-/// Values from the active configuration that are needed often.
+/// Frequently needed values from the active configuration.
 #[derive(Default)]
 struct CachedValues {
     bulkheads: Vec<String>,
     /// Value of `recycle.rss` in bytes for each bulkhead that sets this key.
     recycle_rss: Arc<HashMap<String, u64>>,
-    /// Lowest and highest limit, in bytes, of all bulkheads on the size of a worker's temporary folder.
-    /// `None` if there is no such limit.
+    /// Lowest and highest limit, in bytes, that any bulkhead sets on the size of a worker's temporary folder. `None` if
+    /// no bulkhead sets such a limit.
     temporary_bytes: Option<(u64, u64)>,
 }
 
@@ -87,7 +87,7 @@ impl CachedValues {
     }
 }
 
-/// Reason why a reload is rejected.
+/// Reason for rejecting a reload.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error("{0}")]
@@ -110,7 +110,7 @@ enum ReloadError {
     Internal(String),
 }
 
-/// A configuration that was read and validated, with the changes between it and the active configuration.
+/// A configuration that was read and validated, with the changes from the active configuration.
 struct Prepared {
     after: Arc<Config>,
     changes: Changes,
@@ -132,13 +132,13 @@ impl Reloads {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the user ids that all workers of a bulkhead share, by name of the bulkhead.
+    /// Returns the user IDs that all workers of a bulkhead share, by name of the bulkhead.
     pub(super) async fn permanent_ids(&self) -> BTreeMap<String, u32> {
         let support = self.active_config.lock().await.support.clone();
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()
     }
 
-    /// Locks the user ids that the predecessor of an upgrade had locked until it exited.
+    /// Locks the user IDs that the predecessor in an upgrade kept locked until it exited.
     pub(super) async fn lock_inherited_ids(&self) {
         if let Some(ids) = self.active_config.lock().await.support.ids() {
             ids.lock_inherited();
@@ -161,7 +161,7 @@ impl Reloads {
         self.cached().temporary_bytes
     }
 
-    /// Returns the numbers of reloads that the metrics show.
+    /// Returns the reload counters for the metrics.
     pub(super) fn counts(&self) -> ReloadCounts {
         *self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -177,8 +177,8 @@ impl Reloads {
     }
 }
 
-/// Reloads the configuration on SIGHUP until the control plane ends. All signals that arrive during a reload
-/// together cause one further reload.
+/// Reloads the configuration on SIGHUP until the control plane shuts down. However many signals arrive during a reload,
+/// they cause only one more reload.
 pub(super) async fn watch(control: Arc<Control>) {
     let mut shutdown = control.shutdown.subscribe();
     loop {
@@ -200,7 +200,7 @@ pub(super) struct ReloadQuery {
 
 pub(super) async fn over_http(State(control): State<Shared>, Query(query): Query<ReloadQuery>) -> Response {
     let dry_run = query.dry_run == Some(true);
-    // The reload runs as a separate task, so that it is completed even if the client disconnects.
+    // The reload runs as a separate task so that it is completed even if the client disconnects.
     let task = tokio::spawn(async move { reload(&control, dry_run).await });
     match task.await {
         Ok(Ok(changes)) => axum::Json(Reloaded { dry_run, changes }).into_response(),
@@ -229,7 +229,7 @@ impl IntoResponse for ReloadError {
 
 /// Reads the file and applies the new configuration. A dry run changes nothing and emits no event.
 async fn reload(control: &Control, dry_run: bool) -> Result<Changes, ReloadError> {
-    // The lock is held until the reload has ended, so that reloads run one at a time.
+    // The lock is held until the reload has finished, so that reloads run one at a time.
     let mut active_config = control.reloads.active_config.lock().await;
     if dry_run {
         let Prepared { mut changes, reload, .. } = prepare(&control.reloads, &active_config).await?;
@@ -262,8 +262,8 @@ async fn apply(control: &Control, active_config: &mut ActiveConfig) -> Result<Ch
         let (reply, receiver) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commands.send(command).map_err(|_| ReloadError::Stuck)?;
-        // The reply has no time limit, because after a timeout it would be unknown which configuration is
-        // active. The data plane always replies or ends.
+        // There is no time limit for the reply, because after a timeout it would be unknown which configuration is
+        // active. The data plane always replies or shuts down.
         add_dropped_live_changes(&mut changes, receiver.await.map_err(|_| ReloadError::Stuck)??);
     }
     let after = effective_config(&active_config.config.supervisor, Arc::unwrap_or_clone(after));
@@ -287,9 +287,9 @@ fn add_dropped_live_changes(changes: &mut Changes, mut dropped: LiveDropped) {
     }
 }
 
-/// Reads the file and prepares the reload on a separate thread, because a disk can be slow and a network file
-/// system can hang forever. Waits for the thread only within a time limit. A shutdown does not wait for the
-/// thread. While a thread hangs, no further one is started.
+/// Reads the file and prepares the reload on a separate thread, because a disk can be slow and a network file system
+/// can hang forever. Waits for the thread only up to a time limit. Shutdown does not wait for the thread. While a
+/// thread hangs, no other is started.
 async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     let Ok(permit) = reloads.reader.clone().try_acquire_owned() else { return Err(ReloadError::ReadTimeout) };
     let active_config = active_config.clone();
@@ -332,8 +332,7 @@ fn read(active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     Ok(Prepared { after, changes, reload })
 }
 
-/// Notifies systemd that a reload has begun. For services with `Type=notify-reload`, systemd then waits for
-/// READY=1.
+/// Notifies systemd that a reload has begun. For services with `Type=notify-reload`, systemd then waits for READY=1.
 fn notify_reloading(control: &Control) {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => control.notify_systemd(&[NotifyState::Reloading, now]),

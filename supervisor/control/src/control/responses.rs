@@ -1,4 +1,4 @@
-//! Helper functions for handlers, which create problem documents and parse boolean query parameters.
+//! Helper functions for handlers: they create problem documents and parse boolean query parameters.
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -15,7 +15,7 @@ pub(super) const EXECUTED: &str = "bulkhead-executed";
 /// Response header that says whether the same job can be sent again.
 pub(super) const RETRYABLE: &str = "bulkhead-retryable";
 
-/// Status code for a request that the client cancelled. Introduced by nginx, and not part of a standard.
+/// Status code for a request that the client cancelled. Introduced by nginx; not part of any standard.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// Returns a problem document (RFC 9457).
@@ -43,8 +43,8 @@ fn document(status: StatusCode, detail: &str, mut fields: Map<String, Value>) ->
     json!(body).to_string()
 }
 
-/// Returns a problem document as a complete HTTP response, for a request that no handler gets. The connection closes
-/// after the response. No job began.
+/// Returns a problem document as a complete HTTP response, for a request that reaches no handler. The connection is
+/// closed after the response. No job began.
 pub(super) fn raw(status: StatusCode, detail: &str) -> Vec<u8> {
     let body = document(status, detail, Map::new());
     let (code, reason) = (status.as_u16(), status.canonical_reason().unwrap_or("Error"));
@@ -58,7 +58,7 @@ pub(super) fn raw(status: StatusCode, detail: &str) -> Vec<u8> {
     [head.into_bytes(), body.into_bytes()].concat()
 }
 
-/// Returns true if a request with this status was not processed, and can be sent again later.
+/// Returns true if a request with this status was not processed and can be sent again later.
 pub(super) fn is_retryable(status: StatusCode) -> bool {
     matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
 }

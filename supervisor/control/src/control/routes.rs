@@ -24,7 +24,7 @@ use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, upgrade, watch,
 };
 
-/// Maximum number of bytes of a rejected query that the error message quotes.
+/// Maximum number of bytes of a rejected query to quote in the error message.
 const QUERY_BYTES_SHOWN: usize = 200;
 
 const NDJSON: &str = "application/x-ndjson";
@@ -149,7 +149,7 @@ const ROUTES: &[Route] = &[
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
-/// Id of the route for jobs.
+/// ID of the route for jobs.
 const SUBMIT_JOB: &str = "submitJob";
 
 const JOB_HEADERS: &[Parameter] = &[
@@ -167,8 +167,7 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "W3C trace context, which is passed on to the worker."),
 ];
 
-/// Not an `async` function, because the type of its future would depend on the table that contains the
-/// function.
+/// Not an `async` function, because the type of the future would depend on the table that contains the function.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
@@ -178,7 +177,7 @@ pub(super) fn router() -> Router<Shared> {
     router_of(|_| true)
 }
 
-/// Builds the router of `jobs_http`: health checks, and jobs behind `protect`.
+/// Builds the router of `jobs_http`, with health checks, and with jobs behind `protect`.
 pub(super) fn jobs_router(
     protect: impl FnOnce(MethodRouter<Shared>) -> MethodRouter<Shared>,
 ) -> Router<Shared> {
@@ -201,8 +200,8 @@ fn handler_of(route: &Route) -> MethodRouter<Shared> {
     if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler }
 }
 
-/// Rejects requests with a query. Used for routes without query parameters, because the client may expect
-/// that the query has an effect.
+/// Rejects requests that have a query. Used for routes without query parameters, because otherwise clients might expect
+/// the query to have an effect.
 async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,

@@ -1,5 +1,5 @@
-//! Checks periodically that the files of the sockets exist, because clients cannot connect if a file was
-//! removed. A reload creates missing files again.
+//! Checks periodically that the socket files exist, because clients cannot connect if a file has been removed. A reload
+//! creates missing files again.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -29,7 +29,7 @@ pub(super) struct SocketFiles {
     admin: Mutex<Option<OwnedFd>>,
 }
 
-/// Receiver of listeners that replace the listener of the admin socket.
+/// Receiver of listeners that replace the admin socket's listener.
 pub(super) struct NextAdmin(watch::Receiver<Option<Arc<std::os::unix::net::UnixListener>>>);
 
 impl NextAdmin {
@@ -60,8 +60,8 @@ impl SocketFiles {
         }
     }
 
-    /// Returns the locks of the sockets and the listener of the admin socket, for a successor. Each comes with the
-    /// name of its socket and the path.
+    /// Returns the locks of the sockets and the listener of the admin socket, for a successor. Each descriptor comes
+    /// with the name and path of its socket.
     pub(super) fn descriptors(&self) -> io::Result<Vec<(&'static str, String, OwnedFd)>> {
         let locks = [inherited::JOBS_LOCK, inherited::ADMIN_LOCK];
         let mut found = Vec::new();
@@ -85,7 +85,7 @@ impl SocketFiles {
     }
 }
 
-/// Periodically checks that the files exist, and reports removed files, until the control plane ends.
+/// Periodically checks that the files exist and reports removed files, until the control plane shuts down.
 pub(super) async fn watch(control: Arc<Control>) {
     control.every(CHECK_INTERVAL, |control| async move { control.check_sockets() }).await;
 }

@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 
 use super::{Control, upgrade};
 
-/// Handles signals until the process ends.
+/// Handles signals until the process exits.
 pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
     let mut notice = None;
     while let Some(signal) = signals.next().await {
@@ -30,7 +30,7 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
                 Ok(())
             }
             _ if control.handover.signalled() => stop(&control, &mut notice),
-            // The other supervisor of an upgrade got the same signal, and its STOP message arrived first.
+            // The other supervisor of the upgrade received the same signal, and its STOP message arrived first.
             _ => Ok(()),
         };
         if let Err(error) = sent {
@@ -39,7 +39,7 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
     }
 }
 
-/// Stops the supervisor, after `drain_notice` on the first signal and at once on the second.
+/// Stops the supervisor, after `drain_notice` on the first signal and immediately on the second.
 fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(), CommandSendError> {
     let duration = control.config().supervisor.drain_notice;
     if let Some(notice) = notice {
@@ -69,8 +69,8 @@ async fn drain_after(control: Arc<Control>, notice: Duration) {
 }
 
 impl Control {
-    /// Stops because the other supervisor of an upgrade is stopping. The first message starts an orderly stop, and
-    /// the second one stops at once.
+    /// Stops because the other supervisor of an upgrade is stopping. The first message starts an orderly stop; the
+    /// second stops the supervisor immediately.
     pub(super) fn stop_with_other(self: &Arc<Self>) {
         if !self.handover.stop_received() {
             return;

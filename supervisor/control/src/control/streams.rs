@@ -16,11 +16,11 @@ use super::Shared;
 use super::responses::{not_found, problem, switch};
 use crate::observe::events::{Piece, Reader, rfc3339};
 
-/// Maximum number of concurrent streams. Lower than the maximum number of connections, because streams can
-/// last forever.
+/// Maximum number of concurrent streams. Lower than the maximum number of connections, because streams can stay open
+/// forever.
 pub(super) const STREAMS_MAX: usize = 128;
 
-/// Default for the maximum number of events or lines in one response.
+/// Default maximum number of events or lines in one response.
 pub(super) const LIMIT_DEFAULT: usize = 4096;
 
 /// Time without data after which a keep-alive comment is sent on a stream.
@@ -52,7 +52,7 @@ pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) ->
     (headers, Body::from_stream(alive)).into_response()
 }
 
-/// Returns a stream of the reader's events, which ends when the control plane ends.
+/// Returns a stream of the reader's events that ends when the control plane shuts down.
 pub(super) fn pieces(
     control: &Shared,
     reader: Reader,
@@ -61,7 +61,7 @@ pub(super) fn pieces(
     let state = (control.clone(), reader, control.shutdown.subscribe(), permit);
     stream::unfold(state, async |(control, mut reader, mut shutdown, permit)| {
         let piece = tokio::select! {
-            // Events that were added before the control plane ends must be delivered first.
+            // Events that were added before the control plane shuts down must be delivered first.
             biased;
             piece = reader.next(&control.events) => piece,
             _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
@@ -70,8 +70,8 @@ pub(super) fn pieces(
     })
 }
 
-/// Returns a stream of the items in a broadcast channel, which ends when the control plane ends. If the
-/// reader is too slow, the stream yields the number of missed items.
+/// Returns a stream of the items in a broadcast channel that ends when the control plane shuts down. If the reader is
+/// too slow, the stream yields the number of missed items.
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
@@ -80,7 +80,7 @@ pub(super) fn live<T: Clone + Send + 'static>(
     let shutdown = control.shutdown.subscribe();
     stream::unfold((receiver, shutdown, permit), async |(mut receiver, mut shutdown, permit)| {
         let next = tokio::select! {
-            // Items that were sent before the control plane ends must be delivered first.
+            // Items that were sent before the control plane shuts down must be delivered first.
             biased;
             next = receiver.recv() => next,
             _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
@@ -110,7 +110,7 @@ fn accepts_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
-/// Returns the id of the last event that the client has received. Clients of server-sent events send this id
+/// Returns the ID of the last event that the client has received. Clients of server-sent events send this ID
 /// when they reconnect.
 pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
     headers.get("last-event-id")?.to_str().ok()?.parse().ok()

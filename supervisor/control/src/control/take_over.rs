@@ -1,4 +1,4 @@
-//! The successor's side of an upgrade: starts all workers while the predecessor serves, then takes over.
+//! The successor's side of an upgrade: starts all workers while the predecessor is serving, then takes over.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use super::Shared;
 use super::handover::{Link, Predecessor, register, wait_for_end};
 
-/// Takes over from a predecessor. Stops this supervisor if that fails.
+/// Takes over from a predecessor. Stops this supervisor if the takeover fails.
 pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     let Predecessor { link, pid, is_forced, bulkheads, tenants, lifeline, transfer, jobs } = predecessor;
     let started = Link::new(link).and_then(|link| Ok((Arc::new(link), register(lifeline)?)));
@@ -35,7 +35,7 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     };
     let prepared = tokio::select! {
         prepared = prepared => prepared,
-        () = ended(&link) => Err("the previous supervisor has ended".to_owned()),
+        () = ended(&link) => Err("the previous supervisor has exited".to_owned()),
         () = control.handover.stopping() => Err("a signal has stopped the new program".to_owned()),
     };
     if let Err(why) = prepared {
@@ -45,8 +45,8 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     if let Err(error) = take_over(&control, &link, transfer).await {
         return give_up(&control, &error.to_string());
     }
-    // From here on, this supervisor serves even if the predecessor fails. The message comes before the first
-    // connection is accepted, so that a predecessor that has not received it knows that no job is here.
+    // From here on, this supervisor keeps serving even if the predecessor fails. ACTIVE is sent before the first
+    // connection is accepted, so a predecessor that has not received it knows that there are no jobs here.
     let _ = link.send(kind::ACTIVE, &Nothing {}, None).await;
     if let Err(error) = control.commands.send(Command::Listen(jobs)) {
         return give_up(&control, &error.to_string());
@@ -56,15 +56,15 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     control.handover.set_listening(true);
     report(&control, |pid, version| EventKind::UpgradeSwitched { pid, version });
     serve_beside(&control, &link, &lifeline).await;
-    // All workers of the predecessor have ended.
+    // All of the predecessor's workers have exited.
     let _ = send(&control, HandoverCommand::PredecessorEnded);
     control.unrelated.set_other_root(None);
     control.reloads.lock_inherited_ids().await;
     control.crashes.take_over();
     control.handover.set_other(None);
     control.handover.end.wait_for(None);
-    // The predecessor may have ended before it could send MAIN, although the service manager knows the new main
-    // process.
+    // The predecessor may have exited before it could send MAIN, although the service manager already knows the new
+    // main process.
     control.handover.set_main(true);
     control.notify_systemd(&[NotifyState::Watchdog]);
     control.handover.predecessor_ended();
@@ -117,7 +117,7 @@ async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), Stri
     }
 }
 
-/// Receives the permits of the predecessor, and takes over.
+/// Receives the predecessor's permits and takes over.
 async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Result<()> {
     let (mut held, mut quarantined) = (Vec::<Held>::new(), Vec::<Quarantined>::new());
     link.send(kind::READY, &Nothing {}, None).await?;
@@ -142,16 +142,16 @@ async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Resu
     receiver.await.map_err(|_| io::Error::other("the data plane has ended"))
 }
 
-/// Answers a PING once the data plane has responded. Runs as a separate task, so that a data plane that hangs does
-/// not delay the predecessor's other messages.
+/// Answers a PING once the data plane has responded. Runs as a separate task, so that a data plane that hangs does not
+/// delay the processing of the predecessor's other messages.
 async fn answer(control: Shared, link: Arc<Link>) {
     if control.is_healthy().await {
-        // Without an answer, the predecessor sends another PING.
+        // If there is no answer, the predecessor sends another PING.
         let _ = link.send_now(kind::PONG);
     }
 }
 
-/// Handles the predecessor's messages until the predecessor and its keepers have ended.
+/// Handles the predecessor's messages until the predecessor and its keepers have exited.
 async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<OwnedFd>) {
     let mut is_linked = true;
     loop {
@@ -164,7 +164,7 @@ async fn serve_beside(control: &Shared, link: &Arc<Link>, lifeline: &AsyncFd<Own
                         control.handover.set_main(true);
                         let awaited = lifeline.as_fd().try_clone_to_owned().ok();
                         control.handover.end.wait_for(awaited);
-                        // The last message of the predecessor may be nearly as old as the watchdog's time limit.
+                        // The predecessor's last message may be nearly as old as the watchdog's time limit.
                         control.notify_systemd(&[NotifyState::Watchdog]);
                     }
                     kind::STOP => control.stop_with_other(),

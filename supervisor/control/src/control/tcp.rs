@@ -1,5 +1,5 @@
-//! The admin API over TCP, for clients that have the token. The network is not trusted. Web pages in the
-//! browser of a user who has the token are not trusted either.
+//! The admin API over TCP, for clients that have the token. Neither the network nor web pages in the browser of a user
+//! who has the token are trusted.
 
 use std::io;
 use std::net::IpAddr;
@@ -28,24 +28,24 @@ use super::{Control, http, jobs, tokens};
 use bulkhead_config::{Role, Token};
 use bulkhead_linux::listener::stop_new_connections;
 
-/// Maximum number of connections that are taken from the backlog of a closing listener.
+/// Maximum number of connections to accept from the backlog of a listener that is closing.
 const BACKLOG_MAX: usize = 4096;
 
-/// Authentication challenges in a response to a request without a token. The second one makes a browser ask
-/// the user for a password.
+/// Authentication challenges in the response to a request without a token. The second challenge makes a browser ask the
+/// user for a password.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// Checks that requests over TCP must pass.
+/// Checks for requests over TCP.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
-    /// The admin token, which gives all permissions.
+    /// The admin token, which grants all permissions.
     token: Token,
     /// Listening address if it is a loopback address, otherwise `None`. If set, the `Host` header must name
     /// this machine.
     own: Option<IpAddr>,
 }
 
-/// Registers the listening socket with the current runtime, and creates the check for its requests.
+/// Registers the listening socket with the current runtime and creates the check for its requests.
 pub(super) fn register(
     socket: std::net::TcpListener,
     token: Token,
@@ -57,7 +57,7 @@ pub(super) fn register(
     Ok((TcpListener::from_std(socket)?, RequestCheck { token, own }))
 }
 
-/// Accepts connections of the admin API until the control plane ends.
+/// Accepts admin API connections until the control plane shuts down.
 pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatcher: Dispatcher<TcpStream>) {
     let rules = ListenerRules {
         served_max: CONNECTIONS_MAX,
@@ -69,7 +69,7 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
     accept_until_shutdown(control, (listener, control.inherited.http), waiting).await;
 }
 
-/// Accepts connections until the control plane ends. Connections are not checked, because each request must
+/// Accepts connections until the control plane shuts down. Connections are not checked, because each request must
 /// contain the token. `is_inherited` is true if the listener belongs to the service manager.
 pub(super) async fn accept_until_shutdown(
     control: &Control,
@@ -87,12 +87,12 @@ pub(super) async fn accept_until_shutdown(
         }
     };
     control.until_shutdown(accept_next()).await;
-    // Another supervisor, or the next process of the service manager, accepts the connections in the backlog.
+    // Connections in the backlog are accepted by another supervisor, or by the next process of the service.
     if is_inherited || !control.handover.is_listening() {
         return;
     }
-    // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
-    // If the kernel cannot stop new connections, a client that connects at the last moment is still reset.
+    // Connections in the backlog are still accepted, so that these clients get a response instead of a reset. If the
+    // kernel cannot stop new connections, a client that connects at the last moment may still be reset.
     let _ = stop_new_connections(&listener);
     if has_waiting(&listener) {
         let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_next()).await;
@@ -113,7 +113,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
-        // An error is ignored. Without this option, responses in small pieces are only slower.
+        // Errors are ignored, because without this option responses sent in small pieces are merely slower.
         let _ = socket.set_nodelay(true);
         return socket;
     }
@@ -156,8 +156,8 @@ impl RequestCheck {
             return Err(rejection.into());
         }
         let permission = if is_open { Permission::Full } else { self.permission(request, tokens)? };
-        // Payloads can have any content type. A form of another site could send a payload with stored
-        // credentials, but the origin check has already rejected the request.
+        // Payloads can have any content type. A form on another site could send a payload with stored credentials, but
+        // the origin check has already rejected such requests.
         let is_change = changes_state(request.method());
         let is_job = request.uri().path().ends_with("/jobs");
         if is_change && has_body(request.headers()) && !is_job && !is_json(request.headers()) {
@@ -167,7 +167,7 @@ impl RequestCheck {
         Ok(permission)
     }
 
-    /// Returns the permission that the token of a request gives.
+    /// Returns the permission granted by the token of a request.
     fn permission(&self, request: &Request, tokens: &TokenTable) -> Result<Permission, Box<Response>> {
         let forbid = |why| Err(jobs::reject_request(request, RejectReason::Forbidden, why).into());
         let secret = tokens::secret(request.headers()).ok_or_else(|| Box::new(unauthorized(request)))?;
@@ -184,11 +184,11 @@ impl RequestCheck {
         }
     }
 
-    /// Rejects requests from pages of other sites, and requests that name another host.
+    /// Rejects requests from pages on other sites, and requests whose `Host` header names another host.
     fn rejection(&self, request: &Request) -> Option<Response> {
         let headers = request.headers();
         let path = request.uri().path();
-        // Load balancers check the health under any name, and health probes with HTTP/1.0 under none. Browsers
+        // Load balancers check the health under any host name, and HTTP/1.0 health probes send no host name. Browsers
         // always send `Host`.
         let is_nameless = WITHOUT_TOKEN.contains(&path) && !headers.contains_key(header::HOST);
         let is_probe = !changes_state(request.method()) && (HEALTH_PATHS.contains(&path) || is_nameless);
@@ -200,8 +200,8 @@ impl RequestCheck {
         cross_site::rejection(request)
     }
 
-    /// Returns true if the `Host` header names this machine. Prevents DNS rebinding, in which a web page
-    /// reaches a service that only listens locally by a foreign name that resolves to this machine.
+    /// Returns true if the `Host` header names this machine. Prevents DNS rebinding, in which a web page uses a foreign
+    /// name that resolves to this machine to reach a service that only listens locally.
     fn names_this_machine(&self, headers: &HeaderMap) -> bool {
         let Some(own) = self.own else { return true };
         let mut values = headers.get_all(header::HOST).iter();
@@ -210,8 +210,8 @@ impl RequestCheck {
             return false;
         };
         let host = authority.host();
-        // The remaining text is checked, because the parser accepts any text as a port and skips a user name
-        // before the host.
+        // The remaining text is checked, because the parser accepts any text as a port and skips a user name before the
+        // host.
         let Some(rest) = authority.as_str().strip_prefix(host) else { return false };
         if !rest.is_empty() && rest.strip_prefix(':').is_none_or(|port| port.parse::<u16>().is_err()) {
             return false;

@@ -1,6 +1,6 @@
-//! Measures the temporary folders of workers that are not separate file systems, and reports large folders to
-//! the data plane. The contents are not trusted, so links are not followed. The number of entries and
-//! descriptors per measurement is limited. On average, measurements use at most a tenth of one processor.
+//! Measures workers' temporary folders that are not separate file systems, and reports large folders to the data plane.
+//! The contents are not trusted, so links are not followed, and the number of entries and descriptors per measurement
+//! is limited. On average, measurements use at most a tenth of one processor.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -23,26 +23,26 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum pause after a measurement, as a multiple of the duration of the measurement.
 const PAUSE_FACTOR: u32 = 10;
 
-/// Maximum number of entries to visit when one temporary folder is measured.
+/// Maximum number of entries to visit when measuring one temporary folder.
 const ENTRIES_MAX: u64 = 1 << 20;
 
-/// Minimum number of bytes that count for each entry, so that many small or empty entries also fill a folder.
+/// Minimum number of bytes counted for each entry, so that many small or empty entries also fill a folder.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Maximum number of forked workers' folders that are measured separately in a template's folder. If there
-/// are more, all of them count towards the template's folder.
+/// Maximum number of forked workers' folders in a template's folder that are measured separately. If there are more,
+/// all of them count towards the template's folder.
 const WORKERS_MAX: usize = 4096;
 
-/// Maximum depth of nested folders. A temporary folder with deeper nesting counts as too large.
+/// Maximum nesting depth of folders. A temporary folder with deeper nesting counts as too large.
 const DEPTH_MAX: usize = 128;
 
 const BLOCK_BYTES: u64 = 512;
 
-/// Permissions that are needed on a folder to measure it. Without execute permission, entries can be listed,
-/// but their sizes cannot be read.
+/// Permissions needed to measure a folder. Without execute permission, entries can be listed, but their sizes cannot be
+/// read.
 const FOLDER_ACCESS: Mode = Mode::RUSR.union(Mode::XUSR);
 
-/// Measures the temporary folders periodically until the control plane ends.
+/// Measures the temporary folders periodically until the control plane shuts down.
 pub(super) async fn watch(control: Arc<Control>) {
     let mut shutdown = control.shutdown.subscribe();
     let mut pause = INTERVAL;
@@ -51,7 +51,7 @@ pub(super) async fn watch(control: Arc<Control>) {
             () = tokio::time::sleep(pause) => {}
             _ = shutdown.wait_for(|has_begun| *has_begun) => return,
         }
-        // Nothing needs to be measured if no bulkhead limits the size of temporary folders.
+        // Nothing has to be measured if no bulkhead limits the size of temporary folders.
         let Some((min, max)) = control.reloads.temporary_bytes() else { continue };
         let measuring = control.clone();
         let start = Instant::now();
@@ -87,8 +87,7 @@ fn measure_all(control: &Control, min: u64, max: u64) {
     }
 }
 
-/// Returns the subfolders that have names of forked workers' folders. Returns an empty list if there are too
-/// many.
+/// Returns the subfolders that are named like forked workers' folders. Returns an empty list if there are too many.
 fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(top) = folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) else { return Vec::new() };
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
@@ -105,8 +104,8 @@ fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
 fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
     let top = match folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) {
         Ok(top) => top,
-        // The worker has removed the permissions again during the measurement, which no well-behaved worker
-        // does.
+        // The worker has removed the permissions again during the measurement, which a well-behaved worker would not
+        // do.
         Err(Errno::ACCESS) => return u64::MAX,
         Err(_) => return 0,
     };
@@ -133,7 +132,7 @@ fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
         };
         #[allow(clippy::useless_conversion, reason = "the type differs between machines")]
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
-        // A file with several hard links is counted for each link.
+        // A file with several hard links is counted once per link.
         bytes = bytes.saturating_add((blocks * BLOCK_BYTES).max(ENTRY_BYTES));
         if bytes > max || entry_count > ENTRIES_MAX {
             return bytes;
@@ -173,7 +172,7 @@ mod tests {
             bytes = measure(folder.path(), enough, false);
             assert!((1 << 20..2 << 20).contains(&bytes), "{bytes} with {name} {mode:o}");
         }
-        // A sparse file uses no space on disk.
+        // A sparse file takes up no space on disk.
         std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
         assert!(measure(folder.path(), enough, false) < 2 << 20);
         for number in 0..1000 {

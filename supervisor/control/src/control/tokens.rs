@@ -1,4 +1,4 @@
-//! Tokens of `[[access]]`: their current permissions, and the secrets in requests.
+//! Tokens from `[[access]]`: their current permissions, and the secrets in requests.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -14,7 +14,7 @@ use bulkhead_plane::counters::SpoolCounters;
 /// The current tokens, which a reload replaces.
 pub(super) struct TokenTable {
     tokens: RwLock<Tokens>,
-    /// Payloads of unknown length that are being received, by the number of the token.
+    /// Payloads of unknown length that are being received, by token number.
     spools: Mutex<HashMap<u32, Arc<SpoolCounters>>>,
 }
 
@@ -23,7 +23,7 @@ impl TokenTable {
         Self { tokens: RwLock::new(Tokens::new(config)), spools: Mutex::default() }
     }
 
-    /// Replaces the tokens with those of another configuration. Jobs that were already submitted are not affected.
+    /// Replaces the tokens with those of a new configuration. Jobs that have already been submitted are not affected.
     pub(super) fn update(&self, config: &Config) {
         let tokens = Tokens::new(config);
         let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,14 +41,14 @@ impl TokenTable {
         self.tokens.read().unwrap_or_else(PoisonError::into_inner).find(secret).cloned()
     }
 
-    /// Returns the counters of payloads of unknown length that a token sends. Makes them known to the data plane.
+    /// Returns the counters for a token's payloads of unknown length. Registers them with the data plane.
     pub(super) fn spool(&self, token: u32, commands: &CommandSender) -> Arc<SpoolCounters> {
         let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(spool) = spools.get(&token) {
             return spool.clone();
         }
         let spool = Arc::<SpoolCounters>::default();
-        // If the queue is full, the bytes count towards the total alone, and the next payload tries again.
+        // If the queue is full, the bytes count only towards the total, and the next payload tries again.
         if commands.send(Command::AddSpool { token, spool: spool.clone() }).is_ok() {
             spools.insert(token, spool.clone());
         }
@@ -56,18 +56,18 @@ impl TokenTable {
     }
 }
 
-/// Marks a request whose token can only read. The response must not contain payloads.
+/// Marks a request whose token only allows reading. The response must not contain payloads.
 #[derive(Clone, Copy)]
 pub(super) struct ReadOnly;
 
-/// Returns the bearer token of a request that has exactly one.
+/// Returns the bearer token of a request, if there is exactly one.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
     let (scheme, rest) = credentials(headers)?;
     scheme.eq_ignore_ascii_case("Bearer").then_some(rest.as_bytes())
 }
 
-/// Returns the secret of a request that has exactly one: a bearer token, or the password of any user, which is how
-/// browsers send it.
+/// Returns the secret of a request, if there is exactly one: a bearer token, or the password of any user, which is how
+/// browsers send the token.
 pub(super) fn secret(headers: &HeaderMap) -> Option<Vec<u8>> {
     let (scheme, rest) = credentials(headers)?;
     if scheme.eq_ignore_ascii_case("Bearer") {
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn request_must_have_exactly_one_secret() {
+    fn request_must_contain_exactly_one_secret() {
         let found = |value: &str| secret(&headers(&[value]));
         for good in ["Bearer a-secret", "bearer  a-secret "] {
             assert_eq!(found(good).unwrap(), b"a-secret", "{good}");

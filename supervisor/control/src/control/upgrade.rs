@@ -1,12 +1,11 @@
-//! The predecessor's side of an upgrade: starts the new program, hands over to it, and continues to serve if a
-//! step fails.
+//! The predecessor's side of an upgrade: starts the new program, hands over to it, and resumes serving if a step fails.
 //!
-//! | ends | when | result |
+//! | process that exits | when | result |
 //! | --- | --- | --- |
-//! | the new program | before SWITCH | this supervisor has served all the time |
-//! | the new program, or it hangs | until the main process changes | it is killed, and this supervisor serves again |
-//! | the new program | afterwards | this supervisor ends with an error, so that the service manager restarts the service |
-//! | this supervisor | any | the new program continues to serve, unless the service manager ends it |
+//! | the new program | before SWITCH | this supervisor has kept serving |
+//! | the new program, or it hangs | until the main process changes | it is killed, and this supervisor resumes serving |
+//! | the new program | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
+//! | this supervisor | any | the new program continues to serve, unless the service manager stops it |
 
 use std::ffi::OsStr;
 use std::io;
@@ -46,45 +45,45 @@ use super::handover::{Incoming, Link, register, wait_for_end};
 use super::responses::{problem, switch};
 use super::{Control, Shared};
 
-/// Option of a program that is started as a successor. A descriptor number follows.
+/// Option passed to a program that is started as a successor, followed by a descriptor number.
 pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
 
-/// Time limit for the first message of the new program.
+/// Time limit for the new program's first message.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time that the new program gets for its start in addition to the longest `start.ready` of its configuration.
+/// Time allowed for the new program to start, in addition to the longest `start.ready` in its configuration.
 const READY_MARGIN: Duration = Duration::from_secs(10);
 
-/// Time limit for the new program's confirmation that it serves.
+/// Time limit for the new program to confirm that it is serving.
 const ACTIVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time for which both programs run until the new one becomes the main process. Until then the upgrade can fail without
-/// a restart of the service.
+/// Time for which both programs run before the new one becomes the main process. Until then, the upgrade can fail
+/// without a restart of the service.
 const PROBATION: Duration = Duration::from_secs(10);
 
-/// Interval between two PINGs until the main process changes.
+/// Interval between PINGs until the main process changes.
 const PING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Number of unanswered PINGs after which the new program counts as hung.
 const UNANSWERED_PINGS_MAX: u32 = 3;
 
-/// Maximum time to wait until the workers of a killed successor have ended. Together with `ACTIVE_TIMEOUT`, this is
-/// below the time limit for a client's hello, because no client is read in the meantime.
+/// Maximum time to wait for the workers of a killed successor to exit. Together with `ACTIVE_TIMEOUT`, this is below
+/// the time limit for a client's hello, because no client's data is read in the meantime.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time limit for the service manager's confirmation.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time to wait for space in the queue of commands.
+/// Maximum time to wait for space in the command queue.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for the client of the last job over HTTP to read its response, after the deadline of the job.
+/// Maximum time, after the job's deadline, for the client of the last job over HTTP to read its response.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Interval between checks whether the last HTTP request has ended.
+/// Interval between checks for whether the last HTTP request has ended.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Maximum number of steps that are reported to the client.
+/// Maximum number of steps reported to the client.
 const STEPS_MAX: usize = 16;
 
 #[derive(Default, Deserialize)]
@@ -97,7 +96,7 @@ pub(super) struct UpgradeQuery {
     unmanaged: Option<bool>,
 }
 
-/// Reason why an upgrade does not begin.
+/// Reason for not beginning an upgrade.
 #[derive(Debug)]
 enum Refusal {
     UnderWay(String),
@@ -125,7 +124,7 @@ pub(super) async fn over_http(
     ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
 }
 
-/// Begins an upgrade because of SIGUSR2.
+/// Begins an upgrade in response to SIGUSR2.
 pub(super) fn on_signal(control: &Shared) {
     if let Err(Refusal::UnderWay(why) | Refusal::Impossible(why)) = begin(control, UpgradeQuery::default()) {
         tracing::error!("SIGUSR2 had no effect: {why}");
@@ -142,8 +141,9 @@ fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<Upgrade
     };
     if std::env::var_os("NOTIFY_SOCKET").is_none() && query.unmanaged != Some(true) {
         return impossible(
-            "no service manager has started this supervisor with NOTIFY_SOCKET, and one that watches the process id would \
-             take the change of the main process for a crash; if none watches it, use `bulkhead upgrade --unmanaged`",
+            "this supervisor was started without NOTIFY_SOCKET, and a service manager that watches the \
+             process id would mistake the change of the main process for a crash; if none watches it, use \
+             `bulkhead upgrade --unmanaged`",
         );
     }
     if control.is_stopping.load(SeqCst) {
@@ -180,7 +180,7 @@ struct Upgrade {
     control: Shared,
     program: super::handover::SuccessorProgram,
     is_forced: bool,
-    /// Channel to the client. `None` after the last step, which ends the response.
+    /// Channel to the client. `None` after the last step, which completes the response.
     steps: Mutex<Option<mpsc::Sender<UpgradeStep>>>,
 }
 
@@ -189,15 +189,15 @@ struct Successor {
     pid: u32,
     pidfd: AsyncFd<OwnedFd>,
     link: Arc<Link>,
-    /// Becomes readable when the program and its keepers have ended.
+    /// Becomes readable when the program and its keepers have exited.
     lifeline: Option<AsyncFd<OwnedFd>>,
     version: String,
 }
 
-/// Result of the time in which both programs run, before the main process changes.
+/// Result of the period in which both programs run, before the main process changes.
 enum Probation {
     Passed,
-    /// Both supervisors stop.
+    /// Both supervisors are stopping.
     Stopping,
 }
 
@@ -242,7 +242,7 @@ impl Upgrade {
         self.report(UpgradeStep { message: Some(message), ..last });
     }
 
-    /// Reports a step to the client, which may have gone.
+    /// Reports a step to the client, which may have disconnected.
     fn report(&self, step: UpgradeStep) {
         let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
         let is_last = matches!(&*step.step, "finished" | "failed" | "stopped");
@@ -254,13 +254,13 @@ impl Upgrade {
 
     async fn send(&self, command: HandoverCommand) {
         let command = Command::Handover(Box::new(command));
-        // An error means that the data plane is stuck or has ended, which ends the supervisor.
+        // An error means that the data plane is stuck or has stopped, in which case the supervisor shuts down.
         if let Err(error) = self.control.commands.send_within(command, COMMAND_TIMEOUT).await {
             tracing::error!("a step of the upgrade had no effect: {error}");
         }
     }
 
-    /// Hands over to a new program. After an error, the caller must kill the successor and take back.
+    /// Hands over to a new program. After an error, the caller must kill the successor and resume serving.
     async fn hand_over<'s>(
         &self,
         started: &'s mut Option<Successor>,
@@ -268,7 +268,7 @@ impl Upgrade {
     ) -> Result<(&'s Successor, Probation), StepFailure> {
         let control = &self.control;
         let handover = &control.handover;
-        // The write end belongs to the data plane and its keepers alone.
+        // The write end belongs only to the data plane and its keepers.
         let (lifeline, (bulkheads, tenants, jobs)) = {
             let (reader, writer) = io::pipe().map_err(failed("start"))?;
             let lifeline = Arc::new(OwnedFd::from(writer));
@@ -297,10 +297,10 @@ impl Upgrade {
         successor.expect(control, kind::READY, limit, "ready").await?;
         self.report(UpgradeStep { pid: Some(successor.pid), ..UpgradeStep::new("ready") });
 
-        // Until the successor accepts connections, they wait in the backlog.
+        // Until the successor accepts connections, clients wait in the backlog.
         handover.set_listening(false);
         let state = self.switch(transfer).await?;
-        // From here on, this process ends after the successor.
+        // From here on, this process exits after the successor.
         handover.end.wait_for(successor.pidfd.get_ref().try_clone().ok());
         self.send_switch(successor, state).await.map_err(failed("switch"))?;
         successor.expect(control, kind::ACTIVE, ACTIVE_TIMEOUT, "active").await?;
@@ -316,7 +316,8 @@ impl Upgrade {
         });
         let probation = self.probation(successor).await?;
         if matches!(probation, Probation::Passed) {
-            // If the service manager does not know the new main process, it kills that process when this one exits.
+            // If the service manager does not know about the new main process, it kills that process when this one
+            // exits.
             name_main_process(successor.pid).await.map_err(failed("main"))?;
         }
         Ok((successor, probation))
@@ -363,7 +364,7 @@ impl Upgrade {
         let (here, there) = packets::pair(MESSAGE_BYTES_MAX).map_err(failed("start"))?;
         let mut arguments = self.program.arguments.clone();
         arguments.extend([TAKE_OVER_ARGUMENT.into(), there.as_raw_fd().to_string().into()]);
-        // The watchdog is for each main process. The sockets are passed in messages.
+        // Each main process has its own watchdog. The sockets are passed in messages.
         let withheld = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
         let started = sibling::spawn(&self.program.path, &arguments, &withheld, there.as_fd());
         let child = started.map_err(|error| {
@@ -386,21 +387,21 @@ impl Upgrade {
         })
     }
 
-    /// Receives HELLO. Returns the version of the program, and the longest time that its bulkheads may take to start.
+    /// Receives HELLO. Returns the version of the program, and the maximum time that its bulkheads may need to start.
     async fn greet(&self, successor: &Successor) -> Result<(String, Duration), StepFailure> {
         let hello = successor.expect(&self.control, kind::HELLO, HELLO_TIMEOUT, "hello").await?;
         let Hello { oldest, newest, program, start_limit_ms } = hello.message().map_err(failed("hello"))?;
         if !(oldest..=newest).contains(&VERSION) {
             let message = format!(
-                "the program {program} speaks the versions {oldest} to {newest} of the handover, this supervisor speaks \
-                 {VERSION}: restart the service instead"
+                "the program {program} supports versions {oldest} to {newest} of the handover protocol, but this \
+                 supervisor uses version {VERSION}: restart the service instead"
             );
             return Err(StepFailure("hello", message));
         }
         Ok((program.to_owned(), Duration::from_millis(start_limit_ms)))
     }
 
-    /// Sends the state and the descriptors. Returns this end of the transfer socket.
+    /// Sends the state and the descriptors. Returns this supervisor's end of the transfer socket.
     async fn send_state(
         &self,
         successor: &Successor,
@@ -448,7 +449,7 @@ impl Upgrade {
         Ok(here)
     }
 
-    /// Returns the longest deadline that a job can have.
+    /// Returns the longest deadline that any job can have.
     fn longest_deadline(&self) -> Duration {
         let config = self.control.config();
         config.bulkheads.iter().map(|bulkhead| bulkhead.deadline_max).max().unwrap_or_default()
@@ -457,7 +458,7 @@ impl Upgrade {
     async fn switch(&self, transfer: OwnedFd) -> Result<SwitchState, StepFailure> {
         let (reply, receiver) = oneshot::channel();
         self.send(HandoverCommand::Switch { transfer, reply }).await;
-        // Can take some seconds, because the data plane waits for leases.
+        // This can take a few seconds, because the data plane waits for leases.
         receiver.await.map_err(|_| StepFailure("switch", "the supervisor is stopping".to_owned()))
     }
 
@@ -473,13 +474,13 @@ impl Upgrade {
         successor.link.send(kind::SWITCH, &switch, None).await
     }
 
-    /// Waits for some seconds while both programs run. The new program's data plane must respond all the time.
+    /// Waits for a few seconds while both programs run. The new program's data plane must keep responding.
     async fn probation(&self, successor: &Successor) -> Result<Probation, StepFailure> {
         let control = &self.control;
         let end = Instant::now() + PROBATION;
-        let ended = || StepFailure("serve", "the new program has ended".to_owned());
+        let ended = || StepFailure("serve", "the new program has exited".to_owned());
         let mut pings = tokio::time::interval(PING_INTERVAL);
-        // After a pause of this supervisor, the new program gets time to respond.
+        // If this supervisor was paused, the new program still gets time to respond.
         pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut unanswered = 0;
         loop {
@@ -504,14 +505,14 @@ impl Upgrade {
                         return Err(StepFailure("serve", message));
                     }
                     unanswered += 1;
-                    // An error has the same effect as a PING without an answer.
+                    // An error has the same effect as an unanswered PING.
                     let _ = successor.link.send_now(kind::PING);
                 }
             }
         }
     }
 
-    /// Makes the new program the main process, and ends after the last job.
+    /// Makes the new program the main process, and exits after the last job.
     async fn leave(&self, successor: &Successor) {
         let control = &self.control;
         let handover = &control.handover;
@@ -544,10 +545,10 @@ impl Upgrade {
         tokio::join!(requests, watched);
     }
 
-    /// Watches the new program until this supervisor has ended.
+    /// Watches the new program until this supervisor has stopped.
     async fn watch_stop(&self, successor: &Successor) {
         let control = &self.control;
-        // The new program closes the link when all workers of this one have ended.
+        // The new program closes the link when all workers of this supervisor have exited.
         let mut is_linked = true;
         loop {
             tokio::select! {
@@ -560,10 +561,10 @@ impl Upgrade {
                 },
             }
         }
-        // If this is still the main process, the service manager has told both supervisors to stop.
+        // If this is still the main process, the service manager told both supervisors to stop.
         if !control.handover.is_main() {
             tracing::error!(
-                "the new program has ended: stopping, so that the service manager restarts the service"
+                "the new program has exited: stopping, so that the service manager restarts the service"
             );
             control.handover.end.fail();
             for _ in 0..2 {
@@ -574,20 +575,20 @@ impl Upgrade {
 }
 
 impl Successor {
-    /// Waits until the process has ended.
+    /// Waits until the process has exited.
     async fn ended(&self) {
         wait_for_end(&self.pidfd).await;
     }
 
-    /// Kills the program, and waits for the end of its workers.
+    /// Kills the program and waits for its workers to exit.
     async fn kill(&self) {
-        // Fails only if the process has already ended.
+        // Fails only if the process has already exited.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
         self.ended().await;
         if let Some(lifeline) = &self.lifeline
             && timeout(WORKERS_TIMEOUT, wait_for_end(lifeline)).await.is_err()
         {
-            tracing::warn!("the workers of the new program have not ended in time");
+            tracing::warn!("the workers of the new program did not exit in time");
         }
     }
 
@@ -611,7 +612,7 @@ impl Successor {
                     Some(_) => {}
                     None => {
                         return Err(failure(
-                            "the new program has ended; its messages are in the log of the supervisor",
+                            "the new program has exited; its messages are in the log of the supervisor",
                         ));
                     }
                 }
@@ -631,8 +632,8 @@ impl Successor {
     }
 }
 
-/// Tells the service manager the new main process, and waits until it has processed the message. Returns an error if
-/// the message could not be sent.
+/// Tells the service manager which process is the new main process, and waits until it has processed the message.
+/// Returns an error if the message could not be sent.
 async fn name_main_process(pid: u32) -> io::Result<()> {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
     sd_notify::notify(&[NotifyState::MainPid(pid)])?;
@@ -664,5 +665,5 @@ async fn await_notification(path: &OsStr) -> io::Result<()> {
     }
 }
 
-/// Version of the messages, for the documentation of the program.
+/// Version of the messages, for the program's documentation.
 pub const HANDOVER_VERSION: u16 = handover::VERSION;

@@ -1,4 +1,4 @@
-//! TCP connections whose request is still unknown, or that wait for a permit. Any process can open many, so the
+//! TCP connections whose request is still unknown, or that are waiting for a permit. Any process can open many, so the
 //! oldest waiting connection is refused when there are too many. Health checks have separate permits.
 
 use std::collections::VecDeque;
@@ -14,37 +14,39 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::connections::{Active, Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
 use super::{paths, responses};
 
-/// Maximum number of waiting connections of the admin API.
+/// Maximum number of waiting connections to the admin API.
 pub(crate) const WAITING_MAX: usize = 128;
 
-/// Maximum number of health checks that are served at the same time.
+/// Maximum number of health checks served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Maximum number of refused connections that are being sent the reason. Further ones are closed at once.
+/// Maximum number of refused connections that are being sent the reason. Further refused connections are closed
+/// immediately.
 pub(crate) const REFUSED_MAX: usize = 256;
 
-/// Maximum time to wait until an idle connection has closed for another one.
+/// Maximum time to wait for an idle connection to close and make room for another.
 const IDLE_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Maximum time to wait for a refused client to close, and the number of bytes that are discarded meanwhile. Closing
-/// a socket with unread bytes resets the connection, and the client can lose the response.
+/// Maximum time to wait for a refused client to close the connection, and the maximum number of bytes that are
+/// discarded in the meantime. Closing a socket with unread bytes resets the connection, and the client can lose the
+/// response.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
 const REFUSED_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Rules for a listener's connections.
 pub(super) struct ListenerRules {
-    /// Maximum number of connections that are served at once.
+    /// Maximum number of connections served at the same time.
     pub(super) served_max: usize,
-    /// Maximum number of connections that wait.
+    /// Maximum number of waiting connections.
     pub(super) waiting_max: usize,
-    /// Connections that are kept alive, of which idle ones are closed for others. `None` if each connection closes
-    /// after a response.
+    /// Connections that are kept alive; idle ones are closed to make room for others. `None` if each connection is
+    /// closed after one response.
     pub(super) kept_alive: Option<Arc<Active>>,
     /// Explanation for clients that are refused.
     pub(super) refusal: &'static str,
 }
 
-/// Waiting connections of a listener, and the permits that they wait for.
+/// A listener's waiting connections, and the permits that they are waiting for.
 pub(super) struct WaitingConnections<S: Socket> {
     listener: Arc<Listener<S>>,
     last_number: u64,
@@ -57,7 +59,7 @@ struct Listener<S: Socket> {
     health_permits: Arc<Semaphore>,
     refused_permits: Arc<Semaphore>,
     refused: Arc<AtomicU64>,
-    /// Waiting connections by number, oldest first. Each is notified when it must give up its place.
+    /// Waiting connections by number, oldest first. A connection is notified when it must give up its place.
     waiting: Mutex<VecDeque<(u64, Arc<Notify>)>>,
 }
 
@@ -90,7 +92,7 @@ impl<S: Socket> Listener<S> {
 
     fn dispatch(&self, socket: S, admitted: Admitted) {
         let Admitted { head, count, is_health, permit } = admitted;
-        // A health check must not keep its permit.
+        // A health check must not hold its permit for long.
         let admission = match self.rules.kept_alive {
             Some(_) if !is_health => Admission::kept_alive(),
             _ => Admission::new(),
@@ -98,7 +100,7 @@ impl<S: Socket> Listener<S> {
         self.dispatcher.dispatch_to(NewConnection::new(socket, admission, permit), &head[..count]);
     }
 
-    /// Sends a client the reason why it is not served.
+    /// Sends a client the reason why it will not be served.
     async fn refuse(&self, mut socket: S) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         let Ok(_permit) = self.refused_permits.clone().try_acquire_owned() else { return };
@@ -121,7 +123,7 @@ struct Admitted {
     permit: OwnedSemaphorePermit,
 }
 
-/// Error for a client that has sent nothing in time.
+/// Error for a client that did not send anything in time.
 struct Silent;
 
 /// A guard that removes a connection from the list when it is dropped.
@@ -150,7 +152,7 @@ impl<S: Socket> WaitingConnections<S> {
         Self { listener: Arc::new(listener), last_number: 0 }
     }
 
-    /// Adds a connection. If too many wait, refuses the oldest one.
+    /// Adds a connection. If too many are waiting, refuses the oldest.
     pub(super) fn add(&mut self, socket: S) {
         self.last_number += 1;
         let displaced = Arc::new(Notify::new());

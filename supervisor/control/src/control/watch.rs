@@ -1,6 +1,6 @@
-//! Handler of `GET /v1/watch`. The response streams the states of all bulkheads, once per second, and all
-//! events to watchers such as the dashboard. The data plane is queried once for all watchers together, and
-//! not at all if there are no watchers.
+//! Handler of `GET /v1/watch`. The response streams all events, and the states of all bulkheads once per second, to
+//! watchers such as the dashboard. The data plane is queried once for all watchers together, and not at all if there
+//! are none.
 
 use std::time::{Duration, SystemTime};
 
@@ -25,8 +25,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 
 /// State that all watchers share.
 pub(super) struct Watch {
-    /// Server-sent event with the states of the bulkheads, formatted once for all watchers. `None` if there
-    /// were no watchers.
+    /// Server-sent event with the states of the bulkheads, formatted once for all watchers. `None` if there were no
+    /// watchers at the time.
     states: watch::Sender<Option<Bytes>>,
     /// Notified when a watcher joins.
     joined: Notify,
@@ -58,7 +58,7 @@ impl Watch {
     }
 }
 
-/// Publishes the states of the bulkheads to all watchers until the control plane ends.
+/// Publishes the states of the bulkheads to all watchers until the control plane shuts down.
 pub(super) async fn publish(control: Shared) {
     let publishing = async {
         loop {
@@ -115,12 +115,12 @@ fn hello(control: &Control) -> Bytes {
     frame("hello", &hello.to_string())
 }
 
-/// Returns the name of this host, or an empty string if it is not known.
+/// Returns the name of this host, or an empty string if the name is unknown.
 fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-/// Returns a stream of the bulkheads' states. A slow reader misses old states and gets the newest.
+/// Returns a stream of the bulkheads' states. A slow reader misses old states but gets the newest.
 fn states(control: &Shared) -> impl Stream<Item = Bytes> + Send + 'static {
     let (states, shutdown) = (control.watch.join(), control.shutdown.subscribe());
     stream::unfold((states, shutdown), async |(mut states, mut shutdown)| {

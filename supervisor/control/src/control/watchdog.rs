@@ -1,5 +1,5 @@
-//! The watchdog of the service manager (`WatchdogSec=` of systemd). The service manager restarts a supervisor
-//! that sends no messages, so messages are sent only while both planes respond.
+//! The service manager's watchdog (`WatchdogSec=` in systemd). The service manager restarts a supervisor that stops
+//! sending messages, so messages are sent only while both planes respond.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,12 +8,12 @@ use sd_notify::NotifyState;
 
 use super::Control;
 
-/// Minimum interval between two messages.
+/// Minimum interval between messages.
 const INTERVAL_MIN: Duration = Duration::from_millis(1);
 
-/// Sends a message in every half of the service manager's time limit in which the data plane responds, until
-/// the control plane ends. Sends nothing without a time limit, or in an embedded supervisor, because only the
-/// application knows whether it is healthy.
+/// Sends a message in every half of the service manager's time limit during which the data plane responds, until the
+/// control plane shuts down. Sends nothing if there is no time limit. Sends nothing in an embedded supervisor either,
+/// because only the application knows whether it is healthy.
 pub(super) async fn watch(control: Arc<Control>) {
     let limit = sd_notify::watchdog_enabled().filter(|_| !control.is_embedded);
     let Some(limit) = limit else {

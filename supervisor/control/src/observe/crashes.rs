@@ -22,29 +22,26 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, LockError};
 use bulkhead_plane::threads::ThreadMonitor;
 
-/// Capacity of the channel to the thread. There is room for all reports that wait to be stored, and for
-/// concurrent requests of operators.
+/// Capacity of the channel to the thread. Large enough for all reports that are waiting to be stored, and for
+/// concurrent requests from operators.
 const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
-/// Maximum size of a report file in bytes. Even a report with the maximum size of payloads is well below this
-/// limit.
+/// Maximum size of a report file, in bytes. Even a report with payloads of the maximum size is well below this limit.
 const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 
-/// Approximate maximum total size, in bytes, of reports that are kept in memory. The oldest reports are
-/// dropped first.
+/// Approximate maximum total size, in bytes, of the reports kept in memory. The oldest reports are dropped first.
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Maximum number of entries to read when the folder is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Maximum time to wait for a reply of the thread. After this time, the client is asked to retry.
+/// Maximum time to wait for a reply from the thread. After that, the client is asked to retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time to wait, at shutdown, until the remaining reports have been written.
+/// Maximum time to wait, at shutdown, for the remaining reports to be written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error if the folder for crash reports cannot be used. The text continues a sentence that begins with
-/// "failed to".
+/// Error when the folder for crash reports cannot be used. The text continues a sentence that begins with "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("keep crash reports in {}: {problem}", folder.display())]
 pub struct OpenError {
@@ -55,10 +52,10 @@ pub struct OpenError {
 /// Reason why a crash report cannot be returned.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// There is no report with this id, or it has been dropped.
+    /// There is no report with this ID, or it has been dropped.
     #[error("there is no crash report with this id")]
     NotFound,
-    /// The file of the report cannot be read, or is not a valid report.
+    /// The report's file cannot be read or is not a valid report.
     #[error("the file of this crash report cannot be read: {0}")]
     Unreadable(String),
 }
@@ -71,10 +68,10 @@ pub struct Store {
     /// True if payloads are removed from reports before they are stored.
     drops_payloads: bool,
     reports: BTreeMap<CrashId, StoredReport>,
-    /// Ids of the reports of each group. Each group has a maximum, so that no group evicts another.
+    /// IDs of the reports in each group. Each group has its own maximum, so no group can evict reports from another.
     groups: [BTreeSet<CrashId>; GROUPS],
     memory_bytes: usize,
-    /// True if the last report could not be written. While it is true, further failures are not logged.
+    /// True if the last report could not be written. While this is true, further failures are not logged.
     is_failing: bool,
 }
 
@@ -85,7 +82,7 @@ enum Group {
     Start,
     /// A job was still running at its deadline.
     Late,
-    /// All others.
+    /// All other reports.
     Crash,
 }
 
@@ -122,8 +119,8 @@ impl Store {
         Self::with_lock(config, None)
     }
 
-    /// Creates the store like [`Store::new`]. `lock` is the lock of the previous supervisor of an upgrade, which also
-    /// writes reports until it ends.
+    /// Like [`Store::new`]. `lock` is the lock held by the previous supervisor of an upgrade, which also writes reports
+    /// until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
         let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
@@ -135,7 +132,7 @@ impl Store {
         folder.map(|folder| Ok(folder.lock.try_clone()?.into())).transpose()
     }
 
-    /// Creates a store in `folder` or, with `None`, in memory. If the folder does not exist, it is created
+    /// Creates a store in `folder`, or in memory if `folder` is `None`. If the folder does not exist, it is created
     /// with mode 0700.
     #[cfg(test)]
     fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
@@ -150,7 +147,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the last reports of the previous supervisor of an upgrade, which has ended.
+    /// Loads the last reports of the previous supervisor of an upgrade, which has exited.
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
@@ -169,7 +166,7 @@ impl Store {
             }
         };
         ids.sort_unstable();
-        // Only the content of a report shows its group.
+        // Only the contents of a report show which group it belongs to.
         let limits = [Group::Start, Group::Late, Group::Crash].map(|group| group.limit(self.keep));
         let surplus = ids.len().saturating_sub(limits.iter().sum());
         for id in ids.drain(..surplus) {
@@ -207,7 +204,7 @@ impl Store {
         while self.memory_bytes > MEMORY_BYTES_MAX && self.drop_oldest_in_memory() {}
     }
 
-    /// Stores a report in a file or, if this is impossible, in memory.
+    /// Stores a report in a file or, if that is impossible, in memory.
     fn store(&mut self, report: Box<CrashReport>, is_new: bool) {
         let (id, summary) = (report.id, report.summary());
         let in_memory = if self.write(&report, is_new) {
@@ -224,13 +221,13 @@ impl Store {
         }
     }
 
-    /// Adds registers and backtrace to a report, unless the report was dropped.
+    /// Adds registers and a backtrace to a report, unless the report has been dropped.
     fn set_native(&mut self, id: CrashId, native: NativeCrash) {
         let Ok(mut report) = self.get(id) else { return };
         report.native = Some(native);
         let bytes = report_size(&report);
         match self.reports.get_mut(&id).and_then(|stored| stored.in_memory.as_mut()) {
-            // A file with this id can be that of an earlier supervisor, which must not be replaced.
+            // A file with this ID may have been written by an earlier supervisor and must not be replaced.
             Some(in_memory) => {
                 self.memory_bytes = self.memory_bytes - in_memory.1 + bytes;
                 *in_memory = (report, bytes);
@@ -285,7 +282,7 @@ impl Store {
         self.reports.remove(&id)
     }
 
-    /// Drops the oldest report that is kept in memory, from the least important group that has one.
+    /// Drops the oldest report kept in memory, from the least important group that has one.
     fn drop_oldest_in_memory(&mut self) -> bool {
         let is_in_memory =
             |id: &&CrashId| self.reports.get(id).is_some_and(|stored| stored.in_memory.is_some());
@@ -307,7 +304,7 @@ impl Store {
             (None, None) => Err(ReadError::NotFound),
             (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
                 if error.kind() == io::ErrorKind::NotFound {
-                    // The file of the report was removed by another program.
+                    // The report's file was removed by another program.
                     self.remove(id);
                     return ReadError::NotFound;
                 }
@@ -332,7 +329,7 @@ fn report_size(report: &CrashReport) -> usize {
 
 // Folder for crash reports.
 
-/// A folder for crash reports that only this supervisor uses.
+/// A folder for crash reports, used only by this supervisor.
 #[derive(Debug)]
 struct CrashFolder {
     path: PathBuf,
@@ -388,8 +385,8 @@ impl CrashFolder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Returns the ids of all reports in the folder, and the names of other files. Removes files that
-    /// interrupted writes have left.
+    /// Returns the IDs of all reports in the folder, and the names of other files. Removes files left by interrupted
+    /// writes.
     fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
         let (mut ids, mut others) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(&self.path)?.take(FOLDER_ENTRIES_MAX) {
@@ -399,7 +396,7 @@ impl CrashFolder {
             if let Some(id) = id_before(REPORT_SUFFIX) {
                 ids.push(id);
             } else if id_before(UNFINISHED_SUFFIX).is_some() {
-                // An error is ignored, because the next start tries again.
+                // Errors are ignored, because the supervisor tries again at the next start.
                 if !self.is_shared {
                     let _ = std::fs::remove_file(self.path.join(&*name));
                 }
@@ -431,8 +428,8 @@ impl CrashFolder {
         Ok(report)
     }
 
-    /// Writes a report to its file atomically. A new report must not replace a file: after the clock was set back,
-    /// its id can be equal to that of a report of an earlier supervisor.
+    /// Writes a report to its file atomically. A new report must not replace an existing file: if the clock was set
+    /// back, the report's ID can be the same as that of an earlier supervisor's report.
     fn write(&self, report: &CrashReport, is_new: bool) -> io::Result<()> {
         let unfinished = self.path.join(format!("{}{UNFINISHED_SUFFIX}", report.id));
         let written = write_new(&unfinished, report).and_then(|()| {
@@ -445,7 +442,7 @@ impl CrashFolder {
             }
         });
         if written.is_err() {
-            // An error is ignored, because the file may not exist.
+            // Errors are ignored, because the file may not exist.
             let _ = std::fs::remove_file(&unfinished);
         }
         written
@@ -484,11 +481,11 @@ enum StoreRequest {
         report: Box<CrashReport>,
         permit: OwnedSemaphorePermit,
     },
-    /// Adds registers and backtrace to a report.
+    /// Adds registers and a backtrace to a report.
     SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
-    /// The previous supervisor of an upgrade has ended, and has left its last reports in the folder.
+    /// The previous supervisor of an upgrade has exited and left its last reports in the folder.
     TakeOver,
 }
 
@@ -501,14 +498,14 @@ pub struct Crashes(mpsc::Sender<StoreRequest>);
 pub struct NativeSender(mpsc::WeakSender<StoreRequest>);
 
 impl NativeSender {
-    /// Adds registers and backtrace to a report. Does nothing during the shutdown, or if the report was dropped.
+    /// Adds registers and a backtrace to a report. Does nothing during shutdown or if the report was dropped.
     pub fn set(&self, id: CrashId, native: NativeCrash) {
-        // The channel has room for the backtraces of all reports that wait for one.
+        // The channel has room for the backtraces of all reports that are waiting for one.
         self.0.upgrade().map(|sender| sender.try_send(StoreRequest::SetNative(id, native)));
     }
 }
 
-/// Handle of the thread that stores the reports. The thread ends when all senders have been dropped.
+/// Handle to the thread that stores the reports. The thread exits when all senders have been dropped.
 #[derive(Debug)]
 pub struct CrashThread(blocking::Receiver<()>);
 
@@ -526,7 +523,7 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
                     drop(permit);
                 }
                 StoreRequest::SetNative(id, native) => store.set_native(id, native),
-                // Nobody receives the reply if the client has disconnected.
+                // If the client has disconnected, nobody receives the reply.
                 StoreRequest::List(reply) => drop(reply.send(store.list())),
                 StoreRequest::Get(id, reply) => drop(reply.send(store.get(id))),
                 StoreRequest::TakeOver => store.take_over(),
@@ -538,15 +535,15 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
 }
 
 impl CrashThread {
-    /// Waits until all reports have been written. The wait has a time limit, because a disk can hang.
+    /// Waits until all reports have been written. The wait is limited, because a disk can hang.
     pub fn finish(self) {
-        // The call returns when the thread ends, because the channel is then closed.
+        // The call returns when the thread exits, because the channel is then closed.
         let _ = self.0.recv_timeout(FINISH_TIMEOUT);
     }
 }
 
 impl Crashes {
-    /// Stores a report. `permit` is held until the report is stored. All later requests include the report.
+    /// Stores a report. `permit` is held until the report has been stored. All later requests see the report.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
             tracing::error!("a crash report was dropped, because too many are waiting to be written");
@@ -563,14 +560,14 @@ impl Crashes {
         self.request(StoreRequest::List).await
     }
 
-    /// Returns the report with this id, or `None` if the thread is too busy.
+    /// Returns the report with this ID, or `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    /// Loads the last reports of the previous supervisor of an upgrade, which has ended.
+    /// Loads the last reports of the previous supervisor of an upgrade, which has exited.
     pub fn take_over(&self) {
-        // If the thread is too busy, the next start loads the reports.
+        // If the thread is too busy, the supervisor loads the reports at its next start.
         let _ = self.0.try_send(StoreRequest::TakeOver);
     }
 
@@ -655,14 +652,14 @@ mod tests {
             drop(store);
             let mut store = Store::open(path, 2).unwrap();
             store.load();
-            // The store keeps two reports of each group.
+            // The store keeps two reports per group.
             let left: &[&str] = if is_in_memory { &[] } else { &["0008", "0009", "0012", "0013"] };
             assert_eq!(numbers(&store), left);
         }
     }
 
     #[test]
-    fn reports_about_late_jobs_evict_no_crash() {
+    fn reports_about_late_jobs_do_not_evict_crashes() {
         let folder = tempfile::tempdir().unwrap();
         let mut store = Store::open(Some(folder.path().join("crashes").as_path()), 30).unwrap();
         store.add(boxed(1));
@@ -676,7 +673,7 @@ mod tests {
     }
 
     #[test]
-    fn crash_store_ignores_foreign_files() {
+    fn crash_store_ignores_unrelated_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -758,7 +755,7 @@ mod tests {
     }
 
     #[test]
-    fn crash_store_bounds_its_memory() {
+    fn crash_store_limits_its_memory() {
         let mut store = Store::open(None, 10_000).unwrap();
         let payload = vec![7; bulkhead_api::PAYLOAD_BYTES_MAX];
         for number in 0..2000 {

@@ -1,6 +1,6 @@
-//! Ring buffer of events. Each event gets a sequence number, is rendered once, and is kept for later readers.
-//! Followers read from the ring at their own pace. If a bulkhead emits too many events of one kind, most of
-//! these are only counted, and the others evict only events of the same kind and bulkhead.
+//! Ring buffer of events. Each event is given a sequence number, rendered once, and kept for later readers. Followers
+//! read from the ring at their own pace. If a bulkhead emits too many events of one kind, most of them are only
+//! counted, and the rest evict only events of the same kind and bulkhead.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,16 +17,16 @@ use bulkhead_plane::command::Event;
 /// Maximum number of events in the ring.
 pub const EVENTS_MAX: usize = 4096;
 
-/// Maximum number of log lines per second for one kind of event in one bulkhead. Further events are stored
-/// but not logged.
+/// Maximum number of log lines per second for each kind of event in each bulkhead. Further events are stored but not
+/// logged.
 const LOG_LINES_PER_SECOND: u32 = 20;
 
-/// Rate limit for each frequent kind of event in one bulkhead, as burst size and events per second.
+/// Rate limit for each frequent kind of event in each bulkhead, as burst size and events per second.
 const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
-/// Time, in seconds, after which a separate event reports how many events were suppressed. If an event of the
-/// same kind occurs earlier, that event reports the number.
+/// Time, in seconds, after which a separate event reports the number of suppressed events. If another event of the same
+/// kind occurs earlier, that event reports the number.
 const UNREPORTED_SECONDS_MAX: u64 = 2;
 
 /// Delay before followers are woken, so that events in quick succession are delivered together.
@@ -35,14 +35,14 @@ const WAKE_DELAY: Duration = Duration::from_millis(50);
 /// Maximum number of events in a [`Piece`].
 const PIECE_EVENTS_MAX: usize = 64;
 
-/// An event in its rendered form.
+/// A rendered event.
 #[derive(Debug)]
 pub struct Rendered {
     /// Sequence number of the event, starting at 1.
     seq: u64,
     /// Name of the bulkhead that the event is about, if any.
     bulkhead: Option<Arc<str>>,
-    /// The event as a server-sent event, with the sequence number as id.
+    /// The event as a server-sent event, with the sequence number as its ID.
     frame: Bytes,
     /// Offset of the event's JSON object in `frame`.
     json: usize,
@@ -74,25 +74,25 @@ impl Rendered {
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<EventRing>,
-    /// Notified when there are events for which readers have not been woken.
+    /// Notified when there are events that readers have not yet been woken for.
     new_events: Notify,
-    /// Sequence number of the newest event for which readers have been woken.
+    /// Sequence number of the newest event that readers have been woken for.
     announced: watch::Sender<u64>,
 }
 
-/// A follower of events, with the position up to which it has read.
+/// A follower of events, and the position up to which it has read.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
     /// Sequence number of the last event that the reader has received or skipped.
     last_seq: u64,
-    /// Sequence number of the newest event at the time when the reader was created. Older events that were
-    /// evicted do not count as missed.
+    /// Sequence number of the newest event when the reader was created. Older events that were evicted do not count as
+    /// missed.
     joined: u64,
     announced: watch::Receiver<u64>,
 }
 
-/// Events that are delivered to a reader at once.
+/// Events delivered to a reader together.
 #[derive(Debug, Default)]
 pub struct Piece {
     /// Number of events that were evicted before the reader received them. Includes events of other
@@ -102,7 +102,7 @@ pub struct Piece {
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Name of an event kind, and of the bulkhead that the events are about.
+/// Name of an event kind, and the bulkhead that the events are about.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -119,10 +119,9 @@ struct EventFlow {
     kept: VecDeque<u64>,
     /// Number of further events that the rate limit currently allows.
     allowance: u64,
-    /// Number of events that were suppressed since the last event that was not.
+    /// Number of events suppressed since the last event that was not suppressed.
     suppressed: u64,
-    /// Second in which the last event occurred, and the number of events in this second that were not
-    /// suppressed.
+    /// Second in which the last event occurred, and the number of events in that second that were not suppressed.
     second: u64,
     lines: u32,
 }
@@ -144,8 +143,7 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds an event to the ring and logs the event. If there are too many events of this kind, only counts
-    /// it.
+    /// Adds an event to the ring and logs it. If there are too many events of this kind, the event is only counted.
     pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
@@ -171,8 +169,7 @@ impl Events {
         ring.seq = ring.seq.max(number);
     }
 
-    /// Emits an event for each kind whose suppressed events have not been reported, if no event of the kind
-    /// has occurred for a while.
+    /// Emits an event for each kind that has unreported suppressed events and no recent event.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -198,8 +195,8 @@ impl Events {
         kept
     }
 
-    /// Returns a reader that delivers the newest events after the sequence number `since`, at most `limit`,
-    /// followed by all later events. No event is left out or delivered twice.
+    /// Returns a reader that delivers the newest events after the sequence number `since`, at most `limit`, followed by
+    /// all later events. No events are left out or delivered twice.
     pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
         self.wake_readers();
         let ring = self.lock();
@@ -210,7 +207,7 @@ impl Events {
         Reader { bulkhead, last_seq, joined, announced: self.announced.subscribe() }
     }
 
-    /// Wakes readers whenever there are new events, but not more often than once per `WAKE_DELAY`.
+    /// Wakes readers when there are new events, but at most once per `WAKE_DELAY`.
     pub async fn wake_readers_periodically(&self) {
         loop {
             self.new_events.notified().await;
@@ -273,7 +270,7 @@ impl Reader {
 
 /// Result of the rate limit for an event that is not suppressed.
 struct Admitted {
-    /// Number of events of this kind that were suppressed since the previous event that was not.
+    /// Number of events of this kind suppressed since the last event that was not suppressed.
     suppressed: u64,
     is_logged: bool,
 }
@@ -320,8 +317,8 @@ impl EventRing {
         }
     }
 
-    /// Returns the flows that have unreported suppressed events and had no event for
-    /// `UNREPORTED_SECONDS_MAX`, with the number of suppressed events.
+    /// Returns the flows that have unreported suppressed events and have had no event for `UNREPORTED_SECONDS_MAX`,
+    /// with the number of suppressed events.
     fn take_unreported(&mut self, second: u64) -> Vec<(FlowKey, u64)> {
         for ((kind, bulkhead), flow) in &mut self.flows {
             if flow.second < second {
@@ -406,8 +403,8 @@ fn log(event: &Event) {
     }
 }
 
-/// Logs an event as a JSON object whose top-level fields are the fields of the event. The log message is the
-/// field `message` of the event or, if it has none, the kind of the event.
+/// Logs an event as a JSON object whose top-level fields are the event's fields. The log message is the event's field
+/// `message` or, if there is none, the kind of the event.
 fn log_json(event: &Event) {
     let level = match event.severity {
         Severity::Info if tracing::enabled!(target: "bulkhead", tracing::Level::INFO) => tracing::Level::INFO,
@@ -430,8 +427,8 @@ fn log_json(event: &Event) {
     logging::write_json(&level, "bulkhead", fields);
 }
 
-/// Returns the name of an event's field in a log line. If log lines already have a field of this name, a
-/// prefix is added.
+/// Returns the name of an event's field in a log line. If log lines already have a field with this name, a prefix is
+/// added.
 fn log_field_name(name: &str) -> String {
     if logging::LINE_FIELDS.contains(&name) { format!("event_{name}") } else { name.to_owned() }
 }
@@ -477,8 +474,8 @@ mod tests {
         serde_json::from_slice(event.json()).unwrap()
     }
 
-    /// Returns the sequence numbers of all events that a reader can receive without waiting, and the number
-    /// of missed events.
+    /// Returns the sequence numbers of all events that a reader can receive without waiting, and the number of missed
+    /// events.
     fn read(reader: &mut Reader, events: &Events) -> (Vec<u64>, u64) {
         events.wake_readers();
         let mut context = Context::from_waker(Waker::noop());
@@ -583,8 +580,8 @@ mod tests {
         let all = events.kept(0, None, usize::MAX);
         assert_eq!(all.len(), EVENTS_MAX);
         assert!(all.is_sorted_by_key(|event| event.seq));
-        // Every event is either delivered or counted. A separate event reports suppressed events that are
-        // still unreported at the end.
+        // Every event is either delivered or counted. At the end, a separate event reports any suppressed events that
+        // are still unreported.
         let numbers = all.last().unwrap().seq;
         assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
         events.report_suppressed();

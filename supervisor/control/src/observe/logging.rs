@@ -1,5 +1,5 @@
-//! Writes log lines to standard error. A separate thread takes the lines from a bounded channel. If nobody
-//! reads standard error, log lines are lost, but no other thread blocks.
+//! Writes log lines to standard error. A separate thread takes the lines from a bounded channel. If standard error is
+//! not read, log lines are lost, but no other thread blocks.
 
 use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;
@@ -17,7 +17,7 @@ use tracing_subscriber::fmt::MakeWriter;
 /// Maximum number of lines in the channel. Further lines are dropped and counted.
 const LINES_MAX: usize = 4096;
 
-/// Maximum time to wait, at shutdown, until the remaining lines have been written.
+/// Maximum time to wait, at shutdown, for the remaining lines to be written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
@@ -37,15 +37,15 @@ pub enum LogFormat {
 /// Channel for JSON lines that this module formats itself. Not set if the format is text.
 static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 
-/// `tracing` target of log lines that contain output of workers.
+/// `tracing` target of log lines that contain workers' output.
 pub(crate) const WORKER_TARGET: &str = "worker";
 
-/// Selection of lines to log.
+/// Selects the lines to log.
 #[derive(Clone, Copy, Debug)]
 pub struct LogFilter<'a> {
     /// A log level, or a filter with targets and levels.
     pub level: &'a str,
-    /// True if the output of workers is logged.
+    /// True if the workers' output is logged.
     pub has_output: bool,
 }
 
@@ -60,7 +60,7 @@ pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> 
     std::thread::Builder::new()
         .name("log".into())
         .spawn(move || {
-            // The process exits if the logging thread panics, because further failures would be invisible.
+            // The process exits if the logging thread panics, because otherwise further failures would be invisible.
             // The keeper then kills the workers.
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&receiver))).is_err() {
                 std::process::exit(1);
@@ -115,8 +115,8 @@ pub fn finish() {
     }
 }
 
-/// Parses a log level or a filter. A single word must be a level. Otherwise, a misspelt level would be
-/// accepted as the name of a target that does not exist.
+/// Parses a log level or a filter. A single word must be a level, because otherwise a misspelt level would be accepted
+/// as the name of a target that does not exist.
 fn filter(level: &str) -> Result<EnvFilter, String> {
     let fail =
         |error| format!("'{level}' is not a log level: use error, warn, info, debug or trace ({error})");
@@ -134,7 +134,7 @@ fn write_lines(receiver: &Receiver<Vec<u8>>) {
         if dropped > 0 {
             let _ = writeln!(out, "{dropped} log lines were dropped: standard error is not read fast enough");
         }
-        // An error is ignored, because there is no other place to report that standard error is closed.
+        // Errors are ignored, because there is nowhere else to report that standard error is closed.
         let _ = out.write_all(&line);
         UNWRITTEN.fetch_sub(1, Ordering::Release);
     }
@@ -177,8 +177,8 @@ impl Drop for LineWriter {
     }
 }
 
-/// Escapes characters in a log line that a terminal would interpret or not show. In the text format, control
-/// characters are not escaped, because they set colours, and text from workers has already been escaped.
+/// Escapes characters in a log line that a terminal would interpret or not display. In the text format, control
+/// characters are kept, because they set colours, and text from workers has already been escaped.
 fn escape_unseen(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
     let needs_escape = |c: char| text::is_unprintable(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);

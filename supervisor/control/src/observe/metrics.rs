@@ -1,6 +1,5 @@
-//! Renders all metrics as text, one family after the other. The numbers of the data plane are a consistent
-//! copy. This module only reads numbers about the supervisor's process itself, and never accesses the data
-//! plane.
+//! Renders all metrics as text, one family after another. The data plane's numbers are a consistent copy. This module
+//! itself reads only numbers about the supervisor's process, and never accesses the data plane.
 
 mod families;
 mod own_process;
@@ -30,7 +29,7 @@ pub(crate) struct JobsHttpNumbers {
 /// Numbers from which the metrics are rendered.
 struct MetricInputs<'m> {
     scrape: &'m Scrape,
-    /// `None` without a listener.
+    /// `None` if there is no listener.
     jobs_http: Option<JobsHttpNumbers>,
     reloads: ReloadCounts,
     resident_sizes: &'m ResidentSizes,
@@ -117,7 +116,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the name with the count, or `None` if the count is zero and can never change.
+/// Returns the name and the count, or `None` if the count is zero and can never change.
 fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     number_if_possible(is_possible, count).map(|count| (name, count))
 }
@@ -246,7 +245,7 @@ fn memory_by_slot(bulkhead: &BulkheadNumbers, resident_sizes: &ResidentSizes) ->
 fn write_histogram(page: &mut Page, of: &BulkheadNumbers, Histogram { buckets, sum_ns }: &Histogram) {
     let labels: &[&str] = &[&of.name];
     let mut count = 0;
-    // For an empty histogram, only the last bucket is written, because all others are zero as well.
+    // If the histogram is empty, only the last bucket is written, because all others are zero as well.
     let first = if buckets.iter().all(|own| *own == 0) { BOUNDS.len() } else { 0 };
     let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
     let up_to = |(bound, own): (&'static str, &u64)| {

@@ -1,5 +1,5 @@
-//! Reads the output of workers (stdout and stderr) continuously, so that a full pipe never blocks a worker. A
-//! limited amount of output is kept and logged.
+//! Reads the workers' output (stdout and stderr) continuously, so that a full pipe never blocks a worker. A limited
+//! amount of output is kept and logged.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,39 +18,39 @@ use super::logging::{self, WORKER_TARGET};
 /// Maximum length of a line in bytes. Longer lines are truncated.
 const LINE_BYTES_MAX: usize = 8 * 1024;
 
-/// Maximum number of lines that are kept for each bulkhead, and maximum total size of these lines in bytes.
+/// Maximum number of lines kept for each bulkhead, and the maximum total size of these lines in bytes.
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines, and of bytes, that are logged immediately in each second for each bulkhead.
+/// Maximum number of lines and of bytes logged immediately, per second and bulkhead.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of lines, and of bytes, that are delayed in each second for each bulkhead. If more lines
-/// arrive than can be logged immediately, the last lines are kept, and logged when the second is over or the
-/// process exits. All other lines are dropped and counted.
+/// Maximum number of delayed lines and bytes, per second and bulkhead. If more lines arrive than can be logged
+/// immediately, the last lines are kept until the second is over or the process exits, and are then logged. All other
+/// lines are dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;
 const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes of standard error that are kept for each process, and maximum number of processes
-/// for which they are kept.
+/// Maximum number of bytes of standard error kept for each process, and the maximum number of processes for which they
+/// are kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
 /// Maximum number of bytes to read at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Maximum number of reads from a pipe after the process has exited. This is enough to empty a full pipe.
+/// Maximum number of reads from a pipe after the process has exited. Enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between two searches for processes that have exited. With many processes,
-/// searches are rarer, so that each start pays for checking `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of process starts between searches for exited processes. The more processes there are, the rarer the
+/// searches, so that each start pays for checking `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
-/// Reads the output of all workers, and stores the output that is kept.
+/// Reads the output of all workers, and stores the part that is kept.
 #[derive(Debug, Default)]
 pub struct Output {
     state: Mutex<State>,
@@ -61,17 +61,17 @@ struct State {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
-    /// Processes whose pipes are being read, by process id.
+    /// Processes whose pipes are being read, by process ID.
     readers: HashMap<u32, ProcessReader>,
-    /// Number of processes that were started since the last search for processes that have exited.
+    /// Number of processes started since the last search for exited processes.
     starts: usize,
 }
 
-/// A process whose pipes are being read. Reading stops some time after the process has exited, even if
-/// another process, such as the template that forked the process, keeps the pipes open.
+/// A process whose pipes are being read. Reading stops some time after the process has exited, even if another process,
+/// such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Sender that stops the reading when it is dropped. The task for each pipe has a receiver.
+    /// Sender that stops the reading when it is dropped. Each pipe's task has a receiver.
     stop: watch::Sender<()>,
     /// True if the process is a template. Forked workers can write to the pipes of a template after the
     /// template has exited.
@@ -87,14 +87,14 @@ struct Lines {
     bytes: usize,
     /// Sequence number of the newest line.
     seq: u64,
-    /// Channel to followers. Only exists while there are followers, because the channel allocates memory for
-    /// many lines.
+    /// Channel to followers. Exists only while there are followers, because the channel allocates memory for many
+    /// lines.
     live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
     delayed: DelayedLines,
-    /// Number of delayed lines of the current second that have already been logged.
+    /// Number of the current second's delayed lines that have already been logged.
     delayed_logged: usize,
 }
 
@@ -136,15 +136,15 @@ impl Output {
         }
     }
 
-    /// Drops the lines of all bulkheads that are not in `bulkheads`. Workers of such bulkheads that still
-    /// exist can add new lines.
+    /// Drops the lines of all bulkheads that are not in `bulkheads`. Workers of these bulkheads that are still running
+    /// can add new lines.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
 
     async fn read_pipe(self: Arc<Self>, source: LineSource, pipe: Receiver, mut stop: watch::Receiver<()>) {
         let mut partial = Vec::new();
-        // The buffer is not kept while waiting, so that an idle pipe needs no buffer.
+        // The buffer is not kept while waiting, so that idle pipes need no buffer.
         let mut read_once = || {
             let mut buffer = vec![0; READ_BYTES];
             let count = pipe.try_read(&mut buffer)?;
@@ -165,7 +165,7 @@ impl Output {
                 Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => break,
                 Ok(_) | Err(_) => {}
             }
-            // A worker with a lot of output must not starve the others.
+            // A worker that produces a lot of output must not starve the others.
             tokio::task::yield_now().await;
         }
         if !partial.is_empty() {
@@ -175,8 +175,7 @@ impl Output {
         self.lock().pipe_closed(&source, &stop);
     }
 
-    /// Returns true if the pipe for the standard error of the process is still open, so that more output can
-    /// follow.
+    /// Returns true if the process's standard error pipe is still open, so that more output can follow.
     pub fn has_open_stderr(&self, pid: u32) -> bool {
         self.lock().readers.get(&pid).is_some_and(|readers| !readers.is_stderr_closed)
     }
@@ -196,8 +195,7 @@ impl Output {
             }
             rest = &rest[end + 1..];
         }
-        // One byte more than the maximum is kept. It shows that the line must be truncated when it is
-        // complete.
+        // One byte more than the maximum is kept, to show that the line must be truncated when it is complete.
         let room = (LINE_BYTES_MAX + 1).saturating_sub(partial.len());
         partial.extend_from_slice(&rest[..rest.len().min(room)]);
     }
@@ -225,7 +223,7 @@ impl Output {
         }
     }
 
-    /// Logs the delayed lines of a bulkhead, and the number of lines that were dropped before them.
+    /// Logs a bulkhead's delayed lines, and the number of lines that were dropped before them.
     fn log_delayed_of(&self, bulkhead: &Arc<str>) {
         let delayed = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_delayed);
         self.log_delayed(bulkhead, delayed.unwrap_or_default());
@@ -282,7 +280,7 @@ impl Output {
         (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
-    /// Returns the last output of a process on standard error.
+    /// Returns the last standard error output of a process.
     pub fn tail(&self, pid: u32) -> Option<String> {
         let state = self.lock();
         let bytes: Vec<u8> = state.tails.get(&pid)?.iter().copied().collect();
@@ -291,8 +289,7 @@ impl Output {
 }
 
 impl State {
-    /// Registers a process whose pipes will be read. Clears the output of an earlier process with this
-    /// process id.
+    /// Registers a process whose pipes will be read. Clears the output of any earlier process with this process ID.
     fn register(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
         self.starts += 1;
         if self.starts > STARTS_BETWEEN_CHECKS.max(self.readers.len() / PROCESSES_FOR_EACH_START) {
@@ -308,8 +305,8 @@ impl State {
         until
     }
 
-    /// Stops reading from processes that had already exited at the previous check. Until then, descendants of
-    /// an exited process can write their last output.
+    /// Stops reading from processes that had already exited at the previous check. Until then, descendants of an exited
+    /// process can write their last output.
     fn stop_reading_ended_processes(&mut self) {
         self.readers.retain(|pid, readers| {
             let number = Pid::from_raw(*pid as i32);
@@ -319,13 +316,13 @@ impl State {
         });
     }
 
-    /// Records that a pipe of a process has been closed.
+    /// Records that one of a process's pipes has been closed.
     fn pipe_closed(&mut self, source: &LineSource, stop: &watch::Receiver<()>) {
-        // The process id may have been reused by another process, so the channel is compared as well.
+        // The process ID may have been reused by another process, so the channel is compared as well.
         let of = |readers: &&mut ProcessReader| readers.stop.subscribe().same_channel(stop);
         if let Some(readers) = self.readers.get_mut(&source.pid).filter(of) {
             readers.is_stderr_closed |= source.stream == "stderr";
-            // The closed pipe was the last open pipe of the process.
+            // The closed pipe was the process's last open pipe.
             if readers.stop.receiver_count() == 1 {
                 self.readers.remove(&source.pid);
             }
@@ -349,7 +346,7 @@ impl State {
 }
 
 impl Lines {
-    /// If the current second is over, begins a new one and returns the delayed lines of the old second.
+    /// If the current second is over, begins a new one and returns the delayed lines of the old one.
     fn begin_second(&mut self) -> DelayedLines {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
@@ -369,7 +366,7 @@ impl Lines {
 
     /// Adds a line to the delayed lines. Drops the oldest delayed lines if there are too many.
     fn delay(&mut self, source: &LineSource, bytes: &[u8]) {
-        // One byte more than the maximum is kept, which marks the line as too long.
+        // One byte more than the maximum is kept, to mark the line as too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
         let DelayedLines { lines, bytes: held_bytes, dropped } = &mut self.delayed;
         lines.push_back((source.clone(), bytes.into()));

@@ -45,8 +45,8 @@ pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
     Some((kib * 1024, processor_ms(pid, 4)?))
 }
 
-/// Returns the sum of the first `times` processor times in `/proc/PID/stat`, in milliseconds. The first two
-/// are user and system time of the process itself, the next two those of its reaped children.
+/// Returns the sum, in milliseconds, of the first `times` processor times in `/proc/PID/stat`. The first two are the
+/// user and system time of the process itself, and the next two are those of its reaped children.
 fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     let stat = read_proc_file(&format!("/proc/{pid}/stat")).ok()?;
     let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();

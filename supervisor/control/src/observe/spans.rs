@@ -1,6 +1,5 @@
-//! Logs spans of jobs if the log level includes them, and sends them to a collector if one is configured. A
-//! separate thread does this, so that neither a flood of spans nor a collector that hangs can delay anything
-//! else.
+//! Logs job spans if the log level includes them, and sends them to a collector if one is configured. A separate thread
+//! does this, so that neither a flood of spans nor a hung collector can delay anything else.
 
 mod export;
 mod otlp;
@@ -23,22 +22,22 @@ use otlp::Collector;
 /// Maximum number of spans in the channel to the thread. Further spans are dropped and counted.
 const SPANS_MAX: usize = 4096;
 
-/// Minimum interval between two warnings about lost spans.
+/// Minimum interval between warnings about lost spans.
 const LOSS_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Maximum time to wait for the thread at shutdown. The thread usually gives up earlier, after
 /// `EXPORT_FINISH_TIMEOUT`.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Handle of the thread that handles spans.
+/// Handle to the thread that processes spans.
 #[derive(Debug)]
 pub struct SpanThread(blocking::Receiver<()>);
 
 impl SpanThread {
-    /// Waits until all spans have been logged and sent, or until the time limit has passed. All senders must
-    /// have been dropped before.
+    /// Waits until all spans have been logged and sent, or until the time limit has passed. All senders must already
+    /// have been dropped.
     pub fn finish(self) {
-        // The call returns when the thread ends, because the channel is then closed.
+        // The call returns when the thread exits, because the channel is then closed.
         let _ = self.0.recv_timeout(FINISH_TIMEOUT);
         super::logging::finish();
     }
@@ -64,7 +63,7 @@ pub fn start(
     let run = move || {
         runtime.block_on(handle_spans(spans, is_logged, collector, &counters));
         drop(alive);
-        // The runtime is not waited for, because one of its threads may still be resolving the collector's
+        // Shutdown does not wait for the runtime, because one of its threads may still be resolving the collector's
         // address, which cannot be interrupted.
         runtime.shutdown_background();
     };
@@ -114,7 +113,7 @@ async fn step(export: Option<&mut Export>) {
     }
 }
 
-/// Number of lost spans that have been reported, and time of the last report.
+/// Number of lost spans reported so far, and the time of the last report.
 #[derive(Default)]
 struct LossReports {
     reported: u64,

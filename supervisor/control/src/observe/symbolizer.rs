@@ -1,7 +1,7 @@
-//! Backtraces for crash reports. A separate thread starts a symbolizer for each crash record, one at a time.
+//! Backtraces for crash reports. A separate thread starts one symbolizer at a time, one for each crash record.
 //!
-//! Each symbolizer has a separate keeper, so that neither the data plane nor the keeper of the workers knows of
-//! symbolizers. The answer of a symbolizer is as untrusted as the record.
+//! Each symbolizer has a separate keeper, so neither the data plane nor the workers' keeper knows about symbolizers. A
+//! symbolizer's answer is as untrusted as the record.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -25,16 +25,16 @@ use rustix::fs::FallocateFlags;
 
 use super::crashes::NativeSender;
 
-/// Maximum number of records that wait for the symbolizer. Each keeps a memory file.
+/// Maximum number of records waiting for a symbolizer. Each record keeps a memory file open.
 const RECORDS_WAITING_MAX: usize = 16;
 
-/// Maximum time for one record.
+/// Maximum time to spend on one record.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait until all processes of a symbolizer have ended, so that its user id can be reused.
+/// Maximum time to wait until all processes of a symbolizer have exited, so that its user ID can be reused.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Number of the only process that a symbolizer's keeper starts.
+/// Spawn number of the only process that a symbolizer's keeper starts.
 const SPAWN_NUMBER: u64 = 1;
 
 /// Sender of crash records to the thread that starts symbolizers.
@@ -49,22 +49,22 @@ impl Symbolizer {
     pub(crate) fn submit(&self, id: CrashId, record: CrashRecord) {
         if self.requests.try_send((id, record)).is_err() {
             self.results
-                .set(id, NativeCrash::unavailable("too many other crashes waited for the symbolizer"));
+                .set(id, NativeCrash::unavailable("too many other crashes were waiting for the symbolizer"));
         }
     }
 }
 
-/// Everything that is needed to start symbolizers.
+/// Everything needed to start symbolizers.
 pub struct SymbolizerOptions {
     /// Starts the keepers.
     pub keeper: KeeperLauncher,
-    /// Source of the user ids.
+    /// Source of user IDs.
     pub support: Arc<SandboxSupport>,
     /// Paths of `crash_symbols`.
     pub symbols: Vec<String>,
 }
 
-/// Starts the thread. It ends when all senders have been dropped.
+/// Starts the thread. It exits when all senders have been dropped.
 pub(crate) fn start(
     options: SymbolizerOptions,
     results: NativeSender,
@@ -81,13 +81,13 @@ fn serve(options: &SymbolizerOptions, requests: &Receiver<(CrashId, CrashRecord)
         let began = Instant::now();
         let native = options.symbolize(&record).unwrap_or_else(|reason| NativeCrash::unavailable(&reason));
         results.set(id, native);
-        // Frequent crashes keep a processor busy for at most half of the time.
+        // Frequent crashes keep a processor busy for at most half the time.
         std::thread::sleep(began.elapsed());
     }
 }
 
 impl SymbolizerOptions {
-    /// Returns the backtrace, or the reason why it is missing.
+    /// Returns the backtrace, or the reason why there is none.
     fn symbolize(&self, record: &CrashRecord) -> Result<NativeCrash, String> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         let taken = match record.kind {
@@ -106,7 +106,7 @@ impl SymbolizerOptions {
             .ok_or_else(|| "the symbolizer failed: its answer is not valid".to_owned())
     }
 
-    /// Starts a symbolizer, and returns its answer.
+    /// Starts a symbolizer and returns its answer.
     fn run(&self, record: &CrashRecord, bytes: &[u8], deadline: Instant) -> io::Result<Vec<u8>> {
         let sandbox = record.program.symbolizer_sandbox();
         if let Some(obstacle) = sandbox.obstacle() {
@@ -119,14 +119,14 @@ impl SymbolizerOptions {
             .start_keeper()
             .and_then(|started| self.ask(keeper.insert(started), record, id, bytes, deadline));
         let is_gone = keeper.is_none_or(|keeper| has_ended(keeper).unwrap_or(false));
-        // An id whose processes may still run must not be reused.
+        // An ID must not be reused while its processes may still be running.
         if let (Some(ids), Some(id), true) = (ids, id, is_gone) {
             ids.free(id);
         }
         answer
     }
 
-    /// Sends the records to a new symbolizer, and returns the answer.
+    /// Sends the records to a new symbolizer and returns the answer.
     fn ask(
         &self,
         keeper: &mut Keeper,
@@ -179,7 +179,7 @@ impl SymbolizerOptions {
         self.keeper.clone().start()
     }
 
-    /// Returns the path of the keeper's program, which is also the symbolizer.
+    /// Returns the path of the keeper's program, which also serves as the symbolizer.
     fn program(&self) -> io::Result<PathBuf> {
         match self.keeper.program() {
             own if own == Path::new("/proc/self/exe") => std::env::current_exe(),
@@ -188,22 +188,22 @@ impl SymbolizerOptions {
     }
 }
 
-/// Reasons for a missing backtrace if there is no record.
+/// Reasons why there is no backtrace if there is no record.
 const NO_RECORD: &str = "the worker wrote no record of its crash; code in the worker may handle the signal itself, \
                          or the stack of a thread without a signal stack has overflowed";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";
 
-/// Copies the record that a worker has written before `signal` killed it, so that processes of the worker cannot change
-/// the record any more, and erases it in the file. Returns `None` if there is no record.
+/// Copies the record that a worker wrote before `signal` killed it, so that processes of the worker can no longer
+/// change the record, and erases the record in the file. Returns `None` if there is no record.
 fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = vec![0; RECORD_BYTES];
     fill(file, &mut bytes, RECORD_OFFSET)?;
     let erased = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    // The file is freed soon, in any case.
+    // The file will soon be freed in any case.
     let _ = rustix::fs::fallocate(file, erased, RECORD_OFFSET as u64, RECORD_BYTES as u64);
     let header = bytes.first_chunk::<HEADER_BYTES>().and_then(Header::decode);
-    // The previous handler of a recorded signal can abort the process, as that of Rust's standard library does after a
-    // stack overflow.
+    // The previous handler of a recorded signal may abort the process, as the handler in Rust's standard library does
+    // after a stack overflow.
     let is_cause = |header: &Header| header.signal == signal || signal == libc::SIGABRT;
     let Some(header) = header.filter(is_cause) else { return Ok(None) };
     let (maps, stack) = (header.maps_bytes as usize, header.stack_bytes as usize);
@@ -214,7 +214,7 @@ fn take_crash_record(file: &OwnedFd, signal: i32) -> io::Result<Option<Vec<u8>>>
     Ok(Some(bytes))
 }
 
-/// Copies the stacks that the keeper has taken. Returns `None` if it has taken none.
+/// Copies the stacks that the keeper has sampled. Returns `None` if there are none.
 fn take_sample(file: &OwnedFd) -> io::Result<Option<Vec<u8>>> {
     let mut count = [0; size_of::<u64>()];
     fill(file, &mut count, 0)?;
@@ -240,11 +240,11 @@ fn fill(file: &OwnedFd, bytes: &mut [u8], offset: usize) -> io::Result<()> {
 /// Overwrites a record, because the stack can contain secrets.
 fn erase(bytes: &mut Vec<u8>) {
     bytes.fill(0);
-    // Keeps the compiler from removing the writes to memory that is about to be freed.
+    // Prevents the compiler from removing the writes to memory that is about to be freed.
     std::hint::black_box(bytes);
 }
 
-/// Kills the symbolizer. Returns true when all its processes have ended.
+/// Kills the symbolizer. Returns true once all its processes have exited.
 fn has_ended(mut keeper: Keeper) -> io::Result<bool> {
     let deadline = Instant::now() + END_TIMEOUT;
     keeper.kill(SPAWN_NUMBER)?;

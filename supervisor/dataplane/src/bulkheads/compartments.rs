@@ -9,13 +9,13 @@ use crate::slab::SlabIndex;
 pub(crate) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
     timers: Timers,
-    /// Compartments to which events were applied since their timers were last set.
+    /// Compartments to which events have been applied since their timers were last set.
     touched: Vec<CompartmentIndex>,
-    /// Random seed of this run of the supervisor.
+    /// Random seed for this run of the supervisor.
     seed: u64,
     /// Number of compartment seeds derived from `seed` so far.
     seeds: u64,
-    /// Number of jobs submitted to any compartment so far, including removed compartments.
+    /// Number of jobs submitted to any compartment so far, including compartments that were removed.
     jobs: u64,
 }
 
@@ -39,17 +39,17 @@ impl Compartments {
         self.jobs
     }
 
-    /// Returns the sequence number of the last job.
+    /// Returns the sequence number of the most recent job.
     pub(crate) fn last_job(&self) -> u64 {
         self.jobs
     }
 
-    /// Continues the sequence numbers of a predecessor's jobs.
+    /// Continues the sequence numbers of the predecessor's jobs.
     pub(crate) fn continue_after(&mut self, number: u64) {
         self.jobs = self.jobs.max(number);
     }
 
-    /// Marks a compartment because an event was applied to it.
+    /// Marks a compartment to which an event was applied.
     #[inline]
     pub(crate) fn touch(&mut self, index: CompartmentIndex) {
         if !std::mem::replace(&mut self.slab[index].is_touched, true) {
@@ -57,7 +57,7 @@ impl Compartments {
         }
     }
 
-    /// Returns a marked compartment and clears the mark. The compartment may have been removed since.
+    /// Returns a marked compartment and clears the mark. The compartment might have been removed in the meantime.
     pub(crate) fn next_touched(&mut self) -> Option<CompartmentIndex> {
         let index = self.touched.pop()?;
         if let Some(compartment) = self.slab.get_mut(index) {
@@ -66,7 +66,7 @@ impl Compartments {
         Some(index)
     }
 
-    /// Sets the timer of a compartment to the next deadline of its policy.
+    /// Sets a compartment's timer to the next deadline in its policy.
     pub(crate) fn set_timer(&mut self, index: CompartmentIndex) {
         match self.slab.get(index).and_then(|compartment| compartment.policy.next_deadline()) {
             Some(at) => self.timers.set(index.number() as u32, at),
@@ -83,7 +83,7 @@ impl Compartments {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }
 
-    /// Removes a compartment without jobs and workers. Its index can be reused at once.
+    /// Removes a compartment that has no jobs and no workers. Its index can be reused immediately.
     pub(crate) fn vacate(&mut self, index: CompartmentIndex) {
         self.timers.clear(index.number() as u32);
         drop(self.slab.remove(index));

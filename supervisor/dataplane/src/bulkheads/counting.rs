@@ -36,7 +36,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the outcome of a job in a compartment, even if another bulkhead has passed on the job.
+    /// Counts the outcome of a job in a compartment, even if the job was passed on from another bulkhead.
     pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         if answer.job.is_some() {
@@ -48,7 +48,7 @@ impl Bulkheads {
         }
     }
 
-    /// Records the queue time and the run time of a job that a worker has run.
+    /// Records the queue time and the run time of a job that a worker ran.
     pub(crate) fn record_run(
         &mut self,
         compartment: &mut Compartment,
@@ -89,7 +89,7 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the outcome of a job that another bulkhead has passed on to this one.
+    /// Counts the outcome of a job that was passed on to this bulkhead from another one.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -101,8 +101,8 @@ impl Bulkheads {
         self.slab[origin].counters.count_fallback(target, verdict);
     }
 
-    /// Counts a job that `origin` passes on to a fallback. If an event is due, returns the number of jobs
-    /// since the last event.
+    /// Counts a job that `origin` passes on to a fallback. Returns the number of jobs since the last event if the next
+    /// event is due.
     pub(crate) fn count_fallback(
         &mut self,
         now: Time,
@@ -119,12 +119,12 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if jobs sent to a fallback have not been reported in an event yet.
+    /// Returns true if some jobs were sent to a fallback and no event has reported them yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, with the number of jobs since the last event.
+    /// Returns the fallbacks for which an event is due, and the number of jobs passed on since the last event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -144,14 +144,14 @@ impl Bulkheads {
 
     // Workers.
 
-    /// Counts the start of a worker that replaces another worker.
+    /// Counts a worker start that replaces another worker.
     pub(crate) fn count_restart(&mut self, compartment: &Compartment, cause: Option<RestartCause>) {
         if let Some(cause) = cause.filter(|_| !compartment.is_replay) {
             self.slab[compartment.bulkhead].counters.restarts[cause as usize] += 1;
         }
     }
 
-    /// Counts an event of policy, unless events of this kind are counted elsewhere.
+    /// Counts an event from policy, unless events of this kind are counted elsewhere.
     pub(crate) fn count_note(&mut self, compartment: &Compartment, note: &OperatorEvent) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         match note {
@@ -164,8 +164,7 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records the load of a compartment since its last event. Called at most once per iteration for each
-    /// compartment.
+    /// Records a compartment's load since the last event. Called at most once per iteration for each compartment.
     pub(crate) fn record_load(
         &mut self,
         compartments: &mut Compartments,
@@ -185,7 +184,7 @@ impl Bulkheads {
         entry.demand.record_load(before, now);
     }
 
-    /// Returns the recent measurements of a bulkhead, or `None` if no bulkhead has this name.
+    /// Returns a bulkhead's recent measurements, or `None` if no bulkhead has this name.
     pub(crate) fn observation(
         &mut self,
         compartments: &mut Compartments,
@@ -203,7 +202,7 @@ impl Bulkheads {
         Some(Box::new(Observation { adaptive: entry.adaptive(compartments), ..observation }))
     }
 
-    /// Returns a description of the worker process with this `pid`.
+    /// Returns a description of the worker process with this PID.
     pub(crate) fn worker_process(
         &self,
         compartment: &Compartment,

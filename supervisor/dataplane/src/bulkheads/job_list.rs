@@ -1,8 +1,8 @@
-//! Lists of jobs whose clients wait for the outcome.
+//! Lists of jobs whose clients are waiting for the outcome.
 //!
 //! A bulkhead can have millions of waiting jobs, and visiting all of them at once would delay jobs for too long.
-//! [`JobListQueue`] therefore visits a bounded number of jobs per iteration. At the end, it
-//! describes the oldest jobs.
+//! [`JobListQueue`] therefore visits a bounded number of jobs per iteration. When all positions have been visited, the
+//! queue describes the oldest jobs.
 
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -15,10 +15,10 @@ use tokio::sync::oneshot;
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
 use crate::slab::SessionId;
 
-/// Maximum number of positions in tables of jobs, and of compartments, that are visited per iteration.
+/// Maximum number of positions visited per iteration, in the tables of jobs and of compartments.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
-/// The parts of the data plane from which a list is made.
+/// The parts of the data plane that a job list is built from.
 #[derive(Clone, Copy)]
 pub(crate) struct JobListSource<'a> {
     pub(crate) bulkheads: &'a Bulkheads,
@@ -28,20 +28,20 @@ pub(crate) struct JobListSource<'a> {
     pub(crate) now: Time,
 }
 
-/// Queue of requested lists. One list is made at a time.
+/// Queue of requested job lists. Only one list is built at a time.
 #[derive(Default)]
 pub(crate) struct JobListQueue(VecDeque<PartialList>);
 
 struct PartialList {
     request: JobsRequest,
     reply: oneshot::Sender<Jobs>,
-    /// Compartments that must still be visited. The last one is visited next.
+    /// Compartments that have not been fully visited. The last one in the list is visited next.
     left: Vec<CompartmentIndex>,
-    /// Next position to visit in the last compartment.
+    /// Next position to visit in the last compartment of `left`.
     position: usize,
     /// Number of matching jobs so far.
     total: u64,
-    /// The oldest matching jobs so far. The newest of them is at the top.
+    /// The oldest matching jobs so far, with the newest of them at the top.
     oldest: BinaryHeap<(Time, CompartmentIndex, JobId)>,
 }
 
@@ -52,7 +52,7 @@ fn received(view: &JobView<'_, Box<JobData>>) -> Time {
 }
 
 impl Bulkheads {
-    /// Returns a job of a bulkhead, and the compartment that has the job.
+    /// Returns a job in a bulkhead, and the compartment that holds the job.
     pub(crate) fn find_job<'a>(
         &self,
         compartments: &'a Compartments,
@@ -103,13 +103,13 @@ impl JobListQueue {
             total: 0,
             oldest: BinaryHeap::new(),
         });
-        // If no other list is in progress, the list is usually complete at once.
+        // If no other list is in progress, the list is usually complete immediately.
         if self.0.len() == 1 {
             self.advance(source);
         }
     }
 
-    /// Continues with the oldest requested list.
+    /// Continues with the list that was requested first.
     pub(crate) fn advance(&mut self, source: &JobListSource<'_>) {
         let Some(mut list) = self.0.pop_front() else { return };
         if list.reply.is_closed() {
@@ -118,7 +118,7 @@ impl JobListQueue {
         list.visit(source);
         if list.left.is_empty() {
             let jobs = Jobs { jobs: list.describe(source), total: list.total };
-            // The requester may have gone.
+            // The requester might be gone.
             let _ = list.reply.send(jobs);
         } else {
             self.0.push_front(list);
@@ -146,7 +146,7 @@ impl PartialList {
         }
     }
 
-    /// Returns a compartment. Returns `None` if it was removed since the request, even if its index was reused.
+    /// Returns a compartment, or `None` if it was removed after the request, even if its index was reused.
     fn compartment<'a>(
         &self,
         source: &JobListSource<'a>,

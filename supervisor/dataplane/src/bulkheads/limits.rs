@@ -1,4 +1,4 @@
-//! Limits of bulkheads and tenants: the configured values, and live changes by operators.
+//! Limits of bulkheads and tenants: configured values, and live changes made by operators.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartment
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that a reload would drop because they do not fit the new configuration.
+    /// Returns the live changes that a reload would discard because they do not fit the new configuration.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
@@ -36,7 +36,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the individual limits of tenants, by tenant name.
+    /// Returns the tenants' individual limits, by tenant name.
     pub(crate) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
@@ -54,7 +54,7 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration to this entry, except the program of workers and the limits of compartments.
+    /// Applies a configuration to this entry, except for the worker program and the compartments' limits.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,
@@ -82,7 +82,7 @@ impl BulkheadEntry {
         self.own = own;
     }
 
-    /// Applies a reloaded configuration. Returns the events that must be applied to the compartments.
+    /// Applies a reloaded configuration. Returns the events to apply to the compartments.
     pub(crate) fn reconfigure(
         &mut self,
         compartments: &Compartments,
@@ -106,8 +106,8 @@ impl BulkheadEntry {
         self.compartments().into_iter().map(event).collect()
     }
 
-    /// Merges a configuration with live changes. A live change is kept if the key has the same value in the
-    /// old and new file, and if the merged limits are valid.
+    /// Merges a configuration with live changes. A live change is kept if its key has the same value in the old file
+    /// and the new one, and if the merged limits are valid.
     pub(crate) fn merge_live_changes(
         &self,
         compartments: &Compartments,
@@ -138,8 +138,7 @@ impl BulkheadEntry {
                 false => merged.dropped.push((*key).to_owned()),
             }
         }
-        // Live changes for tenants are either all kept or all dropped, because there can be thousands of
-        // them.
+        // Live changes for tenants are kept or discarded all together, because there can be thousands of them.
         if fits(&merged.limits, &own) {
             merged.own = own;
         } else if merged.own != own {
@@ -150,8 +149,8 @@ impl BulkheadEntry {
 
     // Live changes.
 
-    /// Checks and applies a live change for the whole bulkhead, and keeps individual limits of tenants.
-    /// Returns the events that must be applied to the compartments.
+    /// Checks and applies a live change for the whole bulkhead. Individual limits of tenants are kept. Returns the
+    /// events to apply to the compartments.
     pub(crate) fn change(
         &mut self,
         compartments: &Compartments,
@@ -177,7 +176,7 @@ impl BulkheadEntry {
         Ok(events)
     }
 
-    /// Returns the individual limits of the compartment's tenant, or no limits for a shared compartment.
+    /// Returns the individual limits of the compartment's tenant. Returns no limits for a shared compartment.
     fn own_limits_of(&self, compartment: &Compartment) -> TenantConfig {
         match (self.isolated(), &compartment.tenant) {
             (Some(isolated), Some(tenant)) => isolated.own.get(&**tenant).copied().unwrap_or_default(),
@@ -185,8 +184,8 @@ impl BulkheadEntry {
         }
     }
 
-    /// Checks and applies a live change for one tenant. Returns all individual limits of the tenant, and the
-    /// event that must be applied to its compartment.
+    /// Checks and applies a live change for one tenant. Returns all individual limits of the tenant, and the event to
+    /// apply to the tenant's compartment.
     pub(crate) fn change_tenant(
         &mut self,
         compartments: &Compartments,
@@ -220,14 +219,16 @@ impl BulkheadEntry {
     ) -> Result<(), SteerError> {
         let unfit = |message: String| Err(SteerError::Conflict(message));
         if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
-            return unfit(format!("a tenant's name has 1 to {TENANT_BYTES_MAX} bytes, and no NUL"));
+            return unfit(format!(
+                "a tenant's name must have 1 to {TENANT_BYTES_MAX} bytes and must not contain a NUL byte"
+            ));
         }
         match &self.layout {
             Layout::Isolated(isolated) => {
                 let is_new = !isolated.own.contains_key(tenant);
                 if is_new && isolated.own.len() >= TENANT_LIMITS_MAX {
                     return unfit(format!(
-                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits is reached"
+                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits has been reached"
                     ));
                 }
                 let mut limits = isolated.limits_of(tenant);
@@ -252,16 +253,18 @@ impl BulkheadEntry {
                 let own = &self.own;
                 if !own.contains_key(tenant) && own.len() >= TENANT_LIMITS_MAX {
                     return unfit(format!(
-                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits is reached"
+                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits has been reached"
                     ));
                 }
                 if numbers.processes.is_some() {
-                    return unfit("a tenant's own processes need tenants.isolate = true".into());
+                    return unfit("separate processes for a tenant need tenants.isolate = true".into());
                 }
                 let limit = compartments[*compartment].policy.limits().rate_limit;
                 let is_common = limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
                 if numbers.rate_limit.is_some() && is_common {
-                    return unfit("a tenant's own rate_limit needs rate_limit.per = \"tenant\"".into());
+                    return unfit(
+                        "a separate rate_limit for a tenant needs rate_limit.per = \"tenant\"".into(),
+                    );
                 }
                 Ok(())
             }
@@ -284,12 +287,12 @@ impl Isolated {
 pub(crate) struct MergedLimits {
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
-    /// Keys whose live changes were dropped.
+    /// Keys whose live changes were discarded.
     dropped: Vec<String>,
 }
 
-/// Key that can be changed live: its name, and a function that copies its value from the second argument to
-/// the first.
+/// A key that can be changed live: its name, and a function that copies the value from the second argument to the
+/// first.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[
@@ -299,8 +302,7 @@ const LIVE_LIMITS: &[LiveLimit] = &[
     ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
 ];
 
-/// Returns the live value if the key has the same value in both files, and otherwise the value of the new
-/// file.
+/// Returns the live value if the key has the same value in both files. Otherwise, returns the value from the new file.
 fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {
     if before == after { live.clone() } else { after.clone() }
 }
@@ -337,18 +339,18 @@ fn own_with_live(
     merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }
 
-/// Returns an error if a worker would run several programs at once without any isolation between them.
+/// Returns an error if a worker would run several programs at once without isolating them from each other.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
-            "max_in_flight must be at most 1, because programs of the same worker could reach each other: \
+            "max_in_flight must be at most 1, because programs in the same worker could reach each other: \
              {why}"
         ))),
         _ => Ok(()),
     }
 }
 
-/// Returns an error if the adaptive limit is higher than the number of permits.
+/// Returns an error if the maximum of the adaptive limit exceeds the number of permits.
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
@@ -394,7 +396,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// Checks the relations between keys that are also checked in a configuration file.
+/// Checks the same relations between keys as for a configuration file.
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

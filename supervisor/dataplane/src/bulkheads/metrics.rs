@@ -1,4 +1,4 @@
-//! Metrics of bulkheads. All numbers are read at the same time, so that sums are consistent.
+//! Metrics of bulkheads. All values are read at the same time, so that sums are consistent.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary
 use super::snapshots::{CombinedState, worst};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, Compartments, Layout, Presence};
 
-/// Maximum number of workers per bulkhead in the metrics. Higher than the number that a machine can run.
+/// Maximum number of workers per bulkhead in the metrics. Higher than the number of workers that a machine can run.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl Bulkheads {
@@ -34,7 +34,8 @@ impl Bulkheads {
         numbers
     }
 
-    /// Returns the bulkheads with metrics. Includes a removed bulkhead unless a new bulkhead has its name.
+    /// Returns the bulkheads to export metrics for. Includes a removed bulkhead unless a new bulkhead has the same
+    /// name.
     fn with_metrics(&self) -> Vec<BulkheadIndex> {
         let is_reported = |entry: &BulkheadEntry| match entry.presence {
             Presence::Here => true,
@@ -43,7 +44,7 @@ impl Bulkheads {
         self.iter().filter(|(_, entry)| is_reported(entry)).map(|(index, _)| index).collect()
     }
 
-    /// Returns a short description of each configured bulkhead's state.
+    /// Returns a short description of the state of each configured bulkhead.
     pub(crate) fn short_states(&self, compartments: &Compartments) -> Vec<ShortState> {
         let short = |bulkhead: BulkheadIndex| {
             let (state, detail) = self[bulkhead].state(compartments);
@@ -95,7 +96,7 @@ impl BulkheadEntry {
         possible
     }
 
-    /// Returns the state of a bulkhead, with the reason if the state is not `ready`.
+    /// Returns a bulkhead's state, and the reason if the state is not `ready`.
     pub(crate) fn state(&self, compartments: &Compartments) -> (BulkheadState, Option<String>) {
         let mut states = CombinedState::default();
         let mut trouble = None;
@@ -120,8 +121,7 @@ impl BulkheadEntry {
         (if is_draining { BulkheadState::Draining } else { state }, detail)
     }
 
-    /// Returns the state of the breaker. For isolated tenants, returns the most severe state of all
-    /// compartments.
+    /// Returns the breaker's state. For isolated tenants, returns the most severe state of all compartments.
     pub(crate) fn breaker(&self, compartments: &Compartments) -> BreakerState {
         match &self.layout {
             Layout::Shared(index) => compartments[*index].policy.breaker(),

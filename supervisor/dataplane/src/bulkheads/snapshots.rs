@@ -1,8 +1,7 @@
-//! Snapshots of bulkheads. A snapshot describes a single compartment, or the sum of the compartments of all
-//! tenants.
+//! Snapshots of bulkheads. A snapshot describes either a single compartment or the sum of all tenants' compartments.
 //!
-//! Visiting the thousands of tenants that a bulkhead can have would delay jobs for too long. So
-//! [`SnapshotQueue`] visits a bounded number of compartments per iteration. A compartment that is removed
+//! A bulkhead can have thousands of tenants, and visiting all of them at once would delay jobs for too long.
+//! [`SnapshotQueue`] therefore visits a bounded number of compartments per iteration. A compartment that is removed
 //! before its visit is still counted.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -22,17 +21,17 @@ use super::{
     LinkIndex, Presence,
 };
 
-/// Maximum number of compartments visited per iteration. If a bulkhead has no more than these, all values of
-/// its snapshot are from the same moment.
+/// Maximum number of compartments visited per iteration. If a bulkhead does not have more compartments than this, all
+/// values in its snapshot are from the same moment.
 const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Number of collected tenants at which all but the busiest are dropped.
+/// Number of collected tenants at which all but the busiest are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
-/// Information about a worker that policy does not have.
+/// Information about a worker that policy does not store.
 #[derive(Default)]
 pub(crate) struct WorkerDetails {
     pub(crate) status: Option<String>,
@@ -41,11 +40,11 @@ pub(crate) struct WorkerDetails {
 
 /// Source of [`WorkerDetails`].
 pub(crate) trait DescribeWorker {
-    /// Returns the details of a worker. `link` is the worker's link, if there is one.
+    /// Returns a worker's details. `link` is the worker's link, if there is one.
     fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails;
 }
 
-/// The parts of the data plane from which a snapshot is taken.
+/// The parts of the data plane that a snapshot is taken from.
 #[derive(Clone, Copy)]
 pub(crate) struct SnapshotSource<'a> {
     bulkheads: &'a Bulkheads,
@@ -74,7 +73,7 @@ impl<'a> SnapshotSource<'a> {
         self.complete(entry, sum)
     }
 
-    /// Builds the snapshot of a whole bulkhead from the sum of its compartments.
+    /// Builds the snapshot of a whole bulkhead from the sum over its compartments.
     fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.latency_ms = entry.latency.percentiles();
@@ -153,17 +152,17 @@ pub(crate) struct SnapshotQueue(VecDeque<PartialSnapshot>);
 
 struct PartialSnapshot {
     reply: oneshot::Sender<Vec<Snapshot>>,
-    /// Bulkheads that have not been visited, by index and name.
+    /// Bulkheads that have not been visited yet, by index and name.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     visit: Option<BulkheadVisit>,
     done: Vec<Snapshot>,
 }
 
-/// A bulkhead whose compartments have been partly visited.
+/// A bulkhead of which some compartments have been visited.
 struct BulkheadVisit {
     bulkhead: BulkheadIndex,
     name: Arc<str>,
-    /// Compartments that have not been visited.
+    /// Compartments that have not been visited yet.
     left: Vec<CompartmentIndex>,
     sum: Sum,
 }
@@ -184,13 +183,13 @@ impl SnapshotQueue {
         let wanted = configured.map(|index| (index, source.bulkheads[index].name.clone()));
         let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
         self.0.push_back(PartialSnapshot { reply, wanted, visit: None, done: Vec::new() });
-        // Usually, no other snapshot is in progress, and this one is complete at once.
+        // If no other snapshot is in progress, the snapshot is usually complete immediately.
         if self.0.len() == 1 {
             self.advance(source);
         }
     }
 
-    /// Continues with the oldest requested snapshot.
+    /// Continues with the snapshot that was requested first.
     pub(crate) fn advance(&mut self, source: &SnapshotSource<'_>) {
         let Some(mut snapshot) = self.0.pop_front() else { return };
         if snapshot.reply.is_closed() {
@@ -224,7 +223,7 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds the compartment of a tenant that is about to be removed, unless it was already visited.
+    /// Adds the compartment of a tenant that is about to be removed, unless the compartment was already visited.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -253,7 +252,7 @@ impl BulkheadVisit {
         Some(visit)
     }
 
-    /// Returns the bulkhead, or `None` if the bulkhead was removed.
+    /// Returns the bulkhead's entry, or `None` if the bulkhead was removed.
     fn entry<'a>(&self, source: &SnapshotSource<'a>) -> Option<&'a BulkheadEntry> {
         let entry = source.bulkheads.get(self.bulkhead);
         entry.filter(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &self.name))
@@ -265,7 +264,7 @@ impl BulkheadVisit {
             && let Some(index) = self.left.pop()
         {
             *budget -= 1;
-            // The compartment may have been removed since.
+            // The compartment might have been removed in the meantime.
             if let Some(compartment) = source.compartments.get(index) {
                 self.sum.add(source, compartment);
             }
@@ -332,7 +331,7 @@ impl Sum {
         }
     }
 
-    /// Adds the counters of tenants whose compartments were removed.
+    /// Adds the counters for tenants whose compartments were removed.
     fn add_forgotten(&mut self, isolated: &Isolated) {
         self.counters.add(&isolated.forgotten_counters);
         self.restarts += isolated.forgotten_restarts;
@@ -420,7 +419,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Combined state of several compartments. Tenants without workers are not included, because they need none.
+/// Combined state of several compartments. Tenants without workers are left out, because they do not need any.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,
@@ -440,13 +439,13 @@ impl CombinedState {
             None => BulkheadState::Ready,
             Some(state) if !self.differ => state,
             Some(_) if self.any_unhealthy => BulkheadState::Degraded,
-            // With many tenants, there is always a tenant whose first worker is starting.
+            // With many tenants, there is almost always one whose first worker is still starting.
             Some(_) => BulkheadState::Ready,
         }
     }
 }
 
-/// Returns the most severe of the states.
+/// Returns the most severe of the given states.
 pub(super) fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
     let weight = |state: &BreakerState| match state {
         BreakerState::Closed => 0,

@@ -1,9 +1,9 @@
-//! Isolated tenants: decides which tenants have workers, and which tenants must release their workers to make
-//! room for others.
+//! Isolated tenants. Decides which tenants have workers, and which tenants must release their workers to make room for
+//! others.
 //!
-//! The compartment of a tenant outlives its workers, because it contains the rate limit, the breaker and the
-//! restart history. Otherwise, a tenant could reset these by pausing. If there are too many compartments,
-//! those that have had no workers for the longest time are removed first.
+//! A tenant's compartment outlives its workers, because it contains the rate limit, the breaker and the restart
+//! history. Otherwise, a tenant could reset these by pausing. If there are too many compartments, the compartment that
+//! has been without workers the longest is removed first.
 
 use std::sync::Arc;
 
@@ -15,23 +15,23 @@ use super::{Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, La
 use crate::JobData;
 use crate::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Maximum number of tenants whose compartments are kept, per bulkhead. Higher than the number of tenants
-/// that can have workers at once.
+/// Maximum number of tenants whose compartments are kept, per bulkhead. Higher than the number of tenants that can have
+/// workers at the same time.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Maximum number of tenants without workers that are examined to find a compartment that can be removed.
+/// Maximum number of tenants without workers that are examined when looking for a compartment to remove.
 const FORGET_CANDIDATES_MAX: usize = 16;
 
 /// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
-    /// Applies an event that was already reported to operators for the whole bulkhead.
+    /// Applies an event without reporting it, because operators have already been notified for the whole bulkhead.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
-    /// Adds a removed compartment to the snapshots in progress that have not visited it.
+    /// Adds a removed compartment to those snapshots in progress that have not visited the compartment.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
 }
 
-/// State of a tenant's compartment, as listed in [`Isolated`].
+/// State of a tenant's compartment, as recorded in [`Isolated`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TenantState {
     /// The compartment has had no workers since this time.
@@ -53,7 +53,7 @@ impl TenantState {
 }
 
 impl Compartment {
-    /// Returns the current state. If the state is new and contains a time, the time is `now`.
+    /// Returns the current state. If the state has changed and contains a time, the time is `now`.
     fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => TenantState::Idle(since),
@@ -69,16 +69,16 @@ impl Compartment {
 }
 
 impl Isolated {
-    /// Removes and returns a waiting tenant that has no jobs left, because its clients have disconnected.
+    /// Removes and returns a waiting tenant that no longer has jobs because its clients have disconnected.
     fn take_idle_waiter(&mut self, compartments: &Compartments) -> Option<CompartmentIndex> {
         let at = self.waiting.iter().position(|index| compartments[*index].policy.has_no_jobs())?;
         self.waiting.remove(at)
     }
 
-    /// Returns the next event: either a waiting tenant gets workers, or an idle tenant releases its workers
-    /// for a waiting tenant.
+    /// Returns the next event: either a waiting tenant gets workers, or an idle tenant releases its workers for a
+    /// waiting tenant.
     fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
-        // A waiting compartment may have been stopped since.
+        // A waiting compartment might have been stopped in the meantime.
         while let Some(&next) = self.waiting.front()
             && compartments[next].policy.activity() != Activity::StartAnnounced
         {
@@ -101,8 +101,7 @@ impl Bulkheads {
         self.effects.pop_front()
     }
 
-    /// Returns the tenants' compartments of a bulkhead. Must be called only for bulkheads with isolated
-    /// tenants.
+    /// Returns a bulkhead's tenant compartments. Must be called only for bulkheads with isolated tenants.
     fn tenants(&mut self, bulkhead: BulkheadIndex) -> &mut Isolated {
         match self.slab[bulkhead].isolated_mut() {
             Some(isolated) => isolated,
@@ -110,7 +109,7 @@ impl Bulkheads {
         }
     }
 
-    /// Returns the compartment for a tenant's jobs. Creates it if necessary.
+    /// Returns the compartment for a tenant's jobs. Creates the compartment if necessary.
     #[inline]
     pub(crate) fn compartment_for(
         &mut self,
@@ -128,8 +127,8 @@ impl Bulkheads {
         }
     }
 
-    /// Creates a compartment for a tenant. If there are too many, removes the compartment that has had no
-    /// workers for the longest time.
+    /// Creates a tenant's compartment. If there are too many, removes the compartment that has had no workers for the
+    /// longest time.
     fn add_tenant(
         &mut self,
         compartments: &mut Compartments,
@@ -142,7 +141,8 @@ impl Bulkheads {
         let limits = isolated.limits_of(tenant);
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
         let mut oldest = isolated.resting.iter().map(|&(_, index)| index).take(FORGET_CANDIDATES_MAX);
-        // Keeps a compartment whose jobs are in other bulkheads, because it must count their outcomes.
+        // Keeps a compartment whose jobs were passed on to other bulkheads, because the compartment must count their
+        // outcomes.
         let has_no_claims = |index: &CompartmentIndex| compartments[*index].policy.counters().elsewhere == 0;
         let forgotten = if is_full { oldest.find(has_no_claims) } else { None };
         let seed = compartments.next_seed(now);
@@ -159,7 +159,7 @@ impl Bulkheads {
         let isolated = self.tenants(bulkhead);
         isolated.by_tenant.insert(name, index);
         isolated.resting.insert((now, index));
-        // These commands were given for the whole bulkhead, so they also apply to compartments created later.
+        // These commands apply to the whole bulkhead, including compartments created later.
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
         let stop = is_stopping.then(|| Effect::Apply(index, Event::Stop { by: now }));
         let drain = is_draining.then(|| Effect::ApplyQuietly(index, Event::Drain));
@@ -168,7 +168,7 @@ impl Bulkheads {
         index
     }
 
-    /// Removes the compartment of a tenant and keeps its counters.
+    /// Removes a tenant's compartment and keeps its counters.
     fn forget_tenant(&mut self, bulkhead: BulkheadIndex, index: CompartmentIndex, gone: Compartment) {
         let isolated = self.tenants(bulkhead);
         isolated.tripped.remove(&index);
@@ -186,9 +186,9 @@ impl Bulkheads {
 
     // Tenants with workers.
 
-    /// Returns true if a tenant without workers can get workers for its next job. One of these must be true:
-    /// fewer than the maximum number of tenants have workers, a tenant with workers is idle, or more tenants
-    /// are ending their workers than are waiting.
+    /// Returns true if a tenant without workers can get workers for its next job. One of these must be true: fewer than
+    /// the maximum number of tenants have workers, a tenant with workers is idle, or more tenants are releasing their
+    /// workers than are waiting.
     #[inline]
     pub(crate) fn can_wake(&mut self, compartments: &Compartments, index: CompartmentIndex) -> bool {
         let compartment = &compartments[index];
@@ -209,13 +209,13 @@ impl Bulkheads {
         !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
     }
 
-    /// Adds a tenant whose job was accepted to the tenants that wait for workers.
+    /// Adds a tenant whose job was accepted to the list of tenants waiting for workers.
     pub(crate) fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
         self.tenants(bulkhead).waiting.push_back(compartment);
         self.schedule_update(bulkhead);
     }
 
-    /// Updates the lists of the bulkhead after an event was applied to a tenant's compartment.
+    /// Updates the bulkhead's lists after an event was applied to a tenant's compartment.
     pub(crate) fn update_tenant(
         &mut self,
         compartments: &mut Compartments,
@@ -269,12 +269,12 @@ impl Bulkheads {
         }
     }
 
-    /// Returns the next event of the scheduled updates. Waiting tenants get workers until the maximum number
-    /// of tenants is reached. For the others, idle tenants release their workers. The event must be applied
-    /// before the next call.
+    /// Returns the next event of the scheduled updates. Waiting tenants get workers until the maximum number of tenants
+    /// is reached. After that, idle tenants release their workers to make room. The event must be applied before the
+    /// next call.
     pub(crate) fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
         while let Some(&bulkhead) = self.needing_update.last() {
-            // The bulkhead may have been removed since.
+            // The bulkhead might have been removed in the meantime.
             if let Some(isolated) = self.slab.get_mut(bulkhead).and_then(|entry| entry.isolated_mut()) {
                 if let Some(idle) = isolated.take_idle_waiter(compartments) {
                     return Some((idle, Event::ScaleToZero));
@@ -291,8 +291,8 @@ impl Bulkheads {
 
     // Commands that apply to a whole bulkhead.
 
-    /// Applies a command to compartments that will be created in a bulkhead with isolated tenants. Returns
-    /// true if operators must get a single event for all tenants.
+    /// Applies a command to compartments that will be created in a bulkhead with isolated tenants. Returns true if
+    /// operators must get a single event for all tenants.
     pub(crate) fn steer(&mut self, bulkhead: BulkheadIndex, action: SteerAction) -> bool {
         let Some(isolated) = self.slab[bulkhead].isolated_mut() else { return false };
         match action {
@@ -304,8 +304,8 @@ impl Bulkheads {
         true
     }
 
-    /// Sets whether the breakers of compartments created later are forced open. Returns the previous value,
-    /// or `None` if tenants are not isolated.
+    /// Sets whether compartments created later start with their breaker forced open. Returns the previous value, or
+    /// `None` if tenants are not isolated.
     pub(crate) fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) -> Option<bool> {
         let isolated = self.slab[bulkhead].isolated_mut()?;
         Some(std::mem::replace(&mut isolated.is_forced_open, open))

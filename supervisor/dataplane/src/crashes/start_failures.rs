@@ -1,20 +1,19 @@
-//! Deaths of workers before they were ready, counted by cause. If a program never starts, operators get a
-//! single crash report with a count instead of hundreds of reports. These reports have a separate rate limit,
-//! so that they do not displace reports about jobs.
+//! Deaths of workers that were not ready yet, counted by cause. If a program never starts, operators get a single crash
+//! report with a count instead of hundreds of reports. These reports have a separate rate limit, so that they do not
+//! displace reports about jobs.
 
 use bulkhead_api::{Cause, CrashId};
 
 use super::ReportLimit;
 
-/// Maximum number of causes remembered per bulkhead. The cause that occurred least recently is forgotten
-/// first.
+/// Maximum number of causes remembered per bulkhead. The cause that occurred least recently is discarded first.
 const CAUSES_MAX: usize = 8;
 
 #[derive(Debug, Default)]
 pub(super) struct StartFailures {
-    /// Rate limit of the crash reports about start failures.
+    /// Rate limit for crash reports about start failures.
     pub(super) limit: ReportLimit,
-    /// Reported causes, in the order of their last occurrence.
+    /// Reported causes, ordered by their last occurrence.
     seen: Vec<Seen>,
 }
 
@@ -26,7 +25,7 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts a start failure whose cause was already reported. Returns the crash report and the new count.
+    /// Counts a start failure whose cause was already reported. Returns the ID of that crash report and the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);
@@ -36,7 +35,7 @@ impl StartFailures {
         Some(counted)
     }
 
-    /// Records the first crash report about a cause.
+    /// Records the first crash report for a cause.
     pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
         if self.seen.len() == CAUSES_MAX {
             self.seen.remove(0);
@@ -55,7 +54,7 @@ mod tests {
     use bulkhead_plane::crash::cause_of;
 
     #[test]
-    fn least_recently_seen_start_failure_is_forgotten() {
+    fn forgets_least_recently_seen_start_failure() {
         let mut failures = StartFailures::default();
         let cause = |code| cause_of(&Death::Exit(code).into()).expect("a failed start must have a cause");
         let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);

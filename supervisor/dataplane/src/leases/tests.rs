@@ -68,7 +68,7 @@ impl Fixture {
 }
 
 #[test]
-fn lease_beyond_the_budget_is_rejected() {
+fn rejects_lease_request_beyond_budget() {
     let mut leases = Fixture::new();
     assert_eq!(leases.request(at(0), client(1), 40, 33 * MIB), ["misuse", "reject 40"]);
 }
@@ -89,7 +89,7 @@ fn idle_lease_is_recalled_and_then_revoked() {
 }
 
 #[test]
-fn files_of_unsent_offer_are_freed() {
+fn frees_files_if_offer_cannot_be_sent() {
     let mut leases = Fixture::new();
     leases.request(at(0), client(1), 40, MIB);
     leases.created(1);
@@ -99,7 +99,7 @@ fn files_of_unsent_offer_are_freed() {
 }
 
 #[test]
-fn files_are_lent_only_to_the_first_worker() {
+fn lends_files_only_to_first_worker() {
     let mut leases = Fixture::held(at(0));
     leases.0.worker_ready(WORKER);
     leases.0.worker_ready(8);
@@ -125,7 +125,7 @@ fn files_are_lent_only_to_the_first_worker() {
 }
 
 #[test]
-fn files_are_kept_until_the_late_worker_replies() {
+fn keeps_files_until_late_worker_replies() {
     let mut leases = Fixture::held(at(0));
     leases.0.worker_ready(WORKER);
     let mut payload = leases.begin_job(at(0));
@@ -139,7 +139,7 @@ fn files_are_kept_until_the_late_worker_replies() {
 }
 
 #[test]
-fn leases_end_when_the_client_disconnects() {
+fn ends_leases_when_client_disconnects() {
     let mut leases = Fixture::held(at(0));
     assert_eq!(leases.request(at(1), client(2), 41, MIB), ["create 2"]);
     leases.0.client_gone(client(2));
@@ -166,7 +166,7 @@ fn unconfirmed_offer_is_recalled() {
 }
 
 #[test]
-fn longest_idle_lease_is_recalled_first() {
+fn recalls_longest_idle_lease_first() {
     let mut leases = Fixture::held(at(0));
     leases.request(at(1), client(1), 41, MIB);
     leases.created(2);
@@ -178,7 +178,7 @@ fn longest_idle_lease_is_recalled_first() {
 }
 
 #[test]
-fn leases_of_one_bulkhead_can_be_recalled() {
+fn recalls_leases_of_a_single_bulkhead() {
     let mut leases = Fixture::held(at(0));
     leases.0.recall_for_bulkhead(at(1), "encode");
     assert!(leases.effects().is_empty());
@@ -187,7 +187,7 @@ fn leases_of_one_bulkhead_can_be_recalled() {
 }
 
 #[test]
-fn result_file_is_accepted_only_from_the_worker_of_the_job() {
+fn accepts_result_file_only_from_worker_running_the_job() {
     let mut leases = Fixture::held(at(0));
     leases.0.worker_ready(WORKER);
     let mut payload = leases.begin_job(at(1));

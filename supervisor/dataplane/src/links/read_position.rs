@@ -1,22 +1,22 @@
-//! Determines which jobs a dead worker cannot have begun, because it has not read any byte of their frames.
+//! Determines which jobs a dead worker cannot have started, because it did not read any byte of their frames.
 //!
-//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor
-//! reads the remaining bytes from the duplicate. Their number shows how far the worker had read, and
-//! descendants of the worker can no longer read them. While the duplicate is open, the supervisor does not
-//! see the end of file when a worker closes its end. It notices such a worker when the keeper reports its
-//! death or when heartbeats are missing.
+//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor reads the
+//! remaining bytes from the duplicate. Their number shows how far the worker had read, and the worker's descendants can
+//! no longer read them. As long as the duplicate is open, the supervisor does not receive an end of file when a worker
+//! closes its end. The supervisor notices such a worker when the keeper reports its death or when heartbeats are
+//! missing.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::net::RecvFlags;
 
-/// Size of the buffer for a dead worker's remaining bytes, in bytes.
+/// Size of the buffer used to read a dead worker's remaining bytes.
 const TAKEN_BYTES: usize = 16 * 1024;
 
-/// Tracks how many bytes of its link a worker has read.
+/// Tracks how many bytes a worker has read from its link.
 pub(crate) struct ReadPosition {
-    /// Duplicate of the worker's end of the link, which is closed when the worker is gone.
+    /// Duplicate of the worker's end of the link. Closed when the worker is gone.
     theirs: Option<OwnedFd>,
     /// Total number of bytes written to the link.
     written: u64,
@@ -31,22 +31,22 @@ pub(crate) struct JobPosition {
     offset: u64,
     /// Sequence number of the job among all jobs on the link.
     number: u64,
-    /// True if the worker has reported that it began the job.
+    /// True if the worker has reported that it started the job.
     has_started: bool,
 }
 
 impl JobPosition {
-    /// Records that the worker has reported the beginning of the job.
+    /// Records that the worker has reported starting the job.
     pub(crate) fn start(&mut self) {
         self.has_started = true;
     }
 
-    /// Returns true if a worker that has read `read` bytes cannot have begun the job.
+    /// Returns true if a worker that has read `read` bytes cannot have started the job.
     pub(crate) fn is_unread(&self, read: u64) -> bool {
         !self.has_started && self.offset >= read
     }
 
-    /// Returns true if a worker that has begun `begun` jobs has not begun this job.
+    /// Returns true if a worker that has started `begun` jobs has not started this job.
     pub(crate) fn is_unbegun(&self, begun: Option<u64>) -> bool {
         !self.has_started && begun.is_some_and(|begun| self.number > begun)
     }
@@ -74,8 +74,7 @@ impl ReadPosition {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;
         let mut bytes = [0; TAKEN_BYTES];
-        // The loop terminates, because nothing more is written and the socket holds a bounded number of
-        // bytes.
+        // The loop terminates, because nothing more is written and the socket holds a bounded number of bytes.
         loop {
             match rustix::net::recv(&theirs, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => break,
@@ -93,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unread_and_unbegun_jobs_are_recognised() {
+    fn recognises_unread_jobs_and_jobs_not_started() {
         let mut link = ReadPosition { theirs: None, written: 0, jobs: 0 };
         let first = link.position_behind(0);
         link.add_written(100);

@@ -1,39 +1,38 @@
-//! Budgets for notices, which are all frames from a worker other than replies to jobs: heartbeats, progress,
-//! status, and frames of an unknown kind. A worker that exceeds its budget is read less often, so that its
-//! further frames wait in its own socket. A worker that exceeds the budget by far is killed. Notices are
-//! handled together after each read.
+//! Budgets for notices. A notice is any frame from a worker other than a reply to a job: heartbeats, progress, status,
+//! and frames of unknown kinds. A worker that exceeds its budget is read less often, so that its further frames wait in
+//! its own socket. A worker that exceeds the budget by far is killed. Notices are handled together after each read.
 
 use std::time::Duration;
 
 use bulkhead_policy::Time;
 
-/// Number of notices that a worker may send per second. A notice of `n` bytes counts as `1 + n / 8192`
-/// notices.
+/// Number of notices per second that a worker can send without being paused. A notice of `n` bytes counts as `1 + n /
+/// 8192` notices.
 const PER_SECOND: i64 = 1000;
 
-/// Additional number of notices per second for each job that the worker can run at once. Twice the rate at
-/// which the SDK reports the progress of a job.
+/// Additional number of notices per second for each job that the worker can run concurrently. Twice the rate at which
+/// the SDK reports the progress of a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Additional number of notices per job, for RETURNED and the heartbeat that follows.
+/// Additional number of notices per job, for RETURNED and the heartbeat that follows it.
 const FOR_A_JOB: i64 = 2;
 
-/// Maximum time for which a link is not read after the worker has exceeded its budget. After a longer pause,
-/// the worker would seem to hang.
+/// Maximum time for which a link is not read after the worker has exceeded its budget. After a longer pause, the worker
+/// would appear to be hanging.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Maximum number of notices in excess of the budget that pauses cannot compensate (see `docs/protocol.md`).
-/// A worker that exceeds this number is killed. The count is reset when the budget is full.
+/// Maximum number of notices beyond the budget for which pauses could not compensate (see `docs/protocol.md`). A worker
+/// that exceeds this number is killed. The count is reset when the budget is full.
 const EXCESS_MAX: i64 = 300_000;
 
 /// Budget for the notices from one worker.
 pub(crate) struct UnsolicitedFrames {
-    /// Number of notices that the worker may still send, at most the budget of one second. A negative number
-    /// causes a pause.
+    /// Number of notices that the worker can still send, at most the budget for one second. A negative number causes a
+    /// pause.
     remaining: i64,
     filled_at: Time,
     excess: i64,
-    /// End of the pause in which the link is not read.
+    /// End of the pause during which the link is not read.
     paused_until: Option<Time>,
     /// True if a notice arrived in the current read.
     has_frames: bool,
@@ -80,7 +79,7 @@ impl UnsolicitedFrames {
         self.paused_until
     }
 
-    /// Ends the pause if its time is over, and returns true in that case.
+    /// Ends the pause if its time is over. Returns true if the pause was ended.
     pub(super) fn resume(&mut self, now: Time) -> bool {
         let is_over = self.paused_until.is_some_and(|until| until <= now);
         if is_over {
@@ -89,8 +88,8 @@ impl UnsolicitedFrames {
         is_over
     }
 
-    /// Completes a read. Returns `None` if no notice arrived. Otherwise, returns the last status text, and an
-    /// error message if the worker must be killed.
+    /// Completes a read. Returns `None` if no notice arrived. Otherwise, returns the last status text, and an error if
+    /// the worker must be killed.
     pub(super) fn end_read(&mut self, now: Time, jobs: u32) -> Option<(Option<String>, Result<(), String>)> {
         if !std::mem::take(&mut self.has_frames) {
             return None;
@@ -138,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_within_its_budget_is_never_paused() {
+    fn never_pauses_worker_within_its_budget() {
         let mut frames = UnsolicitedFrames::default();
         for ms in 0..100_000 {
             frames.add_job();
@@ -149,8 +148,8 @@ mod tests {
         }
     }
 
-    /// Sends `notices_per_read` notices per read for up to one hour. Returns the number of seconds after
-    /// which the worker is killed, or `None` if it survives.
+    /// Sends `notices_per_read` notices per read for up to one hour. Returns the number of seconds after which the
+    /// worker is killed, or `None` if the worker survives.
     fn flood(notices_per_read: u32) -> Option<u64> {
         let (mut frames, mut now) = (UnsolicitedFrames::default(), at(0));
         loop {
@@ -167,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_flood_of_notices_kills_the_worker() {
+    fn kills_worker_only_after_a_flood_of_notices() {
         // The number of notices in a full socket if each notice is sent separately.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
@@ -178,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn occasional_bursts_do_not_kill_the_worker() {
+    fn does_not_kill_worker_after_occasional_bursts() {
         let mut frames = UnsolicitedFrames::default();
         for burst in 0..1000 {
             (0..5000).for_each(|_| frames.charge(8));

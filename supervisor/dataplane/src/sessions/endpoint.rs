@@ -31,7 +31,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Reads without blocking. Returns the errors of [`Intake::receive`].
+    /// Reads without blocking. Returns the errors from [`Intake::receive`].
     pub(crate) fn receive(&self, intake: &Intake, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Socket(socket) => intake.receive(socket, buffer),
@@ -50,7 +50,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Writes as many bytes as the connection accepts. Returns true if the outbox is then empty.
+    /// Writes as many bytes as the connection accepts. Returns true if the outbox is empty afterwards.
     pub(crate) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
         match self {
             Self::Socket(socket) => outbox.flush(socket, pool),
@@ -58,8 +58,8 @@ impl ClientEndpoint {
         }
     }
 
-    /// Shuts down the sending side of a socket. The client sees the end of the stream after reading
-    /// everything. An in-process connection ends when this value is dropped.
+    /// Shuts down the sending side of a socket. After reading everything, the client sees the end of the stream. An
+    /// in-process connection ends when this value is dropped.
     pub(crate) fn finish(&self) {
         if let Self::Socket(socket) = self {
             let _ = socket.shutdown(Shutdown::Write);
@@ -70,12 +70,12 @@ impl ClientEndpoint {
     pub(crate) fn can_lend(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) -> bool {
         match self {
             Self::Socket(socket) => lends.can_lend(socket, receiver),
-            // In-process clients get descriptors without a socket, so none are in transit.
+            // In-process clients receive descriptors without a socket, so none are in transit.
             Self::InProcess(_) => true,
         }
     }
 
-    /// Sends a frame together with the memory files that it announces. The outbox must be empty.
+    /// Sends a frame along with the memory files that it announces. The outbox must be empty.
     pub(crate) fn lend(
         &self,
         said: (u8, u64),
@@ -98,7 +98,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Prepares the connection for closing. Loans that the client has not received still count as in transit.
+    /// Prepares the connection for being closed. Loans that the client has not received still count as in transit.
     pub(crate) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);

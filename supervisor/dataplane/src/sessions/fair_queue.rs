@@ -1,6 +1,6 @@
-//! Fair order of reading clients. Users take turns, and so do the connections of each user. A user that
-//! floods the supervisor therefore delays only itself, regardless of its number of connections. The number of
-//! bytes read per iteration is bounded, because outcomes are sent at the end of the iteration.
+//! Order in which clients are read. Users take turns, and so do the connections of each user. A user that floods the
+//! supervisor therefore delays only itself, regardless of how many connections it has. The number of bytes read per
+//! iteration is bounded, because outcomes are sent only at the end of the iteration.
 
 use foldhash::quality::RandomState;
 use std::collections::{HashMap, VecDeque};
@@ -8,17 +8,17 @@ use std::collections::{HashMap, VecDeque};
 use crate::shares::Owner;
 use crate::slab::SessionIndex;
 
-/// Maximum number of bytes read at once from a connection while other connections are waiting.
+/// Maximum number of bytes read from a connection at a time while other connections are waiting.
 pub(super) const QUANTUM_BYTES: usize = 4 * 1024;
 
-/// Maximum number of bytes read at once from a connection if no other connection is waiting.
+/// Maximum number of bytes read from a connection at a time if no other connection is waiting.
 const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
 
-/// Fixed cost of each frame, in addition to its bytes.
+/// Fixed cost of each frame, added to the number of its bytes.
 const FRAME_COST: usize = 256;
 
 /// Number of rejected frames after which a connection has low priority. Each accepted job compensates for
-/// [`JOB_WEIGHT`] rejected frames. So a connection has low priority if more than four out of five frames are
+/// [`JOB_WEIGHT`] rejected frames. A connection therefore has low priority if more than four out of five frames are
 /// rejected.
 const REJECTED_MAX: u32 = 256;
 const JOB_WEIGHT: u32 = 4;
@@ -36,16 +36,16 @@ pub(super) struct QueueState {
     rejected: u32,
 }
 
-/// Connections of one user that have input.
+/// A user's connections that have input.
 #[derive(Default)]
 struct User {
-    /// Connections from which little was read in the current round. They come first, so that a connection
-    /// with occasional jobs does not wait for connections that always have input.
+    /// Connections from which few bytes have been read in the current round. They come first, so that a connection with
+    /// occasional jobs does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
     /// Number of the current round, which is never reused.
     round: u64,
-    /// Number of connections in the backlog that are still to be read in the current round.
+    /// Number of connections in the backlog that must still be read in the current round.
     backlog_left: usize,
 }
 
@@ -64,7 +64,7 @@ impl FairQueue {
         self.waiting == 0
     }
 
-    /// Adds a connection that may have input to the queue.
+    /// Adds a connection that might have input to the queue.
     pub(super) fn push(&mut self, owner: Owner, index: SessionIndex, queue_state: &mut QueueState) {
         if std::mem::replace(&mut queue_state.is_waiting, true) {
             return;
@@ -81,8 +81,8 @@ impl FairQueue {
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
-    /// Returns the next connection for which `begin` returns true. `begin` gets the connection and the user's
-    /// round. It must return false if the connection was closed after it was queued.
+    /// Returns the next connection for which `begin` returns true. The arguments of `begin` are the connection and the
+    /// user's round. It must return false if the connection was closed after it was queued.
     pub(super) fn begin_read(
         &mut self,
         mut begin: impl FnMut(SessionIndex, u64) -> bool,
@@ -95,13 +95,12 @@ impl FairQueue {
         }
     }
 
-    /// Returns the maximum number of bytes to read from the connection that was returned last.
+    /// Returns the maximum number of bytes to read from the most recently returned connection.
     pub(super) fn quantum(&self) -> usize {
         if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
     }
 
-    /// Returns the next connection and the user's round. The connection may have been closed since it was
-    /// queued.
+    /// Returns the next connection and the user's round. The connection may have been closed after it was queued.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let owner = self.order.pop_front()?;
         let user = self.users.get_mut(&owner)?;
@@ -140,7 +139,7 @@ impl QueueState {
         self.rejected = self.rejected.saturating_sub(JOB_WEIGHT);
     }
 
-    /// Returns true if the connection has low priority, because the client has closed its side or most of its
+    /// Returns true if the connection has low priority because the client has closed its side or because most of its
     /// frames are rejected.
     pub(super) fn is_low_priority(&self) -> bool {
         self.is_read_closed || self.rejected >= REJECTED_MAX
@@ -155,8 +154,8 @@ impl QueueState {
         self.is_read_closed
     }
 
-    /// Begins a read from the connection in this round. Returns false if the connection is not queued,
-    /// because another session has reused its index.
+    /// Begins a read from the connection in this round. Returns false if the connection is not queued, because another
+    /// session has reused its index.
     pub(super) fn try_begin(&mut self, round: u64) -> bool {
         let is_waiting = self.is_waiting;
         if is_waiting {
@@ -189,7 +188,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections of several users. All connections always have input.
+    /// Connections of several users, all of which always have input.
     struct Crowd {
         turns: FairQueue,
         queue_states: Vec<QueueState>,
@@ -226,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn users_take_turns_whatever_their_number_of_connections() {
+    fn users_take_turns_regardless_of_their_connection_counts() {
         let mut owners = vec![Owner::User(1); 200];
         owners.push(Owner::User(2));
         let mut crowd = Crowd::new(owners);
@@ -250,8 +249,7 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // The connection does not delay the others either, because it loses its precedence once it has used
-        // its quantum.
+        // The connection does not delay the others either. It loses its precedence once it has used its quantum.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.push(200);
@@ -261,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn closed_or_mostly_rejected_connection_has_low_priority() {
+    fn closed_and_mostly_rejected_connections_have_low_priority() {
         let mut leaves = QueueState::default();
         assert!(!leaves.is_low_priority());
         leaves.is_read_closed = true;
@@ -283,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn queue_is_empty_after_all_input_is_read() {
+    fn queue_is_empty_after_all_input_has_been_read() {
         let mut crowd = Crowd::new((0..50).map(|n| Owner::User(n % 7)).collect());
         crowd.push(3);
         for _ in 0..50 {

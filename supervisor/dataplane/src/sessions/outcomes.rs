@@ -1,4 +1,4 @@
-//! Encodes outcomes and progress of jobs, and sends them to clients.
+//! Encodes job outcomes and job progress, and sends them to clients.
 
 use std::time::Duration;
 
@@ -18,9 +18,9 @@ pub(crate) struct OutcomeExtensions {
     pub(crate) job: Option<JobId>,
     pub(crate) span: Option<Traceparent>,
     pub(crate) run_limit: Option<Duration>,
-    /// Id of the crash report about the job.
+    /// ID of the crash report about the job.
     pub(crate) report: Option<String>,
-    /// Location of the result, if it is in a memory file.
+    /// Location of the result, if the result is in a memory file.
     pub(crate) result: Option<LeaseRef>,
 }
 
@@ -36,7 +36,7 @@ impl Sessions {
     ) {
         let session = self.slab.get_mut(index).filter(|session| session.phase != Phase::Closing);
         let Some(session) = session else { return };
-        // Fits into a frame, because the length of each text was limited when it was received.
+        // Fits into a frame, because each text was checked against its maximum length when it was received.
         let number = job.map(JobId::to_bytes);
         let run_limit = run_limit.map(encode_run_limit);
         let result = result.map(LeaseRef::to_bytes);
@@ -54,12 +54,12 @@ impl Sessions {
         }
         let pushed =
             session.outbox.push_pooled(kind::OUTCOME, request, message, &extensions[..count], payload, pool);
-        debug_assert!(pushed.is_ok(), "an outcome did not fit");
+        debug_assert!(pushed.is_ok(), "the outcome does not fit into a frame");
         self.schedule_flush(index);
     }
 
-    /// Sends the progress of a job to its client. Progress is optional, so it is dropped if the client has a
-    /// large send backlog.
+    /// Sends a job's progress to its client. Progress is optional, so it is dropped if the client has a large send
+    /// backlog.
     pub(crate) fn send_progress(&mut self, client: SessionId, request: u64, progress: Progress<'_>) {
         let Some(session) = self.of_mut(client) else { return };
         if session.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {

@@ -12,7 +12,7 @@ fn client(uid: u32) -> Client {
     Client { peer: None, grant: Grant::Unrestricted, owner: Owner::User(uid), permit: None }
 }
 
-/// Opens a session of user 1 whose hello has been awaited since `now`.
+/// Opens a session for user 1 that has been waiting for HELLO since `now`.
 fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
     let (end, peer) = in_process::pair();
     let epoch = sessions.next_epoch();
@@ -22,11 +22,11 @@ fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoi
 }
 
 #[test]
-fn pause_of_the_supervisor_extends_timeouts() {
+fn supervisor_pause_extends_timeouts() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].mid_frame_since = Some(at(2));
-    // The client's timer started during the pause. The extension must not move it beyond the current time.
+    // The client's timer started during the pause. The extension must not move the timer's start past the current time.
     sessions[index].unread_since = Some(at(50));
     sessions.extend_timeouts(Duration::from_secs(40), at(60));
     let session = &sessions[index];
@@ -35,7 +35,7 @@ fn pause_of_the_supervisor_extends_timeouts() {
 }
 
 #[test]
-fn client_without_hello_is_rejected() {
+fn rejects_client_that_does_not_send_hello() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.needs_checks());
@@ -44,7 +44,7 @@ fn client_without_hello_is_rejected() {
 }
 
 #[test]
-fn client_stalled_mid_frame_is_rejected_unless_paused() {
+fn rejects_client_stalled_mid_frame_unless_paused() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -57,7 +57,7 @@ fn client_stalled_mid_frame_is_rejected_unless_paused() {
 }
 
 #[test]
-fn client_that_reads_nothing_is_closed() {
+fn disconnects_client_that_reads_nothing() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -74,7 +74,7 @@ fn client_that_reads_nothing_is_closed() {
 }
 
 #[test]
-fn client_over_the_unread_limit_is_closed() {
+fn disconnects_client_over_the_unread_limit() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -83,7 +83,7 @@ fn client_over_the_unread_limit_is_closed() {
 }
 
 #[test]
-fn rejected_session_ends_when_everything_is_sent() {
+fn rejected_session_ends_after_all_output_is_sent() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.reject(index, RejectReason::Invalid, "no"));
@@ -94,7 +94,7 @@ fn rejected_session_ends_when_everything_is_sent() {
 }
 
 #[test]
-fn request_is_removed_with_its_outcome() {
+fn removes_request_once_it_has_an_outcome() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     let id = sessions.id(index);
@@ -108,14 +108,14 @@ fn request_is_removed_with_its_outcome() {
     assert!(!sessions.finish_request(id, 8));
 }
 
-/// Lets a session receive the beginning of a frame.
+/// Lets a session receive the first bytes of a frame.
 fn receive_beginning(sessions: &mut Sessions, index: SessionIndex, now: Time) {
     sessions[index].inbox = Inbox::with_partial(vec![1; 4]);
     sessions.received(index, Received::Drained, now);
 }
 
 #[test]
-fn request_held_back_for_successor_has_no_time_limit() {
+fn request_held_back_for_successor_does_not_time_out() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -127,7 +127,7 @@ fn request_held_back_for_successor_has_no_time_limit() {
 }
 
 #[test]
-fn client_that_ignores_goaway_is_closed() {
+fn disconnects_client_that_ignores_goaway() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -135,16 +135,19 @@ fn client_that_ignores_goaway_is_closed() {
     sessions.record_request(id, 7, CompartmentIndex::default(), JobId(1));
     sessions.send_goaway(index);
     sessions[index].outbox = Outbox::default();
-    assert!(sessions.needs_checks() && sessions.check_timeouts(at(60)).is_empty(), "the client has a job");
+    assert!(
+        sessions.needs_checks() && sessions.check_timeouts(at(60)).is_empty(),
+        "a client with a job must not be disconnected"
+    );
     sessions.finish_request(id, 7);
     assert!(sessions.check_timeouts(at(61)).is_empty());
-    // Input does not extend the time.
+    // Input does not extend the time limit.
     receive_beginning(&mut sessions, index, at(70));
     assert_eq!(sessions.check_timeouts(at(71)), [(index, None)]);
 }
 
 #[test]
-fn replaced_supervisor_closes_client_that_never_reads() {
+fn replaced_supervisor_disconnects_client_that_never_reads() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;

@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// Reference model that stores the number of bytes of each user, connection and bulkhead.
+/// Reference model that stores the number of bytes held by each user, connection and bulkhead.
 #[derive(Default)]
 struct Plain {
     held: BTreeMap<(u32, u64, usize), (usize, usize)>,
@@ -142,7 +142,7 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
         (node(leaf).key as usize, node(connection).key % 100, node(user).key as u32);
     let of_user = plain.total(|key| key.0 == user);
     let heaviest = (0..4).filter(|&it| is_over(it)).map(|it| plain.total(|key| key.0 == it)).max();
-    assert_eq!(Some(of_user), heaviest, "the user that exceeds its share the most must free memory");
+    assert_eq!(Some(of_user), heaviest, "the user that exceeds its share by the most must free memory");
     let of_connection = |it: u64| plain.total(|key| (key.0, key.1) == (user, it));
     let gives = |it: &u64| plain.jobs(|key| (key.0, key.1) == (user, *it)) > 0;
     assert_eq!(Some(of_connection(connection)), (0..4).filter(gives).map(of_connection).max());
@@ -151,8 +151,8 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
     assert_eq!(Some(of_leaf(leaf)), (0..3).filter(gives).map(of_leaf).max());
 }
 
-/// Requests `wanted` bytes for a holder like the data plane: checks the share, counts the bytes, and frees
-/// memory of other holders if necessary.
+/// Requests `wanted` bytes for a holder in the same way as the data plane. Checks the share, counts the bytes, and
+/// frees other holders' memory if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
     if !shares.can_hold_share(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;
@@ -167,14 +167,14 @@ fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) 
 }
 
 #[test]
-fn new_user_gets_an_equal_share_of_full_memory() {
+fn new_user_gets_equal_share_when_memory_is_full() {
     let most = 1200;
     let mut shares = Shares::default();
     let crowd: Vec<Holder> = (0..6).map(|n| shares.open(Owner::User(1), n)).collect();
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
     assert_eq!(shares.held(), most, "a single user can use all the memory");
-    // Another user gets half of the memory and no more, regardless of its number of connections.
+    // Another user gets half of the memory and no more, regardless of how many connections it has.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {
@@ -188,7 +188,7 @@ fn new_user_gets_an_equal_share_of_full_memory() {
         got += 10;
     }
     assert_eq!((got, shares.held()), (most / 2 / 7 / 10 * 10, most));
-    // Another bulkhead of the connection also gets an equal share.
+    // Another bulkhead on the same connection also gets an equal share.
     let mut got = 0;
     while take(&mut shares, (other, 1), 10, most) {
         got += 10;
@@ -214,7 +214,7 @@ fn frames_are_evicted_before_jobs() {
     assert_eq!(
         shares.next_eviction(None, 1000),
         None,
-        "the holder is within its share, whatever memory frames to workers hold"
+        "the holder is within its share, regardless of memory held by frames to workers"
     );
     assert!(!shares.can_hold_share(a, Some(place(0)), 1, 1000));
     shares.add(leaf, Kind::Job, 1);

@@ -1,4 +1,4 @@
-//! Applies operators' commands to bulkheads and compartments.
+//! Applies operator commands to bulkheads and compartments.
 
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, EventKind, Rate, Severity, Snapshot, TenantChange, TenantRate,
@@ -34,7 +34,7 @@ impl DataPlane {
                 SteerAction::Reset => Event::Reset,
             };
             if action == SteerAction::Restart {
-                // The new workers are forked from a new template, which has read the files of `env_files` again.
+                // The new workers are forked from a new template, which reads the files in `env_files` again.
                 self.update_templates(|templates, _| templates.replace(compartment));
             }
             self.apply_quietly(compartment, event);
@@ -159,7 +159,7 @@ impl DataPlane {
 
     // The supervisor.
 
-    /// Reports a worker's measured memory to policy.
+    /// Reports a worker's measured memory usage to policy.
     pub(crate) fn report_worker_memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
         let Some(bulkhead) = self.bulkheads.find(name) else { return };
         for compartment in self.bulkheads[bulkhead].compartments() {
@@ -172,8 +172,8 @@ impl DataPlane {
         }
     }
 
-    /// Stops all bulkheads. After the first call, jobs in flight can continue for `drain_timeout`. The second
-    /// call stops them at once.
+    /// Stops all bulkheads. After the first call, jobs in flight can continue for `drain_timeout`. A second call stops
+    /// them immediately.
     pub(crate) fn stop(&mut self) {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.is_stopping {

@@ -20,8 +20,7 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) -> Option<JobOutcome<Box<JobData>>> {
         let Some(mut fallback) = answer.record.fallback.take() else { return Some(answer) };
-        // The payload is available if it is in memory. For a job rejected on arrival, it is still in
-        // `incoming`.
+        // The payload must be in memory. For a job rejected on arrival, the payload is still in `incoming`.
         let has_payload = answer.job.is_none() || !answer.record.held.is_empty();
         let next = self
             .next_fallback(&fallback, &answer)
@@ -72,8 +71,8 @@ impl DataPlane {
         self.is_client_connected(&answer.record).then_some(next)
     }
 
-    /// Charges the rate limit of the bulkhead to which the client submitted the job, unless the job was
-    /// already charged. If the job exceeds the limit, returns the time to wait.
+    /// Charges the rate limit of the bulkhead to which the client submitted the job, unless the job was already
+    /// charged. If the job exceeds the limit, returns the time to wait.
     fn charge_origin(
         &mut self,
         fallback: &FallbackState,
@@ -127,8 +126,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the outcome for the client. For a job that was in several bulkheads, adds up attempts and
-    /// times.
+    /// Returns the outcome for the client. For a job that was in several bulkheads, attempts and times are added up.
     pub(crate) fn combined_outcome(
         &mut self,
         index: CompartmentIndex,
@@ -147,8 +145,8 @@ impl DataPlane {
         combined
     }
 
-    /// Reports that jobs are passed on to another bulkhead. Events are rate-limited, and each one contains
-    /// the number of jobs since the last event.
+    /// Reports that jobs are passed on to another bulkhead. Events are rate-limited, and each event contains the number
+    /// of jobs since the last one.
     fn report_fallback(
         &mut self,
         origin: BulkheadIndex,

@@ -35,7 +35,7 @@ const PASSED_ON_PER_ITERATION_MAX: usize = 64;
 
 impl DataPlane {
     pub(crate) fn run_handover_command(&mut self, command: HandoverCommand) {
-        // A missing receiver is no problem here, because the control plane then ends the upgrade in another way.
+        // A missing receiver is not a problem here, because the control plane then ends the upgrade in another way.
         match command {
             HandoverCommand::Prepare { lifeline, reply } => {
                 let prepared = self.prepare_handover(lifeline);
@@ -73,11 +73,11 @@ impl DataPlane {
         };
         let listener = match self.acceptor.duplicate() {
             Ok(listener) => listener,
-            Err(error) => return conflict("the jobs socket cannot be duplicated", &error),
+            Err(error) => return conflict("failed to duplicate the jobs socket", &error),
         };
         let sent = self.keeper.serving().and_then(|keeper| keeper.send_lifeline(lifeline));
         if let Err(error) = sent {
-            return conflict("the keeper cannot be reached", &error);
+            return conflict("failed to reach the keeper", &error);
         }
         self.handover.prepare();
         self.update_leases(|leases, now| leases.stop_lending(now));
@@ -104,8 +104,8 @@ impl DataPlane {
         Ok((bulkheads, tenants, listener))
     }
 
-    /// Performs the steps that are due. Runs before output is written, so that the successor learns about a free
-    /// permit before a client learns the outcome.
+    /// Performs the steps that are due. Runs before output is written, so that the successor learns of a free permit
+    /// before a client learns of the outcome.
     pub(crate) fn advance_handover(&mut self) {
         if !self.handover.is_under_way() {
             return;
@@ -148,8 +148,8 @@ impl DataPlane {
         state
     }
 
-    /// Returns the compartments of the jobs whose payload has not arrived yet. The predecessor runs these jobs, because
-    /// it has accepted their metadata.
+    /// Returns the compartments of jobs whose payload has not arrived yet. The predecessor runs these jobs, because it
+    /// has accepted their metadata.
     fn incoming_jobs(&mut self) -> Vec<CompartmentIndex> {
         let storing = self.sessions.values().filter_map(|session| session.inbox.storing_metadata());
         let named = storing.filter_map(|metadata| {
@@ -160,7 +160,7 @@ impl DataPlane {
         named.into_iter().map(|(bulkhead, tenant)| self.compartment_for(bulkhead, &tenant)).collect()
     }
 
-    /// Tells the successor about permits that are no longer needed.
+    /// Notifies the successor of permits that are no longer needed.
     fn report_needed_permits(&mut self) {
         let holders = self.handover.holders();
         if holders.is_empty() {
@@ -192,10 +192,11 @@ impl DataPlane {
         Some(CompartmentName { bulkhead, tenant: compartment.tenant.as_deref().map(str::to_owned) })
     }
 
-    /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane after
-    /// the last job and connection. Runs after output was written.
+    /// Passes idle connections on to the successor. If the upgrade can no longer fail, stops this data plane after the
+    /// last job and connection. Runs after output has been written.
     pub(crate) fn pass_on_sessions(&mut self) {
-        // Both supervisors stop together. Further requests are rejected here, because the successor may have ended.
+        // When the supervisors are stopping, both stop together. Further requests are then rejected here, because the
+        // successor might have exited.
         if !self.handover.is_released() || self.is_stopping {
             return;
         }
@@ -213,7 +214,7 @@ impl DataPlane {
                 self.sessions.send_goaway(index);
             }
         }
-        // GOAWAY is sent at once, so that the client does not wait with its next job.
+        // GOAWAY is sent immediately, so that the client does not have to wait before it sends its next job.
         self.flush_connections();
         if passed_on > 0 {
             self.flush_transfer();
@@ -270,7 +271,7 @@ impl DataPlane {
         }
     }
 
-    /// Resumes serving, because the successor has failed.
+    /// Serves clients again because the successor has failed.
     fn take_back(&mut self, listener: Option<std::os::unix::net::UnixListener>) {
         let had_switched = self.handover.has_switched();
         self.handover.take_back();
@@ -317,7 +318,7 @@ impl DataPlane {
             };
             let failed = |error: SteerError| {
                 format!(
-                    "the live changes of the bulkhead '{}' do not fit its configuration: {error}",
+                    "the live changes to the bulkhead '{}' do not fit its configuration: {error}",
                     state.name
                 )
             };
@@ -343,7 +344,7 @@ impl DataPlane {
                 self.change_tenant(&state.bulkhead, &state.tenant, &change).map_err(|error| {
                     let TenantState { bulkhead, tenant, .. } = state;
                     format!(
-                        "the live changes of the tenant '{tenant}' of the bulkhead '{bulkhead}' do not fit its \
+                        "the live changes for the tenant '{tenant}' in the bulkhead '{bulkhead}' do not fit its \
                          configuration: {error}"
                     )
                 })?;
@@ -370,7 +371,8 @@ impl DataPlane {
             }
         }
         if let Err(error) = register(&self.poll, &transfer) {
-            self.reporter.trouble("the connections of the previous supervisor are lost", &error.to_string());
+            self.reporter
+                .trouble("the connections from the previous supervisor were lost", &error.to_string());
         }
         self.handover.transfer = Some(Transfer { socket: transfer, outbox: Outbox::default() });
     }
@@ -378,7 +380,7 @@ impl DataPlane {
     fn compartment_of(&mut self, name: &CompartmentName) -> Option<CompartmentIndex> {
         let bulkhead = self.bulkheads.find(&name.bulkhead)?;
         let is_isolated = self.bulkheads[bulkhead].shared_compartment().is_none();
-        // The configuration may have changed from one layout to the other.
+        // The configuration might have switched between a shared layout and isolated tenants.
         (is_isolated == name.tenant.is_some())
             .then(|| self.compartment_for(bulkhead, name.tenant.as_deref().unwrap_or_default()))
     }
@@ -439,8 +441,8 @@ impl DataPlane {
 
     // The transfer socket.
 
-    /// Receives connections and permits from the predecessor. Called before clients are read, so that a freed permit
-    /// is available to the client that waited for it.
+    /// Receives connections and permits from the predecessor. Called before clients are read, so that a freed permit is
+    /// available to the client that is waiting for it.
     pub(crate) fn receive_transfers(&mut self) {
         if self.handover.transfer.is_none() || self.handover.is_under_way() {
             return;
@@ -457,7 +459,8 @@ impl DataPlane {
                 }
             };
             if let Err(error) = self.receive_transfer(&buffer[..length], descriptors) {
-                self.reporter.trouble("a message of the previous supervisor is invalid", &error.to_string());
+                self.reporter
+                    .trouble("a message from the previous supervisor is invalid", &error.to_string());
             }
         }
         if self.handover.transfer.is_some() {
@@ -481,7 +484,8 @@ impl DataPlane {
 
     pub(crate) fn flush_transfer(&mut self) {
         let Some(transfer) = &mut self.handover.transfer else { return };
-        // If the successor has ended, the connections in the outbox are lost with the others that it had.
+        // If the successor has exited, the connections in the outbox are lost along with the others that the successor
+        // had.
         if transfer.outbox.flush(&transfer.socket).is_err() {
             transfer.outbox = Outbox::default();
         }
@@ -510,8 +514,8 @@ fn incoming_in(incoming: &[CompartmentIndex], index: CompartmentIndex) -> u32 {
     incoming.iter().filter(|compartment| **compartment == index).count() as u32
 }
 
-/// Returns the live value, unless it equals the value in the predecessor's file or the successor's file has a
-/// different value.
+/// Returns the live value. Returns `None` if it equals the value in the predecessor's file, or if the successor's file
+/// has a different value.
 fn kept<T: PartialEq>(own: Option<T>, file: Option<T>, live: Option<T>) -> Option<T> {
     live.filter(|live| own == file && file.as_ref() != Some(live))
 }
@@ -548,7 +552,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn live_value_is_kept_only_if_the_file_has_not_changed() {
+    fn keeps_live_value_only_if_file_has_not_changed() {
         assert_eq!(kept(Some(2), Some(2), Some(5)), Some(5));
         assert_eq!(kept(Some(2), Some(2), Some(2)), None);
         assert_eq!(kept(Some(3), Some(2), Some(5)), None);

@@ -1,5 +1,5 @@
-//! Applies the keeper's reports: processes that start, violate the sandbox or exit, and the loss of the
-//! keeper itself. Policy decides what happens to the jobs.
+//! Applies the keeper's reports: processes that start, violate the sandbox or exit, and the loss of the keeper itself.
+//! Policy decides what happens to the jobs.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -16,11 +16,10 @@ use crate::links::{Link, death_of};
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of reports that are read ahead to find a violation. The keeper can have at most this number
-/// in its queue.
+/// Maximum number of reports that are read ahead to find a violation. The keeper's queue cannot contain more reports.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
-/// Maximum number of reads from the link of a dead worker. Enough to drain a full socket.
+/// Maximum number of reads from a dead worker's link. Enough to drain a full socket.
 const READS_AFTER_DEATH_MAX: usize = 256;
 
 impl DataPlane {
@@ -36,11 +35,11 @@ impl DataPlane {
         if has_out_of_band(&self.links[index].socket) {
             self.out_of_band(Endpoint::Link(index));
         }
-        // The hello may have arrived before the keeper reported the start of the process.
+        // HELLO may have arrived before the keeper reported that the process had started.
         self.read_link(index);
     }
 
-    /// Handles the report that a worker could not be started.
+    /// Handles a report that a worker could not be started.
     pub(crate) fn spawn_failed(&mut self, spawn: u64, step: &str, error: &io::Error) {
         let Some(mut link) = self.take_link(spawn) else { return };
         self.links.give_back(link.take_id());
@@ -53,15 +52,15 @@ impl DataPlane {
         self.apply(link.compartment, event, Incoming::None);
     }
 
-    /// Handles the exit of a worker's process. If the worker runs a program for each job, the death is
-    /// reported to policy when no program is left, because a program may still be working on a job.
+    /// Handles the exit of a worker's process. If the worker runs one program per job, the death is not reported to
+    /// policy until all programs have exited, because a program may still be working on a job.
     pub(crate) fn worker_exited(&mut self, spawn: u64, exit: Exit, usage: Usage) {
         let link = self.links.of_spawn_mut(spawn);
         let death = death_of(exit, link.as_deref());
         match link.filter(|link| link.program.runs_programs()) {
             Some(link) => {
                 link.defer_death(death, usage);
-                // Until then, the worker gets no more jobs, as if it had announced its exit.
+                // Until the death is reported, the worker gets no more jobs, as if it had announced its exit.
                 let (compartment, worker) = (link.compartment, link.worker);
                 self.apply(compartment, Event::Stopping { worker }, Incoming::None);
             }
@@ -69,7 +68,7 @@ impl DataPlane {
         }
     }
 
-    /// Handles the report that all descendants of a dead worker are gone.
+    /// Handles a report that all descendants of a dead worker are gone.
     pub(crate) fn worker_reaped(&mut self, spawn: u64) {
         if let Some(death) = self.take_deferred_death(spawn) {
             self.worker_gone(spawn, Some(death));
@@ -77,7 +76,7 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Takes the deferred death of a worker that runs programs, because it must be reported now.
+    /// Takes the deferred death of a worker that runs programs, so that it can be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program.runs_programs());
         link?.take_deferred_death()
@@ -87,8 +86,8 @@ impl DataPlane {
     fn worker_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(index) = self.links.index_of_spawn(spawn) else { return };
         let read = self.links[index].read_position.end();
-        // Frames sent before the death still count. The end of file does not arrive while a descendant has
-        // the worker's end of the link open.
+        // Frames sent before the death still count. An end of file does not arrive as long as a descendant keeps the
+        // worker's end of the link open.
         let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
         let mut reads = 0;
         while reads < READS_AFTER_DEATH_MAX
@@ -104,7 +103,7 @@ impl DataPlane {
         let (compartment, worker) = (link.compartment, link.worker);
         self.update_leases(|leases, now| leases.worker_gone(now, spawn));
         self.report_unread_jobs(compartment, worker, read, begun);
-        // The user id must not be reused while descendants of the worker run with it.
+        // The UID must not be reused as long as descendants of the worker are running under it.
         match death {
             Some(_) => self.links.begin_reaping(&mut link),
             None => self.links.give_back(link.take_id()),
@@ -124,8 +123,8 @@ impl DataPlane {
         self.links.keep_closed(link);
     }
 
-    /// Reports to policy which jobs a worker cannot have begun, given that it has read `read` bytes. If the
-    /// worker has a journal, also reports the jobs after the last one that it began.
+    /// Reports to policy which jobs a worker that has read `read` bytes cannot have started. If the worker has a
+    /// journal, also reports the jobs after the last job that the worker started.
     fn report_unread_jobs(
         &mut self,
         compartment: CompartmentIndex,
@@ -149,7 +148,7 @@ impl DataPlane {
         self.apply(compartment, Event::Reaped { worker }, Incoming::None);
     }
 
-    /// Removes the link of a dead worker. The user id is not returned to the pool yet.
+    /// Removes a dead worker's link. The UID is not returned to the pool yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let (index, link) = self.links.remove(spawn)?;
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
@@ -161,8 +160,7 @@ impl DataPlane {
 
     // Violations of the sandbox.
 
-    /// Handles the report that a process of a worker made a forbidden system call. The keeper kills the
-    /// process.
+    /// Handles a report that a process of a worker made a forbidden system call. The keeper kills the process.
     pub(crate) fn report_violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return };
         let Some(pid) = link.add_violation(process, call) else { return };
@@ -173,8 +171,8 @@ impl DataPlane {
         self.reporter.compartment_event(Severity::Critical, subject, what, None);
     }
 
-    /// Returns the cause of a program's death by a signal. The worker knows only the signal, but the keeper
-    /// may have reported a violation.
+    /// Returns the cause of death of a program that was killed by a signal. The worker knows only the signal, but the
+    /// keeper may have reported a violation.
     pub(crate) fn program_death(&mut self, index: LinkIndex, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
             // The keeper reports a violation before it kills the process. Other reports are deferred, because
@@ -199,14 +197,13 @@ impl DataPlane {
 
     // The keeper.
 
-    /// Handles the loss of the keeper. Kills all workers, because no process supervises them, and starts
-    /// another keeper.
+    /// Handles the loss of the keeper. Kills all workers, because nothing supervises them, and starts another keeper.
     pub(crate) fn keeper_lost(&mut self) {
         // The background thread closes the socket.
         let Some(old) = self.keeper.descriptor() else { return };
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
         self.keeper.replace(self.now, &mut self.background);
-        self.reporter.trouble("the keeper process died", "all workers are terminated and restarted");
+        self.reporter.trouble("the keeper process died", "all workers are killed and restarted");
         for pidfd in self.links.values().filter_map(Link::pidfd) {
             let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
         }
@@ -214,7 +211,7 @@ impl DataPlane {
 
     /// Handles the report that all processes of a lost keeper, including all workers, are gone.
     pub(crate) fn keeper_reaped(&mut self) {
-        // Spares come first, so that no slot is taken over by a spare that is also dead.
+        // Spares come first, so that a slot is not taken over by a spare that is also dead.
         let compartments = &self.compartments;
         let is_spare = |link: &Link| compartments[link.compartment].policy.is_spare(link.worker);
         for spawn in self.links.spawns(is_spare) {

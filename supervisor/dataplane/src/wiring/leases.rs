@@ -47,7 +47,7 @@ impl DataPlane {
 
     // Clients.
 
-    /// Handles a client's frame about leases.
+    /// Handles a client's frame about a lease.
     pub(crate) fn handle_lease_frame(
         &mut self,
         index: SessionIndex,
@@ -90,8 +90,8 @@ impl DataPlane {
             && !self.is_stopping
     }
 
-    /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs
-    /// the bytes of each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
+    /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs the bytes of
+    /// each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
     pub(crate) fn recall_leases_needing_bytes(&mut self, bulkhead: BulkheadIndex) {
         for name in self.bulkheads.needing_payload_bytes(bulkhead) {
             self.leases.recall_for_bulkhead(self.now, &name);
@@ -112,8 +112,8 @@ impl DataPlane {
         self.update_leases(|leases, now| leases.enforce_budget(now, budget));
     }
 
-    /// Sends pending offers to clients. Must not be called while a client's frames are being handled, because
-    /// a failed write closes the session.
+    /// Sends pending offers to clients. Must not be called while a client's frames are being handled, because a failed
+    /// write closes the client's session.
     pub(crate) fn offer_leases(&mut self) {
         while let Some(offer) = self.leases.next_offer() {
             let sent = self.send_offer(&offer);
@@ -122,7 +122,7 @@ impl DataPlane {
     }
 
     fn send_offer(&mut self, offer: &Offer) -> Sent {
-        // A reload may have changed the bulkhead since the client requested the lease.
+        // A reload may have changed the bulkhead after the client requested the lease.
         let bulkhead = self.bulkheads.find(&offer.bulkhead);
         let is_allowed = bulkhead.is_some_and(|bulkhead| !self.bulkheads.needs_payload_bytes(bulkhead));
         let client = self.sessions.of_mut(offer.client).filter(|_| is_allowed);
@@ -149,7 +149,7 @@ impl DataPlane {
 
     // Jobs.
 
-    /// Marks a lease as used by a job. Returns the payload, and the worker to which the files were lent.
+    /// Marks a lease as used by a job. Returns the payload, and the worker to which the files were lent, if any.
     pub(crate) fn begin_leased_job(
         &mut self,
         named: LeaseRef,
@@ -207,7 +207,7 @@ impl DataPlane {
         self.perform_lease_effects();
     }
 
-    /// Ends the use of a lease by a job. Returns the location of the result if it is in the result file.
+    /// Ends a job's use of a lease. Returns the location of the result if it is in the result file.
     pub(crate) fn end_leased_job(
         &mut self,
         payload: LeasedPayload,

@@ -35,7 +35,7 @@ const SPAWNS_PER_ITERATION_MAX: usize = 4;
 /// Number of workers whose journal heartbeats are read together.
 const BEATS_READ_TOGETHER: usize = 128;
 
-/// Method by which a worker's process is created.
+/// Way in which a worker's process is created.
 enum SpawnOrigin {
     Spawn,
     /// The worker is forked from the template with this spawn number.
@@ -47,8 +47,8 @@ enum SpawnOrigin {
 impl DataPlane {
     // Ordering workers.
 
-    /// Sends start orders for queued workers, only a few per iteration, because orders take time and replies
-    /// are more urgent.
+    /// Sends start orders for queued workers. Only a few are sent per iteration, because an order takes time and
+    /// replies are more urgent.
     pub(crate) fn spawn_queued_workers(&mut self) {
         for _ in 0..SPAWNS_PER_ITERATION_MAX {
             let Some(order) = self.keeper.next_worker_order() else { return };
@@ -60,7 +60,7 @@ impl DataPlane {
                 Err(error) => Err(("template", error)),
             };
             if let Err((what, error)) = prepared {
-                let message = format!("the {what} could not be prepared: {error}");
+                let message = format!("failed to prepare the {what}: {error}");
                 self.links.defer_spawn_failure(compartment, worker, message);
             }
         }
@@ -70,7 +70,7 @@ impl DataPlane {
     fn spawn_origin(&mut self, order: &WorkerOrder) -> io::Result<SpawnOrigin> {
         let compartment = &self.compartments[order.compartment];
         let program = &self.bulkheads.owner(compartment).program;
-        // The worker of a replay must not share memory with other workers.
+        // A replay's worker must not share memory with other workers.
         if !program.is_forked() || compartment.is_replay {
             return Ok(SpawnOrigin::Spawn);
         }
@@ -112,7 +112,7 @@ impl DataPlane {
         let token = Endpoint::Link(self.links.next()).token();
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
-        // Sends the order last, because after that the worker owns the user id, even if something fails.
+        // Sends the order last, because from then on the UID belongs to the worker, even if something fails.
         let (spawn, id) = (ordered.spawn, ordered.id);
         let sent = self.keeper.serving().and_then(|keeper| match ordered.template {
             None => keeper.spawn(&ordered.program.order(spawn, id), theirs, stdout_write, stderr_write),
@@ -158,10 +158,9 @@ impl DataPlane {
         let compartment_of_job = &mut self.compartments[compartment];
         let bulkhead = compartment_of_job.bulkhead;
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
-            // Otherwise, the link's number of jobs would differ from that of policy.
+            // Otherwise, the link's job count would differ from policy's.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
-            let message =
-                "the worker sent a result for a job that the worker had not received yet".to_owned();
+            let message = "the worker sent a result for a job that it had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
         };
         if record.held.file.is_some() {
@@ -187,7 +186,7 @@ impl DataPlane {
             payload,
             &mut self.buffers.pool,
         );
-        debug_assert!(pushed.is_ok(), "a job did not fit");
+        debug_assert!(pushed.is_ok(), "the job does not fit into a frame");
         link.unsolicited.add_job();
         if is_prefetched || record.held.payload.is_some() {
             let kind = if is_prefetched { ChargeKind::Prefetched } else { ChargeKind::Kept };
@@ -220,7 +219,7 @@ impl DataPlane {
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let extensions: Vec<_> = trace.into_iter().chain(named).collect();
         let pushed = link.outbox.push(kind::JOB, job.0, &message, &extensions, payload);
-        debug_assert!(pushed.is_ok(), "a job did not fit");
+        debug_assert!(pushed.is_ok(), "the job does not fit into a frame");
         link.unsolicited.add_job();
         if record.held.file.as_ref().is_some_and(|file| file.is_kept()) {
             self.charge(compartment, job, ChargeKind::Kept);
@@ -228,7 +227,7 @@ impl DataPlane {
         self.links.schedule_flush(index);
     }
 
-    /// Ends a worker's access to the memory files of a recalled job, because it will neither read the payload
+    /// Ends a worker's access to the memory files of a recalled job, because the worker will neither read the payload
     /// nor write the result.
     pub(crate) fn job_recalled(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
@@ -253,7 +252,7 @@ impl DataPlane {
     pub(crate) fn flush_link(&mut self, index: LinkIndex) {
         let Some(link) = self.links.get_mut(index) else { return };
         let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut down its end, which the next read reports.
+        // An error means that the worker has shut down its end. The next read reports this.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.release_buffer(&mut self.buffers.pool);
         let (was, is) = self.links.flushed(index, before);
@@ -262,11 +261,11 @@ impl DataPlane {
 
     // Output of workers.
 
-    /// Passes the read ends of a worker's output to the control plane, unless this was already done. If the
-    /// channel is full, keeps the read ends open and tries again later, because a worker that cannot write
-    /// its output would die.
+    /// Passes the read ends of a worker's output to the control plane, unless this has already been done. If the
+    /// channel is full, keeps the read ends open and tries again later, because a worker that cannot write its output
+    /// would die.
     pub(crate) fn forward_output(&mut self, index: LinkIndex) {
-        // The worker may be gone when this is tried again.
+        // The worker may be gone by the time of a later attempt.
         let Some(link) = self.links.get_mut(index) else { return };
         let Some((pid, (stdout, stderr))) = link.take_output() else { return };
         let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment]).name.clone();
@@ -279,7 +278,7 @@ impl DataPlane {
 
     // Silent workers.
 
-    /// Starts observing the processor time of a silent worker.
+    /// Starts observing a silent worker's processor time.
     pub(crate) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) else { return };
         self.read_journal_beats(index);
@@ -291,8 +290,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads the journal heartbeats of this worker and of the following ones, to save the other workers
-    /// separate iterations.
+    /// Reads the journal heartbeats of this worker and of the workers that follow it, to save those workers separate
+    /// iterations.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;
@@ -309,7 +308,7 @@ impl DataPlane {
         }
     }
 
-    /// Starts checking a silent worker whose processor time was observed. Policy gets the result in a later
+    /// Starts checking a silent worker whose processor time was being observed. Policy gets the result in a later
     /// iteration.
     pub(crate) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.links.of_worker(&self.compartments, (compartment, worker));
@@ -323,9 +322,8 @@ impl DataPlane {
             Some(watch) if !self.keeper.is_being_replaced() => {
                 self.background.check_starvation(compartment, worker, watch);
             }
-            // The worker is dead, or was not observed because too many checks are pending. A dead worker
-            // counts as starved until its death is reported to policy, which happens when none of its
-            // processes is left.
+            // The worker is dead, or was not observed because too many checks are pending. A dead worker counts as
+            // starved until its death is reported to policy, which happens once all its processes are gone.
             _ => self.links.defer_starvation_result(compartment, worker),
         }
     }
@@ -338,18 +336,17 @@ impl DataPlane {
 
     // Checks.
 
-    /// Kills workers that have closed their link but are still running, and retries passing on output that
-    /// did not fit into the channel to the control plane.
+    /// Kills workers that have closed their link but are still running. Also passes on output that did not fit into the
+    /// channel to the control plane before.
     pub(crate) fn check_links(&mut self) {
         for (index, is_late) in self.links.check_closed(self.now) {
             let link = &self.links[index];
             if is_late && !has_ended(link) {
                 let (compartment, worker) = (link.compartment, link.worker);
-                let message = "the worker closed the link to the supervisor, but still runs".to_owned();
+                let message = "the worker closed its link to the supervisor but is still running".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
-                // The report of the death may be late. If the keeper does not report at all, it will be
-                // replaced.
+                // The report of the death might be late. A keeper that does not report anything is replaced.
                 self.keeper.ping(self.now);
                 self.links.check_closed_again();
             }
@@ -357,8 +354,8 @@ impl DataPlane {
         self.links.take_waiting_outputs().for_each(|index| self.forward_output(index));
     }
 
-    /// Kills a worker whose temporary folder is too large. The control plane measures the folders and sends
-    /// their sizes. For a template, `apart` is the size without the folders of its workers.
+    /// Kills a worker whose temporary folder is too large. The control plane measures the folders and sends their
+    /// sizes. For a template, `apart` is the size without the folders of its workers.
     pub(crate) fn check_temporary_folder(
         &mut self,
         spawn: u64,
@@ -368,8 +365,8 @@ impl DataPlane {
         let Some(link) = self.links.of_spawn_mut(spawn) else {
             return self.update_templates(|it, _| it.check_temporary_folder(spawn, apart));
         };
-        // Checks that the folder belongs to this worker, because any worker can create a folder with the name
-        // of another worker's folder.
+        // Checks that the folder belongs to this worker, because any worker can create a folder with the name of
+        // another worker's folder.
         let is_its_own = link.template == template;
         let is_too_large = link.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
         if is_its_own && is_too_large && link.end_as_overfull() {
@@ -378,14 +375,14 @@ impl DataPlane {
     }
 }
 
-/// Returns true if a worker's process has exited, even if the keeper has not reported this yet.
+/// Returns true if a worker's process has exited, even if the keeper has not reported the exit yet.
 fn has_ended(link: &Link) -> bool {
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     let is_readable = |pidfd: &OwnedFd| {
         let mut fds = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
     };
-    // In a pid namespace, the pidfd refers to the namespace's first process, which exits later.
+    // In a PID namespace, the pidfd refers to the namespace's first process, which exits later.
     link.pidfd().is_some_and(is_readable) || link.pid().is_some_and(is_zombie)
 }
 

@@ -1,4 +1,4 @@
-//! Connects the memory of waiting data with jobs, frames, and payloads arriving over HTTP.
+//! Connects the memory used by waiting data with jobs, frames, and payloads arriving over HTTP.
 
 use std::sync::atomic::Ordering;
 
@@ -28,16 +28,15 @@ impl DataPlane {
         }
     }
 
-    /// Publishes the total size of held memory, and the share that is always available to payloads arriving
-    /// over HTTP.
+    /// Publishes the total size of held memory, and the share that is always available to payloads arriving over HTTP.
     pub(crate) fn publish_memory(&self) {
         self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.equal_share(self.limits.buffered_bytes_max);
         self.counters.spool_share.store(share, Ordering::Relaxed);
     }
 
-    /// Enforces the memory limit. The holders that exceed their fair share the most must free memory. `wants`
-    /// contains the connection and the bulkhead that need the memory.
+    /// Enforces the memory limit. The holders that exceed their fair share the most must free memory. `wants` contains
+    /// the connection and the bulkhead that need the memory.
     pub(crate) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.memory.recount_spools();
         if self.leases.bytes() > 0 {

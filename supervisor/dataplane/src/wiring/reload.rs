@@ -1,8 +1,7 @@
-//! Applies a new version of the configuration while jobs run.
+//! Applies a new version of the configuration while jobs are running.
 //!
-//! A bulkhead or compartment keeps its index as long as it has workers or jobs, including jobs that were
-//! passed on to other bulkheads. References that can outlive a bulkhead (a fallback, an entry of
-//! `[[access]]`) use its name.
+//! A bulkhead or compartment keeps its index as long as it has workers or jobs, including jobs that were passed on to
+//! other bulkheads. References that can outlive a bulkhead (a fallback, an entry in `[[access]]`) use its name.
 
 use bulkhead_api::{EventKind, Severity};
 use bulkhead_plane::command::SteerError;
@@ -29,7 +28,7 @@ impl DataPlane {
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
             let bulkhead = self.bulkheads.add(&mut self.compartments, spec, self.now);
-            // This bulkhead may be a fallback of other bulkheads.
+            // Other bulkheads may use this bulkhead as a fallback.
             self.recall_leases_needing_bytes(bulkhead);
             if let Some(compartment) = self.bulkheads[bulkhead].shared_compartment() {
                 self.apply(compartment, Event::Start, Incoming::None);
@@ -83,7 +82,7 @@ impl DataPlane {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
             let policy = &self.compartments[compartment].policy;
-            // A compartment whose jobs are in other bulkheads must still count their outcomes.
+            // A compartment whose jobs were passed on to other bulkheads must still count their outcomes.
             is_over &= policy.is_stopped() && policy.counters().elsewhere == 0;
         }
         is_over

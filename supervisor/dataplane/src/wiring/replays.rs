@@ -1,4 +1,4 @@
-//! Runs replays: creates the compartment of a replay, and performs its steps.
+//! Runs replays. Creates the compartment for each replay, and performs the replay's steps.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::replays::{Step, limits_for_one};
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, HeldPayload, Incoming, JobData};
 
-/// Maximum time for a replay's worker to exit after the job.
+/// Maximum time for a replay's worker to exit after the job has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl DataPlane {

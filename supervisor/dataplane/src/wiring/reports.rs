@@ -1,4 +1,4 @@
-//! Reports deaths of workers and programs, and the operator events of policy, to operators.
+//! Reports the deaths of workers and programs, and policy's operator events, to operators.
 
 use std::time::SystemTime;
 
@@ -15,8 +15,7 @@ use crate::slab::CompartmentIndex;
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Reports the death of a worker, unless it exited normally. Must be called before policy gets the exit
-    /// event.
+    /// Reports a worker's death, unless the worker exited normally. Must be called before policy gets the exit event.
     pub(crate) fn report_death(&mut self, link: &mut Link, death: Death, usage: Usage) {
         let compartment = &mut self.compartments[link.compartment];
         if compartment.is_replay {
@@ -29,7 +28,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports that a program was killed by a signal. The worker that started the program continues.
+    /// Reports that a program was killed by a signal. The worker that started the program continues to run.
     pub(crate) fn report_program_death(
         &mut self,
         index: CompartmentIndex,
@@ -39,7 +38,7 @@ impl DataPlane {
     ) {
         let (now, compartment) = (self.now, &mut self.compartments[index]);
         let (policy, is_replay) = (&mut compartment.policy, compartment.is_replay);
-        // If the client already has the outcome, the supervisor itself ended the program.
+        // If the client already has the outcome, the supervisor itself killed the program.
         if !policy.holds(worker, job) || policy.record_mut(job).is_none() {
             return;
         }
@@ -108,7 +107,7 @@ impl DataPlane {
         self.reporter.compartment_event(severity, subject, what, self.crashes.report_about(dead));
     }
 
-    /// Returns the operation and tenant of a job that has just crashed or lost its worker.
+    /// Returns the operation and the tenant of a job that has just crashed or lost its worker.
     fn job_names(&mut self, index: CompartmentIndex, job: JobId) -> Option<(String, String)> {
         match self.compartments[index].policy.record_mut(job) {
             Some(record) => Some((record.operation.to_string(), record.tenant.to_string())),
@@ -116,7 +115,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the report about the death that ended this job, or about a job that was still running at its deadline.
+    /// Returns the crash report about the death that ended this job, or about this job still running at its deadline.
     pub(crate) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         match answer.verdict {
             Verdict::DeadlineRunning => self.samples.report(),
@@ -124,7 +123,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports a job that crashed or exceeded its deadline while running.
+    /// Reports a job that crashed while running or exceeded its deadline.
     pub(crate) fn report_failed_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         if let Some(what) = failed_job_event(answer) {
             let compartment = &self.compartments[index];

@@ -1,5 +1,5 @@
-//! Samples the stacks of workers that are still running a job at its deadline, or that do not respond, and adds them
-//! to reports.
+//! Samples the stacks of workers that are still running a job at its deadline, or that do not respond, and adds the
+//! stacks to reports.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -24,19 +24,19 @@ use crate::samples::HeldAction;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, JobData};
 
-/// Context of a sample, for the report.
+/// Context of a sample, used for the report.
 pub(crate) struct SampleSubject {
     compartment: CompartmentIndex,
     worker: WorkerId,
     /// File that receives the stacks.
     file: OwnedFd,
     program: Arc<Program>,
-    /// Set if a job of the worker is late. Otherwise, the worker does not respond, and the stacks are added to the
+    /// Set if one of the worker's jobs is late. Otherwise, the worker does not respond, and the stacks are added to the
     /// report about its death.
     late: Option<Box<LateJob>>,
 }
 
-/// Report about a late job, still without the stacks.
+/// A report about a late job, without the stacks.
 struct LateJob {
     slot: ReportSlot,
     post: PostMortem,
@@ -44,13 +44,14 @@ struct LateJob {
 }
 
 impl DataPlane {
-    /// Starts to sample the worker that is still running a job at its deadline. The job's outcome names the report.
+    /// Starts sampling the worker that is still running a job at its deadline. The outcome of the job refers to the
+    /// report.
     pub(crate) fn sample_late_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let report = self.begin_late_report(index, answer);
         self.samples.set_report(report);
     }
 
-    /// Returns the id of the report, or `None` if the job has no report.
+    /// Returns the report's ID, or `None` if there is no report about the job.
     fn begin_late_report(
         &mut self,
         index: CompartmentIndex,
@@ -71,7 +72,7 @@ impl DataPlane {
         self.begin_sample(link, Some(job), Some(Box::new(late))).then_some(id)
     }
 
-    /// Starts to sample a worker that is about to be killed, if the reason is that it does not respond.
+    /// Starts sampling a worker that is about to be killed because it does not respond. Does nothing for other reasons.
     pub(crate) fn sample_hung_worker(&mut self, link: LinkIndex, reason: &KillReason) {
         let (compartment, spawn) = (self.links[link].compartment, self.links[link].spawn);
         let compartment = &self.compartments[compartment];
@@ -107,7 +108,7 @@ impl DataPlane {
         link.is_some_and(|link| self.samples.hold(self.links[link].spawn, action))
     }
 
-    /// Ends a sample: sends the report about a late job, and performs the delayed actions. `result` is `None` if the
+    /// Ends a sample. Sends the report about a late job, and performs the delayed actions. `result` is `None` if the
     /// keeper did not reply in time.
     pub(crate) fn sample_taken(&mut self, spawn: u64, result: Option<io::Result<()>>) {
         let Some((subject, held)) = self.samples.finish(spawn) else { return };
@@ -160,8 +161,8 @@ fn reason(error: &io::Error) -> String {
                                              doctor` names the cause"
                 .to_owned()
         }
-        Some(libc::ESRCH) => "the process had ended".to_owned(),
-        Some(libc::EBUSY) => "the stacks of too many other processes were being taken".to_owned(),
-        _ => format!("the stacks could not be taken: {error}"),
+        Some(libc::ESRCH) => "the process had exited".to_owned(),
+        Some(libc::EBUSY) => "the stacks of too many other processes were being recorded".to_owned(),
+        _ => format!("failed to record the stacks: {error}"),
     }
 }

@@ -24,25 +24,25 @@ use crate::shares::{Holder, Owner};
 use crate::slab::SessionIndex;
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of connections accepted per iteration. Connected clients have precedence, because
-/// identifying a new client takes time.
+/// Maximum number of connections accepted per iteration. Connected clients take precedence, because identifying a new
+/// client takes time.
 const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
-/// Maximum time for accepting connections per iteration. After this time, no further connection is accepted.
+/// Time per iteration after which no further connection is accepted.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
 /// Maximum cost of reading from clients per iteration: the number of bytes, plus a fixed cost per frame.
 /// Enough for a few hundred small jobs.
 const READ_COST_MAX: usize = 64 * 1024;
 
-/// Maximum time for reading from clients per iteration. After this time, no further client is read. Needed
-/// because closing a client takes longer than reading from one.
+/// Time per iteration after which no further client is read. Needed because closing a client's session takes longer
+/// than reading from the client.
 const READ_TIME: Duration = Duration::from_micros(100);
 
 impl DataPlane {
     // Connecting.
 
-    /// Accepts some of the waiting connections, within the time budget.
+    /// Accepts waiting connections as far as the time budget allows.
     pub(crate) fn accept(&mut self) {
         self.acceptor.arrived();
         let began = Instant::now();
@@ -61,7 +61,7 @@ impl DataPlane {
                 Ok(Some(socket)) => self.open_socket_session(socket),
                 Ok(None) => break,
                 Err(error) => {
-                    self.reporter.trouble("a client could not be accepted", &error.to_string());
+                    self.reporter.trouble("failed to accept a client", &error.to_string());
                     break;
                 }
             }
@@ -84,8 +84,8 @@ impl DataPlane {
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Some(refusal) = rejection {
             self.reject_session(index, refusal.reason, &refusal.message);
-            // Sends the rejection and closes the session at once, so that rejected clients cannot use up the
-            // descriptors for accepted ones.
+            // Sends the rejection and closes the session immediately, so that rejected clients cannot use up the
+            // descriptors needed for accepted ones.
             self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
                 self.report_rejection(SocketKind::Jobs, refusal);
@@ -97,8 +97,8 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Opens a session for an in-process client, which is handled like a client of the jobs socket whose
-    /// identity is known.
+    /// Opens a session for an in-process client. It is handled like a client of the jobs socket whose identity is
+    /// known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
         let owner = Owner::User(rustix::process::geteuid().as_raw());
@@ -108,14 +108,14 @@ impl DataPlane {
         if is_full {
             let most = self.limits.clients_max;
             let message = format!(
-                "{most} clients are already connected, the maximum that max_clients and the limit on open \
+                "{most} clients are already connected, which is the maximum that max_clients and the limit on open \
                  files allow; clone an existing client to share its connection"
             );
             self.reject_session(index, RejectReason::Overloaded, &message);
         }
     }
 
-    /// Opens a session for a client that the control plane accepted.
+    /// Opens a session for a client accepted by the control plane.
     pub(crate) fn open_control_session(
         &mut self,
         socket: UnixStream,
@@ -146,8 +146,8 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a client that connects. Returns its permissions, or the reason for its rejection. Fast
-    /// checks come first.
+    /// Identifies a connecting client. Returns its permissions, or the reason why it is rejected. Fast checks come
+    /// first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
@@ -168,9 +168,8 @@ impl DataPlane {
         Ok((peer, grant))
     }
 
-    /// Updates the permissions of all clients after a change of `[[access]]`. A client that has lost its
-    /// permissions stays connected to receive the outcomes of its earlier jobs, but its further requests are
-    /// `forbidden`.
+    /// Updates the permissions of all clients after `[[access]]` has changed. A client that has lost its permissions
+    /// stays connected to receive the outcomes of its earlier jobs, but its further requests are `forbidden`.
     pub(crate) fn update_grants(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.phase != Phase::Closing);
@@ -214,7 +213,7 @@ impl DataPlane {
         }
     }
 
-    /// Closes clients that have exceeded a time limit, and retries accepting connections.
+    /// Closes the sessions of clients that have exceeded a timeout, and retries accepting connections.
     pub(crate) fn check_sessions(&mut self) {
         self.accept();
         for (index, message) in self.sessions.check_timeouts(self.now) {
@@ -227,7 +226,7 @@ impl DataPlane {
 
     // Incomplete frames.
 
-    /// Updates the memory that is counted for the incomplete frame of a session.
+    /// Updates the memory counted for a session's incomplete frame.
     fn count_frame(&mut self, index: SessionIndex) {
         let memory = &mut self.memory;
         let counted = self.sessions.count_frame(index, |holder, bulkhead| memory.leaf(holder, bulkhead));
@@ -236,7 +235,7 @@ impl DataPlane {
         }
     }
 
-    /// Discards the incomplete frame of a connection. Closes the connection if it has no jobs.
+    /// Discards a connection's incomplete frame. Closes the connection if it has no jobs.
     pub(crate) fn evict_frame(&mut self, holder: Holder) {
         let Some(index) = self.sessions.of_holder(holder) else { return };
         let is_alone = self.sessions[index].requests.is_empty();

@@ -28,8 +28,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to those
-    /// that wait, and starts a template if the compartment has none.
+    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to the waiting
+    /// workers, and starts a template if the compartment has none.
     pub(crate) fn template_for(
         &mut self,
         index: CompartmentIndex,
@@ -45,7 +45,7 @@ impl DataPlane {
             Fork::Waits => return Ok(None),
             Fork::NoTemplate => {}
         }
-        // Workers that wait for a template of the previous program now wait for the new template.
+        // Workers that were waiting for a template of the previous program now wait for the new template.
         let mut waiting = self.update_templates(|templates, _| templates.end(index));
         waiting.push((worker, slot));
         let spawn = self.links.next_spawn();

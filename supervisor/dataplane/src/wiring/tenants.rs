@@ -22,7 +22,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the compartment for a tenant's jobs. Creates it if necessary.
+    /// Returns the compartment for a tenant's jobs. Creates the compartment if necessary.
     #[inline]
     pub(crate) fn compartment_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         let moment = (self.now, self.is_stopping);
@@ -31,8 +31,8 @@ impl DataPlane {
         index
     }
 
-    /// Submits a job to a compartment. If the compartment has no workers and its tenant may have some, starts
-    /// workers after the job was accepted, so that a rejected job takes no workers away from other tenants.
+    /// Submits a job to a compartment. If the compartment has no workers and its tenant may have some, starts workers
+    /// after the job was accepted. A rejected job therefore does not take workers away from other tenants.
     pub(crate) fn submit_to_compartment(
         &mut self,
         index: CompartmentIndex,
@@ -55,16 +55,15 @@ impl DataPlane {
         job
     }
 
-    /// Applies an event to a compartment without reporting it to operators, because one event covers all
-    /// tenants.
+    /// Applies an event to a compartment without reporting it to operators, because a single event covers all tenants.
     pub(crate) fn apply_quietly(&mut self, index: CompartmentIndex, event: Event<Box<JobData>>) {
         self.reporter.set_quiet(self.compartments[index].tenant.is_some());
         self.apply(index, event, Incoming::None);
         self.reporter.set_quiet(false);
     }
 
-    /// Starts workers for waiting tenants until the maximum number of tenants is reached, and ends the
-    /// workers of idle tenants to make room for the others.
+    /// Starts workers for waiting tenants until the maximum number of tenants is reached. After that, ends the workers
+    /// of idle tenants to make room for the others.
     pub(crate) fn assign_workers(&mut self) {
         while let Some((index, event)) = self.bulkheads.next_assignment(&self.compartments) {
             self.apply(index, event, Incoming::None);

@@ -22,19 +22,19 @@ use crate::protocol::{
     SERVICE_MANAGER_VARIABLES, VERSION,
 };
 
-/// Maximum time to wait until the keeper is running. Includes the probe of the machine, which takes
-/// milliseconds, or seconds if a trial process hangs.
+/// Maximum time to wait until the keeper is running. Includes probing the machine, which takes milliseconds, or
+/// seconds if a trial process hangs.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lowest descriptor number above standard input, output and error.
 const DESCRIPTOR_MIN: i32 = 3;
 
-/// Results of the guard's probe of the machine.
+/// Results of probing the machine, from the guard.
 #[derive(Debug)]
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
     pub layers: Vec<LayerSupport>,
-    /// Subordinate user ids for workers, or the reason why none are available.
+    /// Subordinate user IDs for workers, or the reason why none are available.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
@@ -157,8 +157,8 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            // The guard has exited. The socket can still be open, because a process that another thread of
-            // the application has just forked can hold a copy.
+            // The guard has exited. The socket can still be open, because a process that another thread of the
+            // application has just forked may hold a copy.
             Ok(_) if polled[0].revents().is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) => {}
         }
@@ -209,6 +209,6 @@ fn environment() -> Vec<CString> {
         entry.push(value);
         CString::new(entry.into_vec())
     });
-    // Leaves out variables that contain a NUL.
+    // Omits variables that contain a NUL.
     joined.filter_map(Result::ok).collect()
 }

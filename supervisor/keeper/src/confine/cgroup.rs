@@ -1,12 +1,11 @@
-//! Control groups of version 2. Each worker has a leaf group, with limits for the worker and all its
-//! descendants.
+//! Control groups (version 2). Each worker has a leaf group, with limits for the worker and all its descendants.
 //!
 //! The leaves are children of the keeper's own group, which must have been delegated to the keeper. This
 //! module never changes groups above the keeper's own group, and moves only the supervisor's own processes.
 //! The caller is responsible for emptying and removing a leaf. No function blocks. If an action is not
 //! possible yet, the caller tries again later.
 //!
-//! - `folder`: a group as a folder of files, with limits on reads and writes.
+//! - `folder`: a group as a folder of files, with size limits for reads and writes.
 //! - `leaf`: the group of a worker.
 //! - `limits`: the files that set limits.
 //! - `owner`: the owner of a leaf, which is part of the leaf's name.
@@ -61,13 +60,13 @@ const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
 const GROUP_LIMITS_ADVICE: &str =
-    "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of the cgroups above";
+    "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of its parent cgroups";
 const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups keep the cgroup in use";
 
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action and its file, which fits after "failed to".
+    /// Failed action, including the file, phrased to follow "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel, or the closest error number if the keeper detected the failure.
     pub(crate) errno: Errno,
@@ -114,7 +113,7 @@ fn open_own_group() -> Result<Folder, Failure> {
         advice: MOUNT_ADVICE,
     });
     for path in parse::own_group_paths(&mounts, &cgroups) {
-        // Another file system can be mounted over some of these paths.
+        // Another file system may be mounted over some of these paths.
         found = Folder::open(&path);
         if found.is_ok() {
             break;
@@ -128,7 +127,7 @@ fn open_own_group() -> Result<Folder, Failure> {
 pub(crate) struct DelegatedGroup {
     folder: Folder,
     owner: Owner,
-    /// Pid of the supervisor, which is moved to the main group together with the keeper.
+    /// PID of the supervisor, which is moved to the main group together with the keeper.
     supervisor: u32,
 }
 
@@ -141,8 +140,8 @@ pub(crate) struct StaleLeaves {
 }
 
 impl DelegatedGroup {
-    /// Finds the group of this process, and checks that it was delegated, which means that this process can
-    /// create child groups and move processes. `supervisor` is the pid of the parent process.
+    /// Finds this process's group, and checks that the group was delegated, so that this process can create child
+    /// groups and move processes. `supervisor` is the PID of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::from_folder(open_root()?, supervisor)
     }
@@ -180,8 +179,8 @@ impl DelegatedGroup {
         failed.map_or(Ok(stale), Err)
     }
 
-    /// Creates the control group of a worker and applies the limits. `worker` must be a number that was never
-    /// used before.
+    /// Creates the control group of a worker and applies the limits. `worker` must be a spawn number that has never
+    /// been used.
     pub(crate) fn create_leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
@@ -273,7 +272,7 @@ impl DelegatedGroup {
     fn foreign_processes_failure(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
-            // The kernel shows 0 as the pid of a process outside of this pid namespace.
+            // The kernel shows 0 as the PID of a process outside this PID namespace.
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();

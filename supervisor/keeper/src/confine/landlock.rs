@@ -1,5 +1,5 @@
 //! Landlock rules, which restrict the files that a worker can access, and deny access to sockets and
-//! processes outside of the sandbox.
+//! processes outside the sandbox.
 //!
 //! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
 //! `self_test`). The rules handle all rights that both the running kernel and the library know. They grant
@@ -49,10 +49,10 @@ pub(crate) struct Rules<'a> {
     pub(crate) read: &'a [&'a Path],
     /// Files and folders for which the worker has all rights, except the right to create device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// The worker's private temporary folder. The worker has all rights that `write` gives, except those for
-    /// sockets and devices.
+    /// The worker's private temporary folder. The worker has all rights that `write` grants, except those for sockets
+    /// and devices.
     pub(crate) temporary: Option<&'a Path>,
-    /// Paths that the worker must not access, even inside of granted folders.
+    /// Paths that the worker must not access, even inside granted folders.
     pub(crate) withheld: &'a [&'a Path],
     /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
@@ -64,7 +64,7 @@ pub(crate) struct Rules<'a> {
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description of the failed action, which fits after "failed to".
+    /// Failed action, phrased to follow "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,
@@ -166,7 +166,7 @@ impl Ruleset {
     /// Afterwards, tests the rules with an action that must fail. The thread must have no capabilities, and
     /// must have set `PR_SET_NO_NEW_PRIVS`. Safe in a forked child, because it makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
-        // The test proves nothing if the action fails even without the rules because the user lacks a right.
+        // The test is inconclusive if the action fails even without the rules, because the user lacks a right.
         let is_conclusive = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(RestrictError::Rejected)?;
         if is_conclusive && self.forbidden.attempt() != Err(Errno::ACCESS) {
@@ -318,7 +318,7 @@ fn link_failure(path: &Path, errno: Errno) -> Failure {
     match errno {
         Errno::XDEV => failure(
             &format!(
-                "grant {path}, which leads out of a folder of `write` through a link that the worker can change"
+                "grant {path}, which leads out of a folder in `write` through a link that the worker can change"
             ),
             errno,
         ),

@@ -26,9 +26,9 @@ pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/gnu/store",
 ];
 
-/// Entries of `/etc` that ordinary programs read. Rules can only grant rights, so granting all of `/etc`
-/// would leave no way to deny an entry. An entry is granted only if other users can read it. So a certificate
-/// store that an operator has made private stays private, even if the supervisor is root.
+/// Entries in `/etc` that ordinary programs read. Rules can only grant rights, so granting all of `/etc` would leave
+/// no way to deny an entry. An entry is granted only if other users can read it. So a certificate store that an
+/// operator has made private stays private, even if the supervisor is root.
 pub(crate) const ETC_ENTRIES: [&str; 52] = [
     // Programs and libraries
     "alternatives",
@@ -89,20 +89,19 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
     "xml",
 ];
 
-/// Prefixes of entries of `/etc` whose names contain a version.
+/// Name prefixes of entries in `/etc` whose names contain a version.
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside of `/usr` and `/etc`. Without access to them, programs would rebuild them on each run.
+/// Caches outside `/usr` and `/etc`. Without access to them, programs would rebuild them on each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
-/// Harmless devices that workers can read and write. The rules must not change the error of an ioctl request,
-/// because many programs use an ioctl request to detect a terminal.
+/// Harmless devices that workers can read and write. The rules must not change the error that an ioctl request
+/// returns, because many programs use an ioctl request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Devices that workers can only read. Writes and ioctl requests would influence the random numbers of all
-/// processes.
+/// Devices that workers can only read. Writes and ioctl requests would affect the random numbers of all processes.
 pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
 /// Path of the `/proc` folder. All of `/proc` is granted, because rules cannot name the folder of a process
@@ -110,8 +109,8 @@ pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 ///
 /// The sensitive data of other processes stays protected. `environ`, `mem`, `maps`, `cwd`, `root` and the
 /// targets of `fd` require the right to trace the process. A worker without capabilities does not have this
-/// right for any process outside of its sandbox. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.)
-/// A worker can see names, arguments and pids of other processes.
+/// right for any process outside its sandbox. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.)
+/// A worker can see names, arguments and PIDs of other processes.
 pub(crate) const PROC_FOLDER: &str = "/proc";
 
 /// Entries that installers create next to a `bin` folder: libraries, data, and the marker of a virtual
@@ -125,7 +124,7 @@ const SHIMS_FOLDER: &str = "shims";
 /// Number of bytes at the start of a script that the kernel searches for the interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
-/// Maximum number of entries that are granted individually in place of one folder.
+/// Maximum number of entries that are granted individually instead of their folder.
 const GRANTED_ENTRIES_MAX: usize = 4096;
 
 /// Maximum number of directory entries to search for hard links to a withheld file.
@@ -155,8 +154,8 @@ const HOMES_FOLDER: &str = "/home";
 /// Maximum number of symbolic links to follow in a path. The kernel has the same limit.
 const LINKS_MAX: usize = 40;
 
-/// Returns the working directory, and the folders of the programs and of their interpreters, both as named and
-/// by their real paths. For a program in a shared folder, returns only the program.
+/// Returns the working directory, and the folders of the programs and of their interpreters, both as given and as real
+/// paths. For a program in a shared folder, returns only the program.
 ///
 /// Ignores all paths that a worker can write to. Otherwise, a worker could use a symbolic link or the first
 /// line of a script to choose which paths the next worker can access. Writable paths are granted separately.
@@ -200,9 +199,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a configured path can be granted as it is. A path through a folder in `write` cannot,
-/// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside of a
-/// writable folder and thus granted anyway, and an error otherwise.
+/// Returns true if a configured path can be granted as is. A path through a folder in `write` cannot be granted,
+/// because the worker can change its target. Returns `Ok(false)` for such a path if the target is inside a writable
+/// folder and thus granted anyway, and an error otherwise.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {
@@ -339,8 +338,8 @@ fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
             entries_seen += 1;
             if entries_seen > SEARCHED_ENTRIES_MAX {
                 let text = format!(
-                    "the folder has more than {SEARCHED_ENTRIES_MAX} entries, and any entry can be a hard link to the \
-                     configuration: remove the other names of the configuration file"
+                    "the folder has more than {SEARCHED_ENTRIES_MAX} entries, and any of them may be a hard link to the \
+                     configuration: remove the other hard links to the configuration file"
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }

@@ -55,7 +55,7 @@ pub(crate) struct HiddenPath {
 pub(crate) struct Unreachable {
     /// Folders that the user cannot traverse. No folder is inside another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
-    /// Granted paths inside of `folders`.
+    /// Granted paths inside `folders`.
     pub(crate) hidden: Vec<HiddenPath>,
     /// Granted folders that the user cannot list or traverse. The entries of these folders are shown instead.
     pub(crate) expanded: BTreeSet<PathBuf>,
@@ -93,7 +93,7 @@ pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the worker's user is a subordinate user id, which the supervisor's user cannot make the owner
+    /// True if the worker's user is a subordinate user ID, which the supervisor's user cannot make the owner
     /// of a file.
     pub(crate) is_subordinate: bool,
 }
@@ -162,7 +162,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     Ok(unreachable)
 }
 
-/// Returns all granted paths as named, each with the purpose.
+/// Returns all granted paths as given, each with its purpose.
 fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
     let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];

@@ -1,7 +1,7 @@
 //! Seccomp filters, which the kernel runs on each system call of a worker to decide whether to execute the
 //! call.
 //!
-//! - [`Rules`] decide about calls; `profiles` has predefined rules.
+//! - [`Rules`] determine the result of each call; `profiles` contains predefined rules.
 //! - [`Filter`] is the BPF program compiled from the rules. It is compiled before the fork and installed by
 //!   the child.
 //! - `flags`: single bits of arguments that no profile allows.
@@ -93,7 +93,7 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// Compares the bits in `mask` of the lower half of an argument. The first matching case determines the
+/// Compares the bits of an argument's lower half that are set in `mask`. The first matching case determines the
 /// result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
@@ -184,7 +184,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule of each of these system calls with the result of `narrower` for the current rule.
+    /// Replaces the rule for each of these system calls with the result of applying `narrower` to the current rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");
@@ -267,9 +267,9 @@ impl Filter {
         self.program.iter().flat_map(instruction).collect()
     }
 
-    /// Enforces the filter on the calling thread, and on everything that it starts and executes. This cannot
-    /// be undone. Safe in a forked child, because it makes only raw system calls and allocates nothing. The
-    /// thread must have set `no_new_privs`.
+    /// Enforces the filter on the calling thread, and on everything that it starts or executes. This cannot be undone.
+    /// Safe in a forked child, because it makes only raw system calls and allocates nothing. The thread must have set
+    /// `no_new_privs`.
     ///
     /// If fatal calls are reported, returns the listener as a close-on-exec descriptor. The child must send
     /// it to the keeper; otherwise, no process responds to the notifications. Installing a second listener in
@@ -277,8 +277,8 @@ impl Filter {
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.fatal_action {
             FatalAction::Kill => &[0],
-            // With `WAIT_KILLABLE_RECV`, only fatal signals interrupt a call after its notification was
-            // received. Otherwise, the keeper could miss calls of a process that constantly receives signals.
+            // With `WAIT_KILLABLE_RECV`, only fatal signals interrupt a call after its notification was received.
+            // Otherwise, the keeper could miss calls by a process that constantly receives signals.
             FatalAction::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.

@@ -13,7 +13,7 @@ use super::error_text;
 use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
 use crate::protocol::LayerSupport;
 
-/// Name prefix of the control groups created by trials. The thread id follows the prefix.
+/// Name prefix of the control groups created by trials. The thread ID follows the prefix.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -74,7 +74,7 @@ impl ProbeLeaf {
         // SAFETY: the child does nothing but exit.
         let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(error_text)?;
         if pid == 0 {
-            // SAFETY: ends the process without running anything that the parent registered.
+            // SAFETY: exits without running exit handlers that the parent has registered.
             unsafe { libc::_exit(0) };
         }
         wait_for_exit_code(pid).map(drop).map_err(error_text)
@@ -107,7 +107,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
             let _ = fs::write(&switch, format!("-{controller}")); // Fails if the controller is already in use.
             Ok(None)
         }
-        // A control group has either processes or children with limits, not both.
+        // A control group can contain processes or children with limits, but not both.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             Ok(Some("available once the cgroup itself contains no process".to_owned()))
         }

@@ -32,7 +32,7 @@ impl TrialError {
         match self {
             Self::Errno(errno) => error_text(errno),
             Self::NotEnforced => {
-                "the kernel accepted the layer, but does not enforce the layer: check for a seccomp filter \
+                "the kernel accepted the layer, but does not enforce it: check for a seccomp filter \
                              above this process"
                     .to_owned()
             }
@@ -51,7 +51,7 @@ pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result
             Err(TrialError::Errno(errno)) => errno.raw_os_error(),
             Err(TrialError::NotEnforced) => NOT_ENFORCED,
         };
-        // SAFETY: ends the process without running anything that the parent registered.
+        // SAFETY: exits without running exit handlers that the parent has registered.
         unsafe { libc::_exit(code) }
     }
     match wait_for_exit_code(child)? {
@@ -65,7 +65,7 @@ pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result
 /// Makes the kernel kill the child when its parent exits or the time limit is reached. Must be the child's
 /// first call.
 pub(super) fn limit_run_time() {
-    // SAFETY: sets a flag and a timer of this process. The timer's signal ends the process.
+    // SAFETY: sets a flag and a timer of this process. The timer's signal terminates the process.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::signal(libc::SIGALRM, libc::SIG_DFL);

@@ -75,8 +75,8 @@ fn features() -> [Feature; 5] {
     ]
 }
 
-/// Reason and advice if a call of Landlock fails with `EPERM`. The kernel itself never returns this error, because
-/// the probe sets no_new_privs. A newer kernel would not help.
+/// Reason and advice if a Landlock call fails with `EPERM`. The kernel itself never returns this error, because the
+/// probe sets no_new_privs. A newer kernel would not help.
 const FILTERED: &str = "a seccomp filter above this process rejects Landlock's system calls";
 const FILTER_ADVICE: &str = "allow landlock_create_ruleset, landlock_add_rule and landlock_restrict_self in that \
                              filter: the seccomp profile of the container (deploy/seccomp.json allows them), or \

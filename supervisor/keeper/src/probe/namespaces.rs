@@ -80,8 +80,8 @@ fn run_steps() -> Result<Vec<Result<(), String>>, Errno> {
     };
     drop(theirs);
     let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| receive_result(&ours, step, pid)).collect();
-    results.resize(STEPS.len(), Err("the probing process does not respond".to_owned()));
-    // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
+    results.resize(STEPS.len(), Err("the probing process did not respond".to_owned()));
+    // SAFETY: the child has not been waited for, so the PID still belongs to it. Its children die with it.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     wait_for_exit_code(pid)?;
     Ok(results)
@@ -100,7 +100,7 @@ fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Res
         errno => Err(error_text(Errno::from_raw_os_error(errno))),
     };
     if step == 0 {
-        // Some systems let any user create a user namespace, but not map ids in it.
+        // Some systems let any user create a user namespace, but not map IDs in it.
         let mapped = result.and_then(|()| write_id_maps(pid));
         let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If the child is gone, the next step fails.
         return Some(mapped);
@@ -143,7 +143,7 @@ fn child(socket: &OwnedFd) -> ! {
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process without running anything that the parent registered.
+    // SAFETY: exits without running exit handlers that the parent has registered.
     unsafe { libc::_exit(code) }
 }
 
@@ -176,7 +176,7 @@ fn mount_setattr() -> Result<(), Errno> {
     if is_read_only { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Mounts a `/proc` for the new pid namespace, in the first process of this namespace.
+/// Mounts a `/proc` for the new PID namespace, in the first process of this namespace.
 fn private_proc() -> Result<(), Errno> {
     let tried = child::run_trial(|| {
         die_with_parent();

@@ -31,7 +31,7 @@ use crate::{SubordinateIds, wait};
 /// limit.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
-/// Forks the keeper and turns this process into the guard. Returns only in the keeper, with the guard's pid.
+/// Forks the keeper and turns this process into the guard. Returns only in the keeper, with the guard's PID.
 /// Standard input must be the socket, and standard output the pidfd of the application.
 pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
@@ -75,7 +75,7 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
     }
 }
 
-/// Forks this process. Returns the child's pid in the parent, and `None` in the child.
+/// Forks this process. Returns the child's PID in the parent, and `None` in the child.
 #[expect(unsafe_code, reason = "a fork has no safe wrapper")]
 fn fork() -> io::Result<Option<Pid>> {
     // SAFETY: this process has one thread, which continues in both processes.
@@ -95,15 +95,14 @@ fn watch_keeper(
     let process = pidfd_open(keeper, PidfdFlags::empty())?;
     send_ready(keeper, &process, layers, ids)?;
     drop(writer);
-    // Closes the guard's copy of the socket, so that the application sees the end of file when the keeper has
-    // ended.
+    // Closes the guard's copy of the socket, so that the application reads end of file once the keeper has exited.
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     duplicate_to(&null, libc::STDIN_FILENO)?;
     let application = std::io::stdout();
     let mut polled = [PollFd::new(&process, PollFlags::IN), PollFd::new(&application, PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, None))?;
     if polled[0].revents().is_empty() {
-        // The keeper exits with the application by itself, unless a signal has stopped the keeper.
+        // The keeper exits on its own when the application exits, unless a signal has stopped the keeper.
         let _ = pidfd_send_signal(&process, Signal::CONT);
         if !wait_until_readable(&process, KILL_ALL_TIMEOUT + KEEPER_EXIT_GRACE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);

@@ -1,5 +1,5 @@
-//! The user and group id maps of a child's user namespace. Each map has a single id, which is the same inside
-//! and outside of the namespace.
+//! The user and group ID maps of a child's user namespace. Each map contains a single ID, which is the same inside and
+//! outside the namespace.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::protocol::confinement::Identity;
 
-/// Writes the id maps of a child's user namespace. The child waits for them.
+/// Writes the ID maps of a child's user namespace. The child is waiting for these maps.
 ///
 /// A keeper without CAP_SETGID must first deny `setgroups` to the child. Only then does the kernel accept the
 /// map of the keeper's group. (Dropping a group can give access to files whose permissions exclude the

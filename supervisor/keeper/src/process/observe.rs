@@ -135,8 +135,8 @@ pub(super) fn is_in_cgroup(pid: u32, leaf: &Path) -> bool {
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
-/// Returns the pid of the process to which a thread belongs, both in this pid namespace and in the process's
-/// own pid namespace.
+/// Returns the PID of the process to which a thread belongs, both in this PID namespace and in the process's
+/// own PID namespace.
 pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
@@ -146,7 +146,7 @@ pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     Ok((process, inner.unwrap_or(process)))
 }
 
-/// Pid of a process's parent, and pid of the process in its own pid namespace.
+/// PID of a process's parent, and PID of the process in its own PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NamespacePids {
     pub(super) parent: u32,

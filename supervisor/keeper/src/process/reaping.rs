@@ -26,8 +26,8 @@ const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 /// descendants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of processes reaped, and maximum number of processes scanned, per iteration of the loop.
-/// Each takes some hundred microseconds.
+/// Maximum number of processes reaped, and maximum number of processes scanned, per iteration of the loop. Reaping or
+/// scanning this many takes a few hundred microseconds.
 const REAPS_PER_ITERATION: usize = 64;
 const SCANNED_PER_ITERATION: usize = 64;
 
@@ -156,8 +156,8 @@ impl EventLoop {
         true
     }
 
-    /// Handles the report of a pid namespace's first process that the worker has exited. The first process
-    /// itself exits later, after all other processes in the namespace.
+    /// Handles a report from a PID namespace's first process that the worker has exited. The first process itself
+    /// exits later, after all other processes in the namespace.
     pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
@@ -185,8 +185,8 @@ impl EventLoop {
         let namespace = child.namespace.take();
         match child.stage {
             Stage::Running => {
-                // The first process of a pid namespace has reported the worker's exit, unless the first
-                // process was killed before.
+                // The first process of a PID namespace has reported the worker's exit, unless the first process was
+                // itself killed earlier.
                 let status = child.status.as_ref().and_then(spawn::read_status);
                 let (exit, usage) = status.unwrap_or((exit, usage));
                 let (worker, exit) = (child.worker, child.exit_cause(exit));
@@ -198,7 +198,7 @@ impl EventLoop {
                 self.report_failure(child.worker, &SpawnError::new("start", Errno::CHILD));
                 return self.clean_up_failed(child);
             }
-            // The worker's program can have run and left processes behind.
+            // The worker's program may have run and left processes behind.
             Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.clean_up_failed(child),
         }
@@ -271,8 +271,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the end of a run of the killer. `found` is the number of leftover processes found, or `None`
-    /// if the run failed.
+    /// Handles the completion of a killer run. `found` is the number of leftover processes found, or `None` if the run
+    /// failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);

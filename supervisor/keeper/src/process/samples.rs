@@ -19,14 +19,14 @@ use super::{EventLoop, SAMPLED};
 use crate::protocol::ReportMessage;
 use crate::sample::{ProcessStart, SAMPLE_TIMEOUT, SampleRequest};
 
-/// Maximum number of workers that wait to be sampled.
+/// Maximum number of workers waiting to be sampled.
 const WAITING_MAX: usize = 16;
 
 /// Time after which the keeper reaps orphans again even if the thread is still running. A hostile process can block
 /// the thread until the process dies.
 const BUSY_MAX: Duration = SAMPLE_TIMEOUT.saturating_add(Duration::from_millis(5));
 
-/// Time after a sample in which a stopped thread is assumed to have been stopped for the sample.
+/// Period after a sample during which a stopped thread is assumed to have been stopped for the sample.
 const LATE_STOP_TIME: Duration = Duration::from_millis(500);
 
 /// Stack size of the sampling thread, in bytes.
@@ -37,7 +37,7 @@ pub(super) struct Samples {
     waker: Arc<Waker>,
     waiting: VecDeque<Order>,
     current: Option<Current>,
-    /// End of the last sample.
+    /// Time at which the last sample ended.
     ended_at: Option<Instant>,
 }
 
@@ -61,8 +61,8 @@ impl Samples {
         Ok(Self { waker, waiting: VecDeque::new(), current: None, ended_at: None })
     }
 
-    /// Returns true if a thread may have been stopped for a sample, and not by its own request. A thread that stops late
-    /// can still be stopped when the sampler ends.
+    /// Returns true if a thread may have been stopped for a sample, and not at its own request. A thread that stops
+    /// late can still be stopped when the sampling thread exits.
     pub(super) fn may_have_stopped(&self, now: Instant) -> bool {
         self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
@@ -79,7 +79,7 @@ impl Samples {
 }
 
 impl EventLoop {
-    /// Starts to sample a worker, or reports why this is impossible.
+    /// Starts sampling a worker, or reports why this is impossible.
     pub(super) fn sample(&mut self, worker: u64, job: Option<&str>, descriptors: Vec<OwnedFd>) {
         if self.samples.waiting.len() >= WAITING_MAX {
             return self.report_sample(worker, Err(Errno::EBUSY));
@@ -131,7 +131,7 @@ impl EventLoop {
     }
 }
 
-/// Wakes the keeper's loop when the thread ends, even after a panic.
+/// Wakes the keeper's loop when the thread exits, even after a panic.
 struct End {
     has_ended: Arc<AtomicBool>,
     waker: Arc<Waker>,
@@ -140,7 +140,7 @@ struct End {
 impl Drop for End {
     fn drop(&mut self) {
         self.has_ended.store(true, Ordering::Release);
-        // Fails only if the loop has ended.
+        // Fails only if the loop has exited.
         let _ = self.waker.wake();
     }
 }

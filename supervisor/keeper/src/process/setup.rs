@@ -34,7 +34,7 @@ impl WatchedProcesses {
     pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
-            return Err(io::Error::other("the keeper's guard has ended"));
+            return Err(io::Error::other("the keeper's guard has exited"));
         }
         let application = rustix::io::fcntl_dupfd_cloexec(application, LINK_FD)?;
         Ok(Self { application, guard: guard_process })
@@ -53,7 +53,7 @@ pub(super) fn set_up(
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
-    // The order socket is standard input. Its duplicate must get the number `LINK_FD`.
+    // The order socket is standard input. The duplicate must have the number `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
     let watched = guard.map(|guard| WatchedProcesses::open(guard, std::io::stdout())).transpose()?;
@@ -64,8 +64,7 @@ pub(super) fn set_up(
     // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it sees the end
-    // of file.
+    // If this process is stopped when the supervisor is killed, SIGCONT resumes it, so that it reads end of file.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,
@@ -89,7 +88,7 @@ fn raise_oom_score() -> OomSettings {
     }
 }
 
-/// Raises the soft limit of open files to the hard limit. Returns the previous soft and hard limits.
+/// Raises the soft limit on open files to the hard limit. Returns the previous soft and hard limits.
 fn raise_open_files_limit() -> (u64, u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let own = getrlimit(Resource::Nofile);
@@ -99,7 +98,7 @@ fn raise_open_files_limit() -> (u64, u64) {
 }
 
 /// Makes the keeper ignore signals, so that only the end of file on its socket makes it exit. Signals to the
-/// supervisor's process group, or from a user who finds the process in a list, must not kill the workers.
+/// supervisor's process group, or from a user who finds the keeper in a process list, must not kill the workers.
 /// SIGCHLD is blocked and read from a descriptor.
 #[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {

@@ -18,7 +18,7 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: its pid, pidfd and connections, and the part of its confinement that is known without
+/// A forked child: its PID, pidfd and connections, and the part of its confinement that is known without
 /// reading `/proc`.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
@@ -27,7 +27,7 @@ type Forked = (u32, OwnedFd, ChildConnections, Observed);
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-    // Not supported by older kernels.
+    // Ignores errors, because older kernels do not support this.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
@@ -49,8 +49,7 @@ impl EventLoop {
         let layers = order.confinement.layers;
         let folder = match layers.temporary {
             TemporaryFiles::Folder => Some(self.create_folder(order.worker, layers.identity)?),
-            // The keeper stays the owner of the folder. Only the file system mounted over it belongs to the
-            // worker.
+            // The keeper remains the owner of the folder. Only the file system mounted over it belongs to the worker.
             TemporaryFiles::MountedTmpfs(_) => Some(self.create_folder(order.worker, None)?),
             TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
@@ -81,7 +80,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Forks a child, in a new control group if the order has limits for one.
+    /// Forks a child, in a new control group if the order contains limits for a control group.
     fn fork_in_group(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -215,7 +214,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Handles the end of a start. The child has either executed its program or failed.
+    /// Completes the start of a child, which has either executed its program or failed.
     pub(super) fn finish_start(&mut self, pid: u32, failure: Option<SpawnError>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let stage = if failure.is_some() { Stage::Failed } else { Stage::Running };
@@ -228,8 +227,7 @@ impl EventLoop {
             return self.report_failure(worker, &failure);
         }
         if !child.is_confined {
-            // The child was killed before it got permission to execute its program. Its exit is reported
-            // next.
+            // The child was killed before it was allowed to execute its program. The exit is reported next.
             self.kill(pid);
         } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;

@@ -54,7 +54,7 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of messages read from a template in one iteration.
 const MESSAGES_MAX: usize = 64;
 
-/// State that the keeper has for a template in addition to that of a worker.
+/// State that the keeper stores for a template in addition to the state of a worker.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
@@ -74,7 +74,7 @@ struct Fork {
     worker: u64,
     secret: u128,
     since: Instant,
-    /// Pid of the forked process, as reported by the template.
+    /// PID of the forked process, as reported by the template.
     pid: Option<u32>,
     /// True if the worker must be killed as soon as it exists.
     is_cancelled: bool,
@@ -113,7 +113,7 @@ impl Template {
         self.forks.front().map(|fork| fork.since)
     }
 
-    /// Counts a status message. Returns false if the template has exceeded the limit of status messages.
+    /// Counts a status message. Returns false if the template has exceeded the limit on status messages.
     fn accepts_status(&mut self, now: Instant) -> bool {
         let (since, count) = self.status_rate.get_or_insert((now, 0));
         if now.saturating_duration_since(*since) >= STATUS_INTERVAL {
@@ -139,7 +139,7 @@ impl EventLoop {
         let found = self.by_worker.get(&deferred.template).copied();
         let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
         let Some((pid, child)) = child.filter(|(_, child)| matches!(child.stage, Stage::Running)) else {
-            return Err(SpawnError::new("fork: the template has ended", Errno::CHILD));
+            return Err(SpawnError::new("fork: the template has exited", Errno::CHILD));
         };
         if self.reaper.blocks_forks() && child.namespace.is_none() {
             self.deferred_forks.push_back(deferred);
@@ -151,8 +151,8 @@ impl EventLoop {
         };
         let attributes = child.template.as_ref().and_then(|template| template.attributes.as_ref());
         if let Some(Err(name)) = attributes.map(|it| it.restore(child.process, is_template)) {
-            // Kills the template, because its workers would inherit the changed attribute. The next template
-            // does not have it.
+            // Kills the template, because its workers would inherit the changed attribute. The next template starts
+            // without the change.
             self.kill(pid);
             return Err(SpawnError::new(&format!("fork: restore the template's {name}"), Errno::PERM));
         }
@@ -216,7 +216,7 @@ impl EventLoop {
         self.templates.iter().filter_map(of)
     }
 
-    /// Returns the pids of templates that have forks in progress and whose workers become children of the
+    /// Returns the PIDs of templates that have forks in progress and whose workers become children of the
     /// keeper.
     fn templates_forking_own_children(&self) -> Vec<u32> {
         self.forking_templates()
@@ -225,8 +225,8 @@ impl EventLoop {
             .collect()
     }
 
-    /// Returns true if the killer has to wait for a fork in progress. Forks in pid namespaces do not count,
-    /// because the killer does not kill processes in pid namespaces.
+    /// Returns true if the killer has to wait for a fork in progress. Forks in PID namespaces do not count,
+    /// because the killer does not kill processes in PID namespaces.
     pub(super) fn is_forking(&self) -> bool {
         self.forking_templates()
             .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
@@ -317,8 +317,8 @@ impl EventLoop {
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. Also kills all processes in the template's namespace,
-    /// because any of them can have caused the error.
+    /// Kills a template because of a protocol error. Also kills all processes in the template's namespace, because any
+    /// of these may have caused the error.
     pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -378,7 +378,7 @@ impl EventLoop {
         true
     }
 
-    /// Records the pid of a forked process, which may have exited already.
+    /// Records the PID of a forked process, which may have exited already.
     fn record_fork(&mut self, template: u32, worker: u64, pid: u32) {
         let Some(child) = self.children.get_mut(&template) else { return };
         // If the worker has already identified itself, the fork is no longer in the list.
@@ -459,7 +459,7 @@ impl EventLoop {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
         let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
-        // Opens the pidfd before checking the process. If the process exits later, its pid can be reused, but
+        // Opens the pidfd before checking the process. If the process exits later, its PID can be reused, but
         // the pidfd still refers to it.
         let pidfd = open_pidfd(pid)?;
         let copy = pidfd.try_clone().map_err(|error| SpawnError::from_io("descriptors", &error))?;
@@ -507,12 +507,12 @@ impl EventLoop {
         Ok(true)
     }
 
-    /// Handles the exit of a template. Its forks in progress have failed.
+    /// Handles the exit of a template. The template's forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let failure = match template.is_hung {
             true => SpawnError::new(HUNG_STEP, Errno::TIME),
-            false => SpawnError::new("fork: the template has ended", Errno::CHILD),
+            false => SpawnError::new("fork: the template has exited", Errno::CHILD),
         };
         for fork in template.forks {
             self.report_failure(fork.worker, &failure);
@@ -528,8 +528,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the namespace pids of a live process. Fails if the process is reaped during the read, because pids
-/// can then be missing.
+/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because PIDs may then
+/// be missing.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);
@@ -537,7 +537,7 @@ fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError
     pids.ok().filter(|_| !is_over).ok_or(SpawnError::new(EXITED_STEP, Errno::CHILD))
 }
 
-/// Receives a message. Returns the length before truncation, and the pid of the sender. An empty message has
+/// Receives a message. Returns the length before truncation, and the PID of the sender. An empty message has
 /// a sender, unlike the end of file.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 
 use crate::protocol::confinement::Identity;
 
-/// Prefix of the base folder's name. The user id follows the prefix.
+/// Prefix of the base folder's name. The user ID follows the prefix.
 const PREFIX: &str = "bulkhead-";
 
 /// Mode of the base folder. Other users can traverse the folder but not list it.
@@ -70,7 +70,7 @@ impl TemporaryFolders {
         Ok(path)
     }
 
-    /// Schedules the removal of a worker's folder. The folder is removed at the latest when the keeper exits.
+    /// Schedules the removal of a worker's folder. The folder is removed, at the latest, when the keeper exits.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
             // If the queue is full, or if the process exits first, the folder is removed together with the
@@ -81,7 +81,7 @@ impl TemporaryFolders {
 }
 
 /// Returns the temporary folders of a keeper that runs as this user, each with the worker's spawn number.
-/// `keeper` is the keeper's pid.
+/// `keeper` is the keeper's PID.
 pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
     let paths = (0..NAME_ATTEMPTS_MAX)
@@ -197,7 +197,7 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
             && !remove(&next.folder, ENTRIES_PER_STEP)
         {
             left.push_back(next);
-            // A folder that is constantly refilled uses at most half of a processor.
+            // Removing a folder that is constantly refilled uses at most half of a processor.
             std::thread::sleep(begun_at.elapsed());
         }
     }
@@ -296,7 +296,7 @@ mod tests {
     /// The removal runs as an unprivileged user, because root can access every folder. An unprivileged user
     /// cannot move a folder without access to it.
     #[test]
-    #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
+    #[expect(unsafe_code, reason = "the system call changes the user of this thread only")]
     fn unprivileged_keeper_removes_nested_locked_folders() {
         use std::os::unix::fs::PermissionsExt;
         const NOBODY: libc::uid_t = 65534;

@@ -38,7 +38,7 @@ impl EventLoop {
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
-        // Since the thread is still blocked in the call, the pids and the pidfd found above belong to its
+        // Since the thread is still blocked in the call, the PIDs and the pidfd found above belong to its
         // process.
         if seccomp::check_pending(listener, notification.id).is_err() {
             return;
@@ -64,7 +64,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the pid of the worker to which a process belongs. The filter of a template also applies to all
+    /// Returns the PID of the worker to which a process belongs. The filter of a template also applies to all
     /// workers that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
         let is_namespace = self.children.get(&pid).is_some_and(|child| child.namespace.is_some());
@@ -79,8 +79,8 @@ impl EventLoop {
         line.into_iter().find(is_worker).unwrap_or(pid)
     }
 
-    /// Reports a violation, unless too many reports are pending. A worker can create any number of processes
-    /// that violate its filter. If the supervisor cannot keep up, it learns only of the worker's exit.
+    /// Reports a violation, unless too many reports are pending. A worker can create any number of processes that
+    /// violate its filter. If the supervisor cannot keep up, it receives only the report of the worker's exit.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
         if self.outbox.len() < PENDING_REPORTS_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);

@@ -48,8 +48,8 @@ pub struct Layers {
     pub namespaces: Namespaces,
     /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
-    /// True if `identity` is in the keeper's user namespace of subordinate ids, which the worker enters. The
-    /// worker's other namespaces are created inside this user namespace.
+    /// True if `identity` is in the keeper's user namespace for subordinate IDs, which the worker enters. The worker's
+    /// other namespaces are created inside this user namespace.
     pub subordinate_ids: bool,
     /// Network access of the worker.
     pub network: NetworkAccess,
@@ -77,7 +77,7 @@ pub struct CgroupLimits {
 /// Network access of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
 pub enum NetworkAccess {
-    /// No sockets except pairs.
+    /// No sockets except socket pairs.
     #[default]
     None,
     /// Only outgoing connections: by TCP to the ports in [`Confinement::tcp_ports`], and by UDP.
@@ -95,18 +95,18 @@ pub enum Seccomp {
     /// No filter.
     #[default]
     Off,
-    /// A deny list that ordinary programs do not notice.
+    /// A deny list that does not affect ordinary programs.
     DenyList,
     /// An allow list with the calls needed for computing.
     AllowList,
 }
 
-/// New namespaces of a worker.
+/// Namespaces that are created for a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Namespaces {
     /// User namespace, which allows an unprivileged keeper to create the other namespaces.
     pub user: bool,
-    /// Pid namespace, together with an IPC (System V objects) and a UTS (host name) namespace.
+    /// PID namespace, together with an IPC (System V objects) and a UTS (host name) namespace.
     pub pid: bool,
     /// Mount namespace with a private root folder.
     pub mount: bool,
@@ -126,9 +126,9 @@ impl Namespaces {
 /// A user and a group, without supplementary groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Identity {
-    /// User id.
+    /// User ID.
     pub uid: u32,
-    /// Group id.
+    /// Group ID.
     pub gid: u32,
 }
 
@@ -140,7 +140,7 @@ pub enum TemporaryFiles {
     None,
     /// A private folder on disk, named by `TMPDIR`.
     Folder,
-    /// A private in-memory `/tmp` of this size in bytes. Needs a mount namespace.
+    /// A private in-memory `/tmp` of this size in bytes. Requires a mount namespace.
     PrivateTmp(u64),
     /// An in-memory file system of this size in bytes, mounted over a private folder that `TMPDIR` names. The
     /// worker uses the system's root folder.
@@ -158,19 +158,19 @@ pub struct Observed {
     pub capabilities: u64,
     /// Capability bounding set (`CapBnd`).
     pub bounding: u64,
-    /// User id. `None` if the four ids in `Uid` differ.
+    /// User ID. `None` if the four IDs in `Uid` differ.
     pub uid: Option<u32>,
-    /// Group id. `None` if the four ids in `Gid` differ.
+    /// Group ID. `None` if the four IDs in `Gid` differ.
     pub gid: Option<u32>,
     /// Number of supplementary groups (`Groups`).
     pub groups: u32,
     /// Namespaces that differ from the keeper's.
     pub namespaces: Namespaces,
-    /// Landlock version of the applied rules. The kernel does not report it.
+    /// Landlock version of the applied rules. The kernel does not report this version.
     pub landlock: Option<u32>,
     /// True if the worker is in the control group created for it.
     pub cgroup: bool,
-    /// Number of descriptors that the program was started with.
+    /// Number of descriptors with which the program was started.
     pub descriptors: u32,
     /// True if these values belong to the template that forked the worker.
     pub is_inherited: bool,
@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn confinement_mismatch_names_wrong_value() {
+    fn confinement_mismatch_names_the_wrong_value() {
         let identity = Identity { uid: 7, gid: 8 };
         let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
         let layers = Layers {

@@ -21,6 +21,6 @@ pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 pub(crate) struct GuardReady {
     pub(crate) keeper: u32,
     pub(crate) layers: Vec<LayerSupport>,
-    /// First and last subordinate id, or the reason why there are none.
+    /// First and last subordinate ID, or the reason why there are none.
     pub(crate) ids: Result<(u32, u32), String>,
 }

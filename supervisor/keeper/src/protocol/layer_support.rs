@@ -13,7 +13,7 @@ pub struct LayerSupport {
     pub is_available: bool,
     /// Details of an available layer, such as a version or a path.
     pub found: Option<String>,
-    /// Reason why the layer is not available, such as an error of the kernel.
+    /// Reason why the layer is not available, such as a kernel error.
     pub why_not: Option<String>,
     /// Advice for an administrator on making the layer available.
     pub what_to_do: Option<String>,

@@ -1,4 +1,4 @@
-//! Orders of the supervisor, and their encoding.
+//! Orders from the supervisor, and their encoding.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// Undocumented command-line argument. A program whose first argument this is must call
+/// Undocumented command-line argument. A program that is started with this first argument must call
 /// [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
@@ -33,8 +33,8 @@ pub struct SpawnOrder<'a> {
     pub arguments: Vec<&'a str>,
     /// The worker's whole environment as `NAME=value`. The worker inherits no other variables.
     pub environment: Vec<&'a str>,
-    /// Further environment variables, with the path of the file that contains the value. The keeper reads the
-    /// files, so that no other process has the values.
+    /// Additional environment variables, each with the path of the file that contains its value. The keeper reads the
+    /// files, so that no other process contains the values.
     pub environment_files: Vec<(&'a str, &'a str)>,
     /// Working directory.
     pub directory: &'a str,
@@ -42,8 +42,8 @@ pub struct SpawnOrder<'a> {
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the worker.
     pub confinement: Confinement<'a>,
-    /// True if the worker is a template, which forks other workers (see
-    /// [`Keeper::fork`](crate::Keeper::fork)). A template has a socket to the keeper in place of a link.
+    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`](crate::Keeper::fork)). A
+    /// template has a socket to the keeper instead of a link.
     pub is_template: bool,
 }
 
@@ -58,7 +58,7 @@ pub struct Rlimit {
     pub hard: u64,
 }
 
-/// An order of the supervisor. The keeper exits when it reads the end of file.
+/// An order from the supervisor. The keeper exits when it reads the end of file.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
     /// Starts a worker. The link, standard output and standard error are sent as descriptors.
@@ -69,11 +69,11 @@ pub(crate) enum Order<'a> {
     /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
     /// descriptor.
     Namespace,
-    /// Provides a descriptor that the keeper keeps open until it exits. Its other end then reports that all
-    /// workers are gone.
+    /// Provides a descriptor that the keeper keeps open until it exits. The other end then reports that all workers
+    /// are gone.
     Lifeline,
-    /// Kills the worker immediately. The worker can be unknown, if its exit has already been reported or is
-    /// about to be reported.
+    /// Kills the worker immediately. The worker may be unknown, if its exit has already been reported or is about to
+    /// be reported.
     Kill { worker: u64 },
     /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of
     /// this job or, if there are none, all descendants. Sent with the file for the records, and with the journal of a
@@ -98,7 +98,7 @@ impl SpawnOrder<'_> {
         let bytes = Order::Spawn(Box::new(self.clone())).encode()?;
         if bytes.len() > ORDER_BYTES_MAX {
             return Err(invalid(
-                "the arguments, the environment and the paths of the sandbox are too large together",
+                "the total size of the arguments, the environment and the paths of the sandbox is too large",
             ));
         }
         Ok(bytes)

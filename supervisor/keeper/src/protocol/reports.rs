@@ -1,4 +1,4 @@
-//! Reports of the keeper.
+//! Reports from the keeper.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -30,7 +30,7 @@ pub enum Exit {
     /// The kernel killed the worker because its control group had reached the memory limit, or because the
     /// machine was out of memory.
     Oom,
-    /// The keeper killed the worker for a system call that the filter forbids; see
+    /// The keeper killed the worker because of a system call that the filter forbids; see
     /// [`syscall_name`](crate::syscall_name).
     Violation {
         /// Number of the call.
@@ -49,35 +49,35 @@ pub struct Usage {
     pub maxrss_kib: u64,
 }
 
-/// A report of the keeper.
+/// A report from the keeper.
 ///
-/// For each successful call of [`Keeper::spawn`](crate::Keeper::spawn), the keeper sends either
-/// `SpawnFailed`, or `Spawned`, `Exited` and `Reaped` in this order.
+/// For each successful call to [`Keeper::spawn`](crate::Keeper::spawn), the keeper sends either `SpawnFailed`, or
+/// `Spawned`, `Exited` and `Reaped` in this order.
 #[derive(Debug)]
 pub enum Report {
     /// The keeper is running. This is the first report.
     Started {
         /// True if this kernel does not reparent orphans to a process's first thread. The keeper then scans
-        /// all processes of the machine after each death.
+        /// all processes on the machine after each exit.
         scan_always: bool,
     },
     /// The worker's program is running.
     Spawned {
         /// Spawn number of the worker.
         worker: u64,
-        /// Process id of the worker.
+        /// Process ID of the worker.
         pid: u32,
-        /// Pidfd of the worker, which identifies the process even if the pid is reused. Becomes readable when
+        /// Pidfd of the worker, which identifies the process even if the PID is reused. Becomes readable when
         /// the process exits.
         pidfd: OwnedFd,
         /// The worker's confinement as read back from the kernel.
         observed: Observed,
     },
-    /// A process of the worker made a system call that the filter forbids. The keeper kills the process.
+    /// One of the worker's processes made a system call that the filter forbids. The keeper kills the process.
     Violation {
         /// Spawn number of the worker.
         worker: u64,
-        /// Process id as seen inside of the worker's pid namespace.
+        /// Process ID as seen inside the worker's PID namespace.
         process: u32,
         /// Number of the call; see [`syscall_name`](crate::syscall_name).
         call: u32,
@@ -91,7 +91,7 @@ pub enum Report {
         /// Error with which the step failed.
         error: io::Error,
     },
-    /// The worker is dead. The keeper is killing its remaining descendants.
+    /// The worker is dead. The keeper is killing the worker's remaining descendants.
     Exited {
         /// Spawn number of the worker.
         worker: u64,
@@ -142,8 +142,8 @@ pub enum TemplateReport {
     Extend(Duration),
 }
 
-/// A report of the keeper as sent over the socket: a [`Report`] without the pidfd of `Spawned`, which is sent
-/// as a descriptor.
+/// A report from the keeper as sent over the socket: a [`Report`] without the pidfd of `Spawned`, which is sent as a
+/// descriptor.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum ReportMessage<'a> {
     Started { scan_always: bool },

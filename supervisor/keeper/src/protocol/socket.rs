@@ -9,7 +9,8 @@ use super::ORDER_BYTES_MAX;
 
 pub(crate) use bulkhead_linux::packets::{Outbox, Received, receive};
 
-/// Creates a pair of connected sockets. The first one sends orders, the second one the smaller reports.
+/// Creates a pair of connected sockets. The first socket sends orders, and the second sends reports, which are
+/// smaller.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     packets::pair(ORDER_BYTES_MAX)
 }

@@ -14,9 +14,9 @@ use crate::protocol::confinement::Namespaces;
 
 impl Plan<'_> {
     pub(super) fn run(&self) -> ! {
-        // Closes the keeper's end of the socket. Otherwise, this process would wait forever if the keeper
-        // died before the parent-death signal was set. SAFETY: the keeper's copy stays open, and nothing in
-        // this process uses this one.
+        // Closes the keeper's end of the socket. Otherwise, this process would wait forever if the keeper died before
+        // the parent-death signal was set. SAFETY: the keeper's copy stays open, and nothing in this process uses this
+        // copy.
         unsafe { libc::close(self.prepared.keeper_end) };
         let namespaces = self.layers().namespaces;
         if namespaces.any() {
@@ -46,7 +46,7 @@ impl Plan<'_> {
         exit(FAILED_EXIT_CODE)
     }
 
-    /// Forks the worker. This process stays behind as the first process of the pid namespace and the worker's
+    /// Forks the worker. This process stays behind as the first process of the PID namespace and the worker's
     /// parent.
     fn fork_worker(&self) {
         let failed = |step, errno: Errno| -> ! { self.fail(step, errno.into()) };

@@ -61,8 +61,8 @@ pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
 type FilterKey = (Seccomp, bool, NetworkAccess, bool, Vec<String>, Vec<String>);
 
 impl PreparedConfinement {
-    /// Prepares the confinement of a worker. `temporary` is the worker's folder for [`TemporaryFiles::Folder`]
-    /// or [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate ids.
+    /// Prepares the confinement of a worker. `temporary` is the worker's folder for [`TemporaryFiles::Folder`] or
+    /// [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace for subordinate IDs.
     pub(crate) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
@@ -226,7 +226,7 @@ fn unreachable_folder(folder: &Path, identity: Option<Identity>) -> SpawnError {
     let uid = identity.map_or(0, |identity| identity.uid);
     let folder = folder.display();
     let step = format!(
-        "let user {uid} through {folder}, which contains paths given to the worker: `chmod o+x {folder}`, or set \
+        "let user {uid} through {folder}, which contains paths granted to the worker: `chmod o+x {folder}`, or set \
          `user` in `sandbox` to a user that can"
     );
     SpawnError::new(&step, Errno::ACCESS)
@@ -282,7 +282,7 @@ fn hides_unix_sockets(layers: &Layers) -> bool {
     version >= PATHS_SINCE || version >= SCOPES_SINCE && layers.namespaces.mount
 }
 
-/// Returns true if the kernel's version of Landlock can deny truncating a file that the worker can read.
+/// Returns true if the kernel's version of Landlock can deny truncation of a file that the worker can read.
 fn landlock_controls_truncation() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
     bulkhead_linux::landlock::abi_version().is_ok_and(|version| version >= TRUNCATE_SINCE)

@@ -47,9 +47,9 @@ impl Forker {
         Ok(Self { jobs, results })
     }
 
-    /// Forks and returns the child's pid. Blocks until the fork is done.
+    /// Forks and returns the child's PID. Blocks until the fork is done.
     pub(crate) fn fork(&self, job: Job) -> io::Result<u32> {
-        let gone = || io::Error::other("the forking thread has ended");
+        let gone = || io::Error::other("the forking thread has exited");
         self.jobs.send(job).map_err(|_| gone())?;
         self.results.recv().map_err(|_| gone())?
     }

@@ -1,4 +1,4 @@
-//! The first process of a pid namespace.
+//! The first process of a PID namespace.
 
 pub(super) mod template;
 pub(super) mod worker;
@@ -11,7 +11,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// Size of an exit status report in bytes: the status from `wait(2)` and three numbers of the resource usage.
+/// Size of an exit status report in bytes: the status from `wait(2)` and three resource usage values.
 const STATUS_BYTES: usize = 4 + 3 * 8;
 
 /// Drops all capabilities except `capabilities`, or all capabilities if these cannot be kept. Closes all

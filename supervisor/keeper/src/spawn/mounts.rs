@@ -1,4 +1,4 @@
-//! Mounts that the forked child makes.
+//! Mounts that the forked child creates.
 
 pub(super) mod covers;
 pub(super) mod proc_entries;

@@ -37,7 +37,7 @@ pub(crate) struct OriginalSettings {
     pub(crate) nice: i32,
     /// Out-of-memory settings for workers.
     pub(crate) oom: OomSettings,
-    /// Soft limit and hard limit of open files.
+    /// Soft limit and hard limit on open files.
     pub(crate) open_files: (u64, u64),
 }
 

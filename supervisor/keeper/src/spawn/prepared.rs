@@ -44,7 +44,7 @@ pub(crate) struct Prepared {
     pub(super) keeper_end: RawFd,
     /// Control group in which the child starts.
     pub(super) cgroup: Option<OwnedFd>,
-    /// Pipe on which the first process of a pid namespace reports how the worker ended.
+    /// Pipe on which the first process of a PID namespace reports how the worker exited.
     pub(super) status: Option<OwnedFd>,
     /// Socket on which the first process of a template's namespace reports exits and receives orders to kill.
     pub(super) init_socket: Option<OwnedFd>,
@@ -81,9 +81,9 @@ fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
 pub(crate) struct ChildConnections {
     /// Socket for messages from the starting child; see `progress`.
     pub(crate) progress: OwnedFd,
-    /// Status pipe of the first process of a pid namespace.
+    /// Status pipe of the first process of a PID namespace.
     pub(crate) status: Option<OwnedFd>,
-    /// Socket of the first process of a pid namespace with a template.
+    /// Socket of the first process of a PID namespace with a template.
     pub(crate) init_socket: Option<OwnedFd>,
     /// The private root folder, used to name the path of a failed mount.
     pub(super) root: Option<Arc<PrivateRoot>>,
@@ -101,7 +101,7 @@ fn variable_from_file(name: &str, path: &str) -> Result<CString, SpawnError> {
         };
         SpawnError::new(&step, error.errno())
     })?;
-    // Has the exact size, because growing or shrinking would leave a copy of the value in freed memory.
+    // Allocated with the exact size, because growing or shrinking would leave a copy of the value in freed memory.
     let mut variable = Zeroizing::new(Vec::with_capacity(name.len() + value.len() + 2));
     for part in [name.as_bytes(), b"=", &value, b"\0"] {
         variable.extend_from_slice(part);

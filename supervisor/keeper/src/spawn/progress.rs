@@ -1,7 +1,7 @@
 //! Messages between a child and the keeper until the child's program runs.
 //!
-//! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so the end of file means success. Each
-//! message of the child carries the child's pid in the keeper's pid namespace.
+//! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so the end of file means success. Each message from
+//! the child carries the child's PID in the keeper's PID namespace.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,10 +14,10 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// Message of a child that waits for its user and group id maps.
+/// Message from a child that is waiting for its user and group ID maps.
 const WAITS_FOR_ID_MAPS: u8 = b'U';
 
-/// Message of a child that is confined and waits for permission to execute its program.
+/// Message from a child that is confined and is waiting for permission to execute its program.
 const CONFINED: u8 = b'R';
 
 /// Message with which the keeper permits a child to continue.
@@ -40,8 +40,7 @@ pub(crate) struct StepFailure {
     pub(crate) errno: i32,
 }
 
-/// Error of a step. `detail` is the resource number for a limit, and the inner step number for the root
-/// folder.
+/// Error from a step. `detail` is the resource number for a limit, and the inner step number for the root folder.
 pub(super) struct StepError {
     pub(super) errno: Errno,
     pub(super) detail: u32,
@@ -79,11 +78,11 @@ impl StepFailure {
 pub(crate) enum Progress {
     /// The child is still starting, or is blocked by a file system.
     Pending,
-    /// The child is in a user namespace without id maps, and waits for [`let_continue`].
+    /// The child is in a user namespace without ID maps, and waits for [`let_continue`].
     WaitsForIdMaps,
     /// The child is confined, and waits for [`let_continue`] to execute its program.
     Confined {
-        /// Pid of the confined process, which can differ from the process that the keeper forked.
+        /// PID of the confined process, which can differ from the process that the keeper forked.
         pid: u32,
         /// Descriptor that receives notifications of forbidden system calls.
         listener: Option<OwnedFd>,
@@ -94,7 +93,7 @@ pub(crate) enum Progress {
     Failed(StepFailure),
 }
 
-/// Reads the next message of a child.
+/// Reads the next message from a child.
 pub(crate) fn read(socket: &OwnedFd) -> Progress {
     let mut bytes = [0; StepFailure::BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
@@ -132,7 +131,7 @@ pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
 
-/// Requests user and group id maps from the keeper, and waits until the keeper has written them.
+/// Requests user and group ID maps from the keeper, and waits until the keeper has written them.
 pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::net::send(socket, &[WAITS_FOR_ID_MAPS], SendFlags::NOSIGNAL)?;
     wait_for_keeper(socket)
@@ -154,7 +153,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     let listener = listener.map(|listener| unsafe { BorrowedFd::borrow_raw(listener) });
     let mut retries = 0;
     while let Err(errno) = send_listener(socket, listener) {
-        // The kernel limits how many descriptors of a user are in flight, and other processes of the user can
+        // The kernel limits how many of a user's descriptors are in flight, and other processes of the user can
         // briefly exhaust this limit.
         if errno != Errno::TOOMANYREFS || retries == LISTENER_RETRIES_MAX {
             return Err(errno);

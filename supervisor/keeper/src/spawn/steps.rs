@@ -57,13 +57,12 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("parent-death signal after the identity", parent_death_signal),
 ];
 
-/// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
-/// system calls.
+/// Steps of the process that executes the worker's program. The `rustix` wrappers used here are bare system calls.
 ///
-/// Limits are set before the child changes its user and drops its capabilities, because raising a limit
-/// requires a capability. Actions that a limit or filter could prevent come before that limit or filter. The
-/// limit of open files also limits the descriptors in flight of all processes of the user. So this limit is
-/// set last, when no more descriptors have to be passed.
+/// Limits are set before the child changes its user and drops its capabilities, because raising a limit requires a
+/// capability. Actions that a limit or filter could prevent come before that limit or filter. The limit on open files
+/// also limits the descriptors in flight for all processes of the user. So this limit is set last, when no more
+/// descriptors have to be passed.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -118,9 +117,7 @@ fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&C
             format!("{ROOT_STEP}: {what}")
         }
         Some(LANDLOCK_STEP) if failure.detail == LANDLOCK_NOT_ENFORCED => {
-            format!(
-                "{LANDLOCK_STEP} read-back: the kernel accepted the rules, but does not enforce the rules"
-            )
+            format!("{LANDLOCK_STEP} read-back: the kernel accepted the rules, but does not enforce them")
         }
         Some(COVERS_STEP) => {
             let what = covers.map(|covers| covers.describe(failure.detail)).unwrap_or_default();
@@ -141,7 +138,7 @@ fn rlimit_name(resource: u32) -> &'static str {
     Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
-/// Waits for the id maps of the user namespace that the fork has created.
+/// Waits for the ID maps of the user namespace that the fork has created.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -149,7 +146,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder was created, and waits for the id maps.
+/// Creates a user namespace after the root folder was created, and waits for the ID maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -167,8 +164,8 @@ fn identity_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.makes_root_first() { identity_in_namespace(plan) } else { Ok(()) }
 }
 
-/// Changes to the worker's user in the new user namespace, and keeps all capabilities in this namespace. Even
-/// with these capabilities, a process cannot create files as a user that is not mapped.
+/// Switches to the worker's user in the new user namespace, and keeps all capabilities in this namespace. Even with
+/// these capabilities, a process cannot create files as a user that is not mapped.
 fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user {
         return Ok(());
@@ -178,7 +175,7 @@ fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Changes to the worker's user, unless an earlier step has already done so in a new user namespace.
+/// Switches to the worker's user, unless an earlier step has already done so in a new user namespace.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -255,8 +252,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes mounts for granted paths that the worker's user cannot reach. Does nothing if the worker has a
-/// private root folder.
+/// Creates mounts for granted paths that the worker's user cannot reach. Does nothing if the worker has a private root
+/// folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -278,15 +275,15 @@ fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_temporary(folder)?)
 }
 
-/// Drops the capability bounding set, so that no executed program can give capabilities to the worker. Must
-/// run before the process changes its user, because this step needs a capability that is lost then.
+/// Drops the capability bounding set, so that no executed program can give capabilities to the worker. Must run before
+/// the process changes its user, because this step needs a capability that the change removes.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. Without the necessary capability the call fails, which is
-        // harmless, because with no_new_privs executing a program gives no capabilities.
+        // SAFETY: changes a set of this process. Without the necessary capability the call fails, which is harmless,
+        // because with no_new_privs, executing a program grants no capabilities.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     Ok(())
@@ -328,8 +325,8 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores the default handling of signals. The keeper ignores signals that would end it, and blocks
-/// SIGCHLD. Without this step, the program would inherit both settings.
+/// Restores the default handling of signals. The keeper ignores signals that would terminate it, and blocks SIGCHLD.
+/// Without this step, the program would inherit both settings.
 fn signals(_: &Plan<'_>) -> Result<(), StepError> {
     // Uses the raw system call, because the C library refuses to change the two signals that it reserves.
     const DEFAULT: [u64; 4] = [0; 4];
@@ -349,7 +346,7 @@ fn signals(_: &Plan<'_>) -> Result<(), StepError> {
 
 fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
-        // Both tables start a session. Without a pid namespace, there is no fork between them, so the process
+        // Both tables start a session. Without a PID namespace, there is no fork between them, so the process
         // already leads a session.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
@@ -357,8 +354,8 @@ fn session(_: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Makes the kernel kill the worker first when memory runs out. Must run before the process changes its user,
-/// because it could not write the file afterwards.
+/// Makes the kernel kill the worker first when memory runs out. Must run before the process changes its user, because
+/// the process could not write the file afterwards.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
     // Formats the number without an allocation. A leading zero would make the number octal.
@@ -386,18 +383,18 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Restores the nice value with which the keeper was started. The child is in a separate session, and thus
-/// outside of the keeper's autogroup.
+/// outside the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
-    // The supervisor's unit can have a real-time policy, which a worker must not inherit. An error means that
-    // there is no such policy.
+    // The supervisor's unit may have a real-time policy, which a worker must not inherit. An error means that there is
+    // no such policy.
     let ordinary = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer is to a local. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
     Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
 
-/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or the rules for a host of
-/// programs.
+/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or, for a host of programs, the file with
+/// the rules.
 fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(rules) = &plan.prepared.confinement.program_rules {
         duplicate_to(rules, libc::STDIN_FILENO)?;
@@ -425,16 +422,16 @@ fn child_subreaper(_: &Plan<'_>) -> Result<(), StepError> {
 fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     let limits = plan.prepared.rlimits.iter();
     limits.clone().filter(|limit| limit.resource != OPEN_FILES).try_for_each(set_limit)?;
-    // Raises the limit of open files here, because later steps lack the right to raise it.
+    // Raises the limit on open files here, because later steps lack the right to raise it.
     let (_, hard) = plan.original.open_files;
     let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit of open files. Without an ordered limit, the worker gets the limit with which the keeper
-/// was started. For a confined worker, this default is at most three quarters of the keeper's hard limit.
-/// Descriptors that a worker sends to itself and does not receive count for all processes of the user, so a
-/// worker with a higher limit could prevent the keeper from starting other workers.
+/// Sets the limit on open files. Without an ordered limit, the worker gets the limit with which the keeper was
+/// started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors that
+/// a worker sends to itself and does not receive count against the limits of all processes of the user, so a worker
+/// with a higher limit could prevent the keeper from starting other workers.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -454,8 +451,8 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
 /// Makes the kernel kill the child when the keeper dies. Changing the user clears this setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of this pid namespace has no pid in it. In this case, the keeper was alive when it let
-    // this process continue.
+    // A parent outside this PID namespace has no PID inside. In this case, the keeper was still alive when it allowed
+    // this process to continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())

@@ -1,8 +1,8 @@
-//! Forks into the existing user namespace with the subordinate ids.
+//! Forks into the existing user namespace with the subordinate IDs.
 //!
-//! Only a single-threaded process can enter a user namespace, and it cannot leave again. So an intermediate
-//! process enters the namespace and forks the child with `CLONE_PARENT`, which makes the child a child of the
-//! forking thread. The intermediate process then reports the child's pid and exits.
+//! Only a single-threaded process can enter a user namespace, and it cannot leave the namespace afterwards. So an
+//! intermediate process enters the namespace and forks the child with `CLONE_PARENT`, which makes the child a child of
+//! the forking thread. The intermediate process then reports the child's PID and exits.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -15,7 +15,7 @@ use super::clone::{self, clone_as};
 use super::exit;
 use crate::protocol::confinement::Namespaces;
 
-/// Size of the intermediate process's report, in bytes. The report is the child's pid or a negative error
+/// Size of the intermediate process's report, in bytes. The report is the child's PID or a negative error
 /// number.
 const REPORT_BYTES: usize = 4;
 

@@ -2,7 +2,7 @@
 
 use rustix::process;
 
-/// Defines the resources. Each row has the variant (spelled as in rustix), the name, and the kernel's label.
+/// Defines the resources. Each row contains the variant (spelled as in rustix), the name, and the kernel's label.
 macro_rules! resources {
     ($($resource:ident $name:literal $label:literal;)+) => {
         /// A resource of setrlimit(2).

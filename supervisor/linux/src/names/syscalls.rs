@@ -4,7 +4,9 @@
 //! from the table is newer than the table, or was removed from the kernel.
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-compile_error!("workers can be confined on x86_64 and aarch64; another architecture needs a table here");
+compile_error!(
+    "workers can be confined only on x86_64 and aarch64; add a table here for another architecture"
+);
 
 /// Name of a system call, and its number if the current architecture has the call.
 type Row = (&'static str, Option<u32>);

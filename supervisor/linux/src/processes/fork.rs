@@ -5,7 +5,7 @@ use rustix::io::Errno;
 
 use crate::errno;
 
-/// Forks a child without an exit signal. Returns the child's pid, and zero in the child.
+/// Forks a child without an exit signal. Returns the child's PID in the parent, and zero in the child.
 ///
 /// The child's exit raises no SIGCHLD, and a `waitpid(-1)` in another thread does not find the child. The caller waits
 /// for the child with `__WALL`, which works even if SIGCHLD is ignored. An embedded supervisor needs this, because it
@@ -15,7 +15,7 @@ use crate::errno;
 /// Fails if `clone(2)` fails.
 ///
 /// # Safety
-/// The child has only a copy of the calling thread, and the C library does not know of the fork. Until
+/// The child contains only a copy of the calling thread, and the C library does not know about the fork. Until
 /// `execve` or `_exit`, the child must make only raw system calls.
 pub unsafe fn fork_without_sigchld() -> Result<libc::pid_t, Errno> {
     const NONE: libc::c_long = 0;
@@ -36,11 +36,11 @@ mod tests {
         // SAFETY: the child only exits.
         let pid = unsafe { fork_without_sigchld() }.unwrap();
         if pid == 0 {
-            // SAFETY: ends the process without running anything that the parent registered.
+            // SAFETY: exits without running exit handlers that the parent has registered.
             unsafe { libc::_exit(7) };
         }
         let mut status = 0;
-        // SAFETY: the pointer is to a local. Waits for this pid only, because other tests of this process can have
+        // SAFETY: the pointer is to a local. Waits for this PID only, because other tests of this process can have
         // ordinary children.
         let reaped = unsafe { libc::waitpid(pid, &mut status, 0) };
         assert_eq!((reaped, errno::last()), (-1, Errno::CHILD));

@@ -9,8 +9,8 @@ use rustix::fs::FileType;
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::SocketType;
 
-/// An inherited pipe, socket, terminal or pidfd. The first three end when the other end is closed, a pidfd when its
-/// process exits. Programs that are started later do not inherit the descriptor.
+/// An inherited pipe, socket, terminal or pidfd. A pidfd reports that its process has exited, and any other kind that
+/// its other end was closed. Programs that are started later do not inherit the descriptor.
 #[derive(Debug)]
 pub struct LivenessDescriptor {
     descriptor: OwnedFd,
@@ -23,7 +23,7 @@ impl LivenessDescriptor {
     ///
     /// # Errors
     ///
-    /// Fails if the descriptor is not open, or is of a kind that never ends. The message says how to fix the
+    /// Fails if the descriptor is not open, or cannot report that its peer is gone. The message says how to fix the
     /// problem.
     #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
@@ -94,7 +94,7 @@ fn is_pidfd(number: RawFd) -> bool {
     info.is_ok_and(|info| info.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Starts a thread that waits for the descriptor to end and then calls `on_end`.
+/// Starts a thread that calls `on_end` once the peer has closed the descriptor or the process has exited.
 ///
 /// # Errors
 ///

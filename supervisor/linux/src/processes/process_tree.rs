@@ -1,8 +1,8 @@
 //! Finds and kills the descendants of this process, even if they try to escape.
 //!
-//! The keeper, and the host for plain programs, are *child subreapers*: they become the parents of orphans below them.
-//! A child that a subreaper did not start is therefore an orphan of a dead descendant, and must be killed. Against
-//! processes that fork as fast as possible, all descendants are stopped before any is killed.
+//! The keeper, and the host for plain programs, are *child subreapers*: they become the parents of orphaned
+//! descendants. A child that a subreaper did not start is therefore an orphan of a dead descendant, and must be
+//! killed. To cope with processes that fork as fast as possible, all descendants are stopped before any is killed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,7 +18,7 @@ pub use killer::{DescendantKiller, Progress};
 /// Maximum number of ancestors to read for one process. An ordinary process has fewer than twenty.
 const ANCESTORS_MAX: usize = 64;
 
-/// Maximum number of attempts to read the ancestors of a process, some of which may die meanwhile.
+/// Maximum number of attempts to read the ancestors of a process. Ancestors can exit during an attempt.
 const READ_ATTEMPTS_MAX: usize = 8;
 
 /// Initial buffer capacity for a process's file in `/proc`, in bytes. Up to this size, one call reads the whole file.
@@ -31,8 +31,8 @@ const FILE_BYTES_MAX: u64 = 16 * 1024;
 struct Process {
     parent: u32,
     session: u32,
-    /// Start time of the process. The pid and the start time together identify a process uniquely, even if
-    /// the pid is reused.
+    /// Start time of the process. The PID and the start time together identify a process uniquely, even if
+    /// the PID is reused.
     started: u64,
     is_zombie: bool,
 }
@@ -47,8 +47,8 @@ impl Process {
 /// Returns the number of processes killed. Must be repeated until it returns 0, because the children of a killed
 /// process get a new parent.
 ///
-/// Reads every process on the machine, which takes some microseconds per process. [`DescendantKiller`] does the same in
-/// small steps. Fails if `/proc` cannot be read.
+/// Reads every process on the machine, which takes a few microseconds per process. [`DescendantKiller`] does the same
+/// in small steps. Fails if `/proc` cannot be read.
 pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
     let mut killer = DescendantKiller::default();
     killer.begin()?;
@@ -59,25 +59,25 @@ pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<us
     }
 }
 
-/// Returns the pids of all descendants of `root`, parents before children. Zombies are left out.
+/// Returns the PIDs of all descendants of `root`, parents before children. Excludes zombies.
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     let found = descendants(&read_all_processes()?, root, |_| false);
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
-/// Identity of a process that stays unique when the pid is reused.
+/// Identity of a process that stays unique when the PID is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessIdentity {
-    /// Process id.
+    /// Process ID.
     pub pid: u32,
-    /// Session id.
+    /// Session ID.
     pub session: u32,
     /// Start time of the process, in clock ticks since boot.
     pub started: u64,
 }
 
-/// Lists the descendants of this process, including zombies, up to 64 generations deep, each with the pid of this
-/// process's child that it descends from. Fails if `/proc` cannot be read.
+/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each entry includes the PID of
+/// the child of this process that is its ancestor, or is the descendant itself. Fails if `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
     let (table, own) = (read_all_processes()?, std::process::id());
     let child_above = |pid: u32| {
@@ -94,14 +94,14 @@ pub fn identity_of(pid: u32) -> Option<ProcessIdentity> {
     read_process(pid).map(|process| process.identity(pid))
 }
 
-/// Returns the start time of a process, in clock ticks since boot. The pid and the start time together
+/// Returns the start time of a process, in clock ticks since boot. The PID and the start time together
 /// identify a process uniquely. Returns `None` if there is no such process or this user cannot see the
 /// process.
 pub fn start_time(pid: u32) -> Option<u64> {
     read_process(pid).map(|process| process.started)
 }
 
-/// Returns true if the process with this pid and this start time ([`start_time`]) is still running. A zombie
+/// Returns true if the process with this PID and this start time ([`start_time`]) is still running. A zombie
 /// is not running. A process that this user cannot see counts as running.
 pub fn is_alive(pid: u32, started: u64) -> bool {
     match read_process(pid) {
@@ -113,12 +113,12 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
     }
 }
 
-/// Returns the pids of a process and its ancestors, nearest first. The list ends with `root`, or with the outermost
+/// Returns the PIDs of a process and its ancestors, nearest first. The list ends with `root`, or with the outermost
 /// visible ancestor if `root` is not an ancestor. The caller must keep the process alive during the call. The list is
 /// then consistent: at some point during the call, each process was the parent of the one before it.
 ///
-/// Takes some microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there
-/// are more than 64 ancestors, or if the ancestors keep changing.
+/// Takes a few microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there are more
+/// than 64 ancestors, or if the ancestors keep changing.
 pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     let mut last_error = None;
     for _ in 0..READ_ATTEMPTS_MAX {
@@ -150,14 +150,14 @@ fn read_ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
 
 /// Returns true if each process in `chain` is still a child of the next one. Checks the outermost ancestor first.
 ///
-/// If both reads show the same parent, the parent was alive in between, so its pid was not reused when its own parent
-/// was read. The pid cannot belong to a new parent either, because an orphan's new parent is an ancestor that was alive
+/// If both reads show the same parent, the parent was alive in between, so its PID was not reused when its own parent
+/// was read. The PID cannot belong to a new parent either, because an orphan's new parent is an ancestor that was alive
 /// at the same time as the dead one.
 fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
-/// Returns the pid of a process's parent. Reads the file of the first thread, because the cost of reading it
+/// Returns the PID of a process's parent. Reads the file of the first thread, because the cost of reading it
 /// does not depend on the number of threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
@@ -242,7 +242,7 @@ mod tests {
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
 
-    /// Sends a signal to a process, unless the pid belongs to another process by now.
+    /// Sends a signal to a process, unless the PID now belongs to another process.
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
@@ -282,7 +282,7 @@ mod tests {
         };
         let chain = ancestors(deepest, own).unwrap();
         assert_eq!((chain.len(), chain[0], chain[2], chain[3]), (4, deepest, child.id(), own));
-        // No process has pid 0, so the chain ends with the outermost process.
+        // No process has PID 0, so the chain ends with the outermost process.
         let whole = ancestors(deepest, 0).unwrap();
         assert!(whole.len() >= 4 && whole[..4] == chain[..], "{whole:?} {chain:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);

@@ -1,4 +1,4 @@
-//! Sets the scheduler's time slice of a thread.
+//! Sets the scheduler time slice of a thread.
 
 use std::time::Duration;
 
@@ -6,14 +6,13 @@ use crate::errno;
 
 /// Requests a shorter time slice for the calling thread and for threads that it starts.
 ///
-/// With shorter slices, this thread gets the processor sooner when it becomes runnable, and so do other threads. The
-/// thread's share of processor time does not change. Does nothing for a thread whose scheduling policy is neither
-/// `SCHED_OTHER` nor `SCHED_BATCH`. Fails if `sched_setattr(2)` fails. Linux before 6.12 accepts the slice but ignores
-/// it.
+/// With shorter slices, this thread and all other threads run sooner once they are runnable. The thread's share of
+/// processor time does not change. Does nothing for a thread whose scheduling policy is neither `SCHED_OTHER` nor
+/// `SCHED_BATCH`. Fails if `sched_setattr(2)` fails. Linux before 6.12 accepts the slice but ignores it.
 #[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
 pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();
-    // SAFETY: the structure has only numbers, for which zero is a valid value.
+    // SAFETY: the structure contains only numbers, for which zero is a valid value.
     let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
     // SAFETY: the kernel writes at most `size` bytes to `attributes`, which outlives the call.
     let result = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };

@@ -1,4 +1,4 @@
-//! Starts a program as a child of this process's parent. A supervisor starts its successor like this, because a child
+//! Starts a program as a child of this process's parent. A supervisor starts its successor this way, because a child
 //! would be killed together with the other descendants when the keeper dies.
 
 use std::ffi::{CString, OsString};
@@ -40,8 +40,8 @@ pub fn spawn(
         .collect();
     let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));
     let number = inherited.as_raw_fd();
-    // SAFETY: the child makes only two system calls. Their arguments were prepared before, and the lists end
-    // with a null pointer. The child has a copy of the table of descriptors.
+    // SAFETY: the child makes only two system calls. Their arguments were prepared in advance, and the lists end with
+    // a null pointer. The child has a copy of the descriptor table.
     let started = unsafe {
         vfork::spawn_sibling(|| {
             if libc::fcntl(number, libc::F_SETFD, 0) < 0 {

@@ -15,18 +15,18 @@ use rustix::process::Pid;
 
 use crate::{errno, wait};
 
-/// Size of the child's stack until `execve`, in bytes. The child only makes some system calls.
+/// Size of the child's stack until `execve`, in bytes. The child makes only a few system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Exit code of a child that could not execute a program. The error itself is in memory.
+/// Exit code of a child that could not execute a program. The error itself is passed in memory.
 const NOT_EXECUTED: c_int = 127;
 
 /// A child that has executed another program. The caller must reap the child.
 #[derive(Debug)]
 pub struct Child {
-    /// Process id.
+    /// Process ID.
     pub pid: Pid,
-    /// Refers to this process even if the pid is reused.
+    /// Refers to this process even if the PID is reused.
     pub pidfd: OwnedFd,
 }
 
@@ -36,16 +36,15 @@ pub struct Child {
 /// In the new program, no signal is blocked, and caught signals and SIGPIPE have the default action.
 ///
 /// # Safety
-/// `execute` runs in this process's memory while other threads run. It is allowed to make system calls and to
-/// use data that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs
-/// to be dropped.
+/// `execute` runs in this process's memory while other threads run. It is allowed to make system calls and to use data
+/// that was prepared in advance. It must not allocate, take a lock, panic, or leave anything that needs to be dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     // SAFETY: the caller fulfils the same requirements.
     unsafe { spawn_as(0, execute) }
 }
 
-/// Starts a process like [`spawn`], but as a child of this process's parent (`CLONE_PARENT`). The parent must
-/// reap the process, also if `execute` fails. Fails with `EINVAL` in the first process of a PID namespace.
+/// Starts a process like [`spawn`], but as a child of this process's parent (`CLONE_PARENT`). The parent must reap the
+/// process, even if `execute` fails. Fails with `EINVAL` in the first process of a PID namespace.
 ///
 /// # Safety
 /// The requirements of [`spawn`] apply.
@@ -126,8 +125,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// Returns a list in the form that `execve` takes: pointers to the texts, followed by a null pointer. The
-/// texts must outlive the list.
+/// Returns a list in the form that `execve` expects: pointers to the texts, followed by a null pointer. The texts must
+/// outlive the list.
 pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }

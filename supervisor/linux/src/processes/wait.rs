@@ -1,6 +1,6 @@
-//! Waits for children and descriptors. Children are waited for with raw system calls, because no safe wrapper returns
-//! the resource usage or considers only the calling thread's children.
-#![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
+//! Waits for children and descriptors. Uses raw system calls to wait for children, because no safe wrapper returns the
+//! resource usage or considers only the calling thread's children.
+#![expect(unsafe_code, reason = "no safe wrapper returns the resource usage or passes __WNOTHREAD")]
 
 use std::io;
 use std::os::fd::AsFd;
@@ -11,12 +11,12 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::errno;
 
-/// Calls `waitid` without reaping the child. Returns the pid of a child that has exited, or 0 if no child has
+/// Calls `waitid` without reaping the child. Returns the PID of a child that has exited, or 0 if no child has
 /// exited. Fails if there is no matching child.
 fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-    // SAFETY: all zeros is a valid `siginfo_t`, which the call at most fills. If the call succeeds, the pid
-    // is that of a child, or still zero.
+    // SAFETY: all zeros is a valid `siginfo_t`, which the call may fill. If the call succeeds, the PID is that of a
+    // child, or still zero.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
         errno::check(libc::waitid(kind, pid, &mut info, flags))?;
@@ -24,17 +24,17 @@ fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> 
     }
 }
 
-/// Returns the pid of a child that has exited, without reaping it. The pid cannot be reused until the child is reaped.
+/// Returns the PID of a child that has exited, without reaping it. The PID cannot be reused until the child is reaped.
 pub fn peek_ended() -> Option<u32> {
     peek_child(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
 
-/// Returns true if the child with this pid has exited and has not been reaped.
+/// Returns true if the child with this PID has exited and has not been reaped.
 pub fn has_ended(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
 }
 
-/// Returns true if this process has an unreaped child with this pid, alive or dead.
+/// Returns true if this process has an unreaped child with this PID, alive or dead.
 pub fn is_child(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok()
 }
@@ -44,7 +44,7 @@ pub fn thread_has_children() -> bool {
     peek_child(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
 }
 
-/// Calls `wait4` for children of all kinds, including those that send no SIGCHLD. Returns the child's pid (0 if no
+/// Calls `wait4` for children of all kinds, including those that send no SIGCHLD. Returns the child's PID (0 if no
 /// child has changed state), the status and the resource usage.
 pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let mut status = 0;

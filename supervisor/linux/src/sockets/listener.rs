@@ -1,8 +1,8 @@
 //! Listeners that are shared with, or taken over from, another program.
 //!
-//! [`stop_new_connections`] closes a TCP listener without losing connections. Closing alone makes the kernel reset all
-//! connections in the queue. Among them may be one that arrived between the last `accept` and the close, and whose
-//! client has already sent a request. [`inherit`] takes over a listener that a service manager has opened.
+//! [`stop_new_connections`] closes a TCP listener without losing connections. If a listener is only closed, the kernel
+//! resets all connections in its queue. One of them may have arrived between the last `accept` and the close, from a
+//! client that has already sent a request. [`inherit`] takes over a listener that a service manager has opened.
 
 use std::io;
 use std::net::TcpListener;
@@ -23,9 +23,9 @@ pub enum InheritedListener {
     Tcp(TcpListener),
 }
 
-/// Takes over an inherited listening socket. Programs that are started later do not inherit the descriptor.
-/// Call this at most once for a number, before any other code of this process can have opened a descriptor
-/// with the number.
+/// Takes over an inherited listening socket. Programs that are started later do not inherit the descriptor. Call this
+/// at most once per descriptor number, before any other code in this process can have opened a descriptor with that
+/// number.
 ///
 /// # Errors
 ///
@@ -111,7 +111,7 @@ mod tests {
         }
     }
 
-    /// Clients connect repeatedly while the listener stops. Each established connection must get a reply.
+    /// Clients connect repeatedly while the listener stops. Each established connection must receive a reply.
     #[test]
     fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {

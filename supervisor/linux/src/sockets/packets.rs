@@ -1,5 +1,5 @@
 //! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, between supervisor and keeper and between the two
-//! supervisors of an upgrade.
+//! supervisors in an upgrade.
 //!
 //! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`], whose owner has to limit
 //! their number.
@@ -50,8 +50,8 @@ impl Outbox {
         self.0.push_back((message, descriptors));
     }
 
-    /// Sends messages until the socket is full. Returns true if all are sent. If not, call this again when
-    /// the socket is writable. Returns the errors of `sendmsg(2)`.
+    /// Sends messages until the socket is full. Returns true if all messages have been sent. Otherwise, call this
+    /// again when the socket is writable. Returns the errors of `sendmsg(2)`.
     pub fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
@@ -109,7 +109,10 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
         }
     };
     if received.flags.contains(ReturnFlags::TRUNC) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message is too long"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "a message is longer than the receive buffer",
+        ));
     }
     if received.bytes == 0 {
         return Ok(Received::Closed); // Messages are never empty.

@@ -30,11 +30,11 @@ const UNRELATED_MAX: usize = 16;
 /// The process that connected a socket, with its credentials at the time of `connect(2)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Effective user id.
+    /// Effective user ID.
     pub uid: u32,
-    /// Effective group id.
+    /// Effective group ID.
     pub gid: u32,
-    /// Process id, or `None` if the process is in a PID namespace that is not visible from here.
+    /// Process ID, or `None` if the process is in a PID namespace that is not visible from here.
     pub pid: Option<u32>,
 }
 
@@ -43,7 +43,7 @@ pub struct Peer {
 pub enum Descent {
     /// The process does not descend from this one.
     Unrelated,
-    /// The process descends from this one, or from the other root. Contains the pids of the process and its ancestors,
+    /// The process descends from this one, or from the other root. Contains the PIDs of the process and its ancestors,
     /// up to this process or the other root.
     Descendant(Vec<u32>),
     /// The process has exited, so its ancestors cannot be determined.
@@ -59,7 +59,7 @@ impl Peer {
     }
 
     /// Determines whether the process that connected this socket descends from this process. Returns
-    /// [`Descent::Ended`] if the connecting process has exited. In that case, it could have been any process,
+    /// [`Descent::Ended`] if the connecting process has exited. In that case, the peer could have been any process,
     /// and could have passed the connection to another process.
     ///
     /// When a process exits, its children are reparented to the nearest subreaper above. The keeper and this process
@@ -78,7 +78,7 @@ impl Peer {
         let process = start_time(pid).map(|started| (pid, started));
         let is_known = process.is_some_and(|process| unrelated.contains(process));
         let chain = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
-        // Still alive, so the pid belonged to this process during the whole lookup.
+        // Still alive, so the PID belonged to this process during the whole lookup.
         if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
@@ -98,7 +98,7 @@ impl Peer {
     }
 }
 
-/// Processes known not to descend from this one, by pid and start time. They stay unrelated, because an orphan's new
+/// Processes known not to descend from this one, by PID and start time. They stay unrelated, because an orphan's new
 /// parent is one of its ancestors. Processes that connect often, such as scrapers, are therefore looked up only once.
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses {
@@ -108,8 +108,8 @@ pub struct UnrelatedProcesses {
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of another process like this process's own, until the next call. `None` ends this. The
-    /// two supervisors of an upgrade need this, because each has workers.
+    /// Treats the descendants of another process like this process's own, until the next call. `None` stops this.
+    /// Needed during an upgrade, when two supervisors run workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);
@@ -136,7 +136,7 @@ fn open_pidfd(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
         Err(EINVAL | ENODATA | ESRCH) => Ok(None),
-        // Before Linux 6.5, the kernel provides only the pid, which may have been reused since.
+        // Before Linux 6.5, the kernel provides only the PID, which may have been reused since.
         Err(ENOPROTOOPT) => {
             let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
             match pidfd_open(pid, PidfdFlags::empty()) {
@@ -180,7 +180,7 @@ pub fn check_proc_visibility() -> io::Result<()> {
     if seen.to_str() != Some(&own.to_string()) {
         return Err(io::Error::other("/proc belongs to another PID namespace"));
     }
-    // No process has pid 0, so this reads all ancestors.
+    // No process has PID 0, so this reads all ancestors.
     ancestors(own, 0).map(drop)
 }
 
@@ -221,7 +221,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
         }
-        // The start time is part of the identity, so another process with the same pid does not match.
+        // The start time is part of the identity, so another process with the same PID does not match.
         let began = start_time(child.id()).unwrap();
         unrelated.remember((child.id(), began + 1));
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
@@ -235,7 +235,7 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Ended);
 
-        // Dead but not reaped, so that its pid is still in use.
+        // Dead but not reaped, so that its PID is still in use.
         let mut child = connecting_process(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
@@ -272,7 +272,7 @@ mod tests {
         for _ in 0..LOOKUPS {
             assert_ne!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
         }
-        println!("a child of ours: {:?}", began.elapsed() / LOOKUPS);
+        println!("a direct child: {:?}", began.elapsed() / LOOKUPS);
         let began = std::time::Instant::now();
         let mut length = 0;
         for _ in 0..LOOKUPS {

@@ -1,5 +1,5 @@
-//! Sockets that accept no descriptors. The kernel would close each descriptor that the receiver does not take, which
-//! can be slow (a TCP socket that lingers, a large memory file).
+//! Sockets that accept no descriptors. Otherwise, the kernel would close each descriptor that the receiver does not
+//! take, which can be slow (for a lingering TCP socket or a large memory file).
 
 use std::os::fd::{AsFd, AsRawFd};
 

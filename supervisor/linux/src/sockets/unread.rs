@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use crate::errno;
 
-/// Returns the size in bytes of the buffers with data that was sent through this end of a Unix socket and that the peer
-/// has not read. Returns 0 if the peer has read everything. Reading with `MSG_PEEK` does not count. Fails if `ioctl(2)`
-/// with `SIOCOUTQ` fails.
+/// Returns the total size, in bytes, of the kernel buffers with data that was sent through this end of a Unix socket
+/// and that the peer has not read. Returns 0 if the peer has read everything. Reading with `MSG_PEEK` does not count.
+/// Fails if `ioctl(2)` with `SIOCOUTQ` fails.
 ///
 /// ```
 /// use std::io::{Read, Write};

@@ -12,20 +12,20 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 impl<T> Bulkhead<T> {
-    /// Returns the state of the adaptive limit, or `None` if not configured.
+    /// Returns the state of the adaptive limit, or `None` if it is not configured.
     pub fn adaptive(&self) -> Option<AdaptiveView> {
         self.adaptive.as_deref().map(Adaptive::view)
     }
 
-    /// Returns the number of jobs that can currently run at once. Each ready worker contributes
-    /// `max_in_flight`, or less if it was started with a lower value that it cannot change. The adaptive
-    /// limit caps the sum. During an upgrade, the permits of the other supervisor are excluded.
+    /// Returns the number of jobs that can currently run at once. Each ready worker contributes `max_in_flight`, or
+    /// less if it was started with a lower value that it cannot change. The adaptive limit caps the sum. During an
+    /// upgrade, the other supervisor's permits are excluded.
     pub fn limit(&self) -> u64 {
         self.own_permits(self.workers.totals().permits.min(self.adaptive_bound()))
     }
 
-    /// Returns true if missing workers reduce the number of permits below the configured number. Ignores the
-    /// adaptive limit.
+    /// Returns true if missing workers reduce the number of permits below the configured number. Ignores the adaptive
+    /// limit.
     pub fn is_short_of_workers(&self) -> bool {
         self.workers.totals().permits
             < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
@@ -48,8 +48,8 @@ impl<T> Bulkhead<T> {
         };
     }
 
-    /// Records the run time of a job whose outcome is about to be sent. Ignores crashes, because the duration
-    /// of a crashed run says nothing about run times.
+    /// Records the run time of a job whose outcome is about to be sent. Ignores crashes, because the duration of a
+    /// crashed run says nothing about normal run times.
     pub(super) fn record_run_time(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
         let taken = (self.in_use_before_event, self.reserved_before_event);
         if let Some(adaptive) = self.adaptive.as_deref_mut()

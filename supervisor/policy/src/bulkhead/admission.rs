@@ -1,7 +1,7 @@
-//! Admission: decides whether a new job runs at once, waits, or is rejected. The checks run in the order of the table
-//! in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that exceeds
-//! its rate always gets the reason `rate_limited`. It is also the only check that charges a job even if a later check
-//! rejects the job.
+//! Admission: decides whether a new job runs immediately, waits, or is rejected. The checks run in the order of the
+//! table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that
+//! exceeds its rate always gets the reason `rate_limited`. The rate limit is also the only check that charges a job
+//! even if a later check rejects the job.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 struct Rejection {
     verdict: Verdict,
-    /// Time that the client should wait before a retry.
+    /// Time for the client to wait before a retry.
     wait: Wait,
 }
 
@@ -51,12 +51,13 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the number of a tenant, to be used in the next submission.
+    /// Returns a tenant's number, to be used in the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
 
-    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list.
+    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list if the tenant is
+    /// not in it.
     pub fn label(&mut self, tenant: TenantId) -> usize {
         self.tenants.get(tenant).label as usize
     }
@@ -82,7 +83,7 @@ impl<T> Bulkhead<T> {
             Some(worker) => {
                 self.try_dispatch(now, index, worker);
                 if self.limits.recycle.jobs.is_some() {
-                    // If this was the last job for the worker, a standby takes over and has free permits.
+                    // If this was the worker's last job, a standby takes over and has free permits.
                     self.pump(now);
                 }
             }
@@ -95,8 +96,8 @@ impl<T> Bulkhead<T> {
         Some(id)
     }
 
-    /// Decides whether a job is accepted. Returns the worker if the job runs at once, or `None` if the job
-    /// must wait.
+    /// Decides whether a job is accepted. Returns the worker if the job runs immediately, or `None` if the job must
+    /// wait.
     fn admit(
         &mut self,
         now: Time,
@@ -135,8 +136,7 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
-            // No waiting job is overtaken, because a waiting job that could use this permit would already
-            // have it.
+            // No waiting job is overtaken. A waiting job that could use this permit would already have it.
             return Ok(Some(worker));
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
@@ -151,7 +151,7 @@ impl<T> Bulkhead<T> {
         let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
-            // A probe needs a ready worker, and it is unknown when a worker will be ready.
+            // A probe needs a ready worker, and it is not known when a worker will be ready.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
@@ -201,7 +201,7 @@ impl<T> Bulkhead<T> {
         Some((limit, whose))
     }
 
-    /// Returns the maximum number of jobs that a tenant may have in flight, or `None` if there is no limit.
+    /// Returns the maximum number of jobs that a tenant can have in flight, or `None` if there is no limit.
     pub(super) fn quota(&self, tenant: TenantId) -> Option<u32> {
         self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
@@ -216,7 +216,7 @@ impl<T> Bulkhead<T> {
         let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).prefetched as usize;
         let most = self.tenants.get(tenant).overrides.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
-        // Without a queue, a job cannot wait until another job of its tenant has ended.
+        // Without a queue, a job cannot wait for another of its tenant's jobs to end.
         if is_over || !has_share && self.limits.max_queue == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
@@ -274,10 +274,9 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Selects the job to remove from a full queue in favour of a job of this priority. This is the newest
-    /// job of the lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`,
-    /// it is the oldest job of the tenant with the most queued jobs. A job of a higher priority is never
-    /// selected.
+    /// Selects the job to remove from a full queue in favour of a job of this priority. Selects the newest job of the
+    /// lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`, selects the oldest
+    /// job of the tenant with the most queued jobs. A job of a higher priority is never selected.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -290,8 +289,8 @@ impl<T> Bulkhead<T> {
         (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
     }
 
-    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are starting
-    /// or are late to begin a job.
+    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are starting or have
+    /// not started a job in time.
     pub(super) fn waiting_max(&self) -> usize {
         let totals = self.workers.totals();
         let coming =
@@ -313,8 +312,8 @@ impl<T> Bulkhead<T> {
         next
     }
 
-    /// Returns the lowest priority class that may use a free permit. Reserved permits are available only to
-    /// critical jobs, and other permits to all classes. The last permit is never reserved.
+    /// Returns the lowest priority class that can use a free permit. Reserved permits are available only to critical
+    /// jobs, and other permits to all classes. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
@@ -362,9 +361,9 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is
-    /// pointless. This is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the
-    /// class, plus random jitter of up to a fifth so that clients do not all retry at once.
+    /// Returns the time for a client to wait after a rejection caused by load, or `None` if a retry is pointless. The
+    /// time is the estimate until the queue is empty, but at least the adaptive `Retry-After` of the class. Random
+    /// jitter of up to a fifth is added, so that clients do not all retry at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -403,8 +402,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
-    /// charged again.
+    /// Returns a job to the front of its class, because the job was already dispatched once. The tenant is not charged
+    /// again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;
@@ -435,7 +434,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         loop {
-            // Jobs of late workers arrived before the queued jobs, so they run first.
+            // The jobs of late workers arrived before the queued jobs, so they run first.
             let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now);
             if has_taken && !self.suspects.is_empty() {
                 self.dispatch_suspects(now);
@@ -498,7 +497,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Blocks a tenant in the queue while its whole quota is in use, and unblocks it otherwise.
+    /// Blocks a tenant in the queue while its whole quota is in use, and unblocks the tenant otherwise.
     pub(super) fn update_tenant_block(&mut self, tenant: TenantId) {
         match self.is_at_quota(tenant) {
             true => self.queue.block(tenant.0),
@@ -508,7 +507,7 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure. Reports again only after the queue has fallen below 90 % of the threshold.
+    /// Reports queue pressure. It is not reported again until the queue has fallen below 90 % of the threshold.
     fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
@@ -546,11 +545,11 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions that are considered. Reports require at least half of this number.
+    /// Number of recent evictions to consider. A report requires at least half of this number.
     const RECENT: usize = 64;
 
-    /// Records an eviction. If the tenant accounts for more than half of the recent evictions and no report was made
-    /// recently, returns the tenant and its share.
+    /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent
+    /// report, returns the tenant and its share.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();

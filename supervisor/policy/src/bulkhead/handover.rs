@@ -1,5 +1,5 @@
-//! Shares the permits of a bulkhead between the two supervisors of an upgrade. The predecessor tells the successor
-//! how many permits it still needs. This number only decreases, so both supervisors together never exceed the limit.
+//! Divides a bulkhead's permits between the two supervisors in an upgrade. The predecessor reports to the successor how
+//! many permits it still needs. This number can only decrease, so the two supervisors together never exceed the limit.
 
 use super::Bulkhead;
 use crate::poison::Digest;
@@ -10,22 +10,22 @@ use crate::time::Time;
 pub(super) struct Handover {
     /// Number of permits that the predecessor still needs.
     pub(super) predecessor_permits: u32,
-    /// Number of further jobs that wait in the predecessor.
+    /// Number of further jobs waiting in the predecessor.
     pub(super) predecessor_waiting: u32,
-    /// Maximum number of permits that this supervisor may use, or `None` if there is no successor.
+    /// Maximum number of permits that this supervisor can use, or `None` if there is no successor.
     pub(super) permits_max: Option<u32>,
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns how many of `permits` this supervisor may use, given what the other supervisor of an upgrade needs.
+    /// Returns how many of `permits` this supervisor can use, given the needs of the other supervisor in an upgrade.
     pub(super) fn own_permits(&self, permits: u64) -> u64 {
         let Handover { predecessor_permits, permits_max, .. } = self.handover;
         let permits = permits.saturating_sub(predecessor_permits.into());
         permits_max.map_or(permits, |most| permits.min(most.into()))
     }
 
-    /// Returns the number of permits that the jobs of this supervisor need, and the number of jobs that must wait for
-    /// one of these permits. `incoming` is the number of jobs whose payload has not arrived yet.
+    /// Returns the number of permits that this supervisor's jobs need, and the number of jobs that must wait for one of
+    /// these permits. `incoming` is the number of jobs whose payload has not arrived yet.
     pub fn needed_permits(&self, incoming: u32) -> (u32, u32) {
         let jobs = self.jobs.len() + incoming;
         let configured = u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight);
@@ -35,7 +35,7 @@ impl<T> Bulkhead<T> {
         (permits, jobs - permits)
     }
 
-    /// Returns the quarantined payloads, for a successor.
+    /// Returns the quarantined payloads, to be passed on to a successor.
     pub fn quarantined_payloads(&self, now: Time) -> Vec<Digest> {
         self.poison.quarantined(now).collect()
     }

@@ -18,8 +18,7 @@ use crate::workers::SlotState;
 /// Maximum time for an idle worker to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of consecutive silences that are attributed to a busy machine. After that, a silent worker
-/// counts as hung.
+/// Maximum number of consecutive silences attributed to a busy machine. After that, a silent worker counts as hung.
 const EXCUSED_SILENCES_MAX: u32 = 20;
 
 /// Interval between attempts to replace a worker.
@@ -141,7 +140,7 @@ impl<T> Bulkhead<T> {
             worker.ready_at = Some(now);
             worker.last_start_status = None;
             if worker.is_standby() {
-                // The time is set when the worker takes over the slot or goes on standby.
+                // The time is set when the worker takes over the slot or becomes a standby.
                 worker.next_replacement_at = Time(u64::MAX);
             }
         });
@@ -153,7 +152,7 @@ impl<T> Bulkhead<T> {
         {
             self.hand_over_slot(now, slot, id.place, reason);
         }
-        // The new worker can take over jobs that other workers have not begun yet.
+        // The new worker can take over jobs that other workers have not started yet.
         self.workers.places().for_each(|place| self.schedule_begin_check(now, place));
         self.continue_rolling_restart(now);
     }
@@ -192,7 +191,7 @@ impl<T> Bulkhead<T> {
                     if worker.jobs.is_empty() {
                         worker.kill_at = Some(now + EXIT_TIMEOUT);
                     }
-                    // The successor can run the jobs that this worker has not begun yet.
+                    // The successor can run the jobs that this worker has not started yet.
                     worker.schedule_begin_check(check_at);
                 });
             }
@@ -216,8 +215,8 @@ impl<T> Bulkhead<T> {
             worker.last_heard_at = at.min(now);
             worker.excused_silences = 0;
             worker.is_stalled = false;
-            // If the time limit has almost passed, the worker still counts as silent, and the caller reads
-            // its timestamp again. Otherwise, the worker could cause such reads continuously.
+            // If the silence limit has almost been reached, the worker still counts as silent, and the caller reads its
+            // timestamp again. Otherwise, the worker could cause such reads continuously.
             if worker.last_heard_at + worker.silence_max(missed) > now + worker.heartbeat / 2 {
                 worker.silence = SilenceCheck::None;
             }
@@ -235,9 +234,9 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    /// Handles a worker that has missed its heartbeats. The worker counts as hung only after it was observed
-    /// for one more heartbeat interval. If the machine has no free processor time, killing the worker would
-    /// only add to the load.
+    /// Handles a worker that has missed its heartbeats. The worker counts as hung only after it has been observed for
+    /// one more heartbeat interval. If the machine has no free processor time, killing the worker would only add to the
+    /// load.
     fn check_silence(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         let (id, heartbeat) = (worker.id, worker.heartbeat);
@@ -270,7 +269,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    /// Sets an exit time limit for a draining worker that has completed its last job.
+    /// Sets an exit timeout for a draining worker that has completed its last job.
     pub(super) fn limit_exit_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if worker.phase == Phase::Draining && worker.jobs.is_empty() {
@@ -287,14 +286,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces the worker of a slot with its standby, with a spare, or with a successor that is started now.
-    /// A slot has at most two workers. Does nothing if a successor is starting or has just failed, or if a
-    /// replaced worker still occupies the slot.
+    /// Replaces a slot's worker with its standby, with a spare, or with a successor that is started now. A slot has at
+    /// most two workers. Does nothing if a successor is starting or has just failed, or if a replaced worker still
+    /// occupies the slot.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let Some(worker) = self.workers.of_slot(slot) else { return };
         let (entry, standby) = (self.workers.slot(slot), self.standby(slot));
         let is_due = match reason {
-            // The slot may have got a new worker after it was listed for the rolling restart.
+            // The slot might have a new worker since it was listed for the rolling restart.
             RecycleReason::Restart | RecycleReason::Reload => worker.is_outdated(),
             RecycleReason::Resize => worker.sent_max_in_flight < self.limits.max_in_flight,
             _ => now >= worker.next_replacement_at,
@@ -326,9 +325,9 @@ impl<T> Bulkhead<T> {
         self.replace_outdated(now, RecycleReason::Restart);
     }
 
-    /// Replaces all workers, which must be marked as outdated. Ready workers are replaced one after the other,
-    /// and each continues until its replacement is ready. Starting workers, standbys and spares run no jobs,
-    /// and are killed at once.
+    /// Replaces all workers. They must already be marked as outdated. Ready workers are replaced one after the other,
+    /// and each continues to run until its replacement is ready. Starting workers, standbys and spares have no jobs,
+    /// and are killed immediately.
     fn replace_outdated(&mut self, now: Time, reason: RecycleReason) {
         for place in self.workers.places() {
             let is_starting = self.edit_timing(place, |worker| {
@@ -363,7 +362,7 @@ impl<T> Bulkhead<T> {
             self.rolling.pop_front();
             match self.workers.slot(slot).state {
                 SlotState::Occupied(_) => self.recycle(now, slot, reason),
-                // The next worker of the slot gets the new maximum in any case.
+                // The slot's next worker gets the new maximum in any case.
                 _ if reason == RecycleReason::Resize => {}
                 SlotState::Backoff { .. } | SlotState::Stopped { .. } => {
                     self.spawn(now, slot, None);
@@ -375,8 +374,8 @@ impl<T> Bulkhead<T> {
 
     // New program or configuration.
 
-    /// Replaces all workers, because new workers will run a different program or configuration. Earlier
-    /// failures are forgotten, because they do not apply to the new program.
+    /// Replaces all workers, because new workers will run a different program or configuration. Earlier failures are
+    /// forgotten, because they do not apply to the new program.
     pub(super) fn replace(&mut self, now: Time) {
         for place in self.workers.places() {
             self.edit_timing(place, |worker| worker.revision = Revision::BeforeReload { retry_at: None });
@@ -441,7 +440,7 @@ impl<T> Bulkhead<T> {
             worker.kill_at = None;
         });
         self.actions.push(Action::Kill { worker: id, reason: reason.clone() });
-        // A process that was never reported as running needs no report.
+        // A process that was never reported as running does not need a report.
         self.actions.extend(pid.map(|pid| Action::Report(OperatorEvent::WorkerKilled { pid, reason })));
     }
 
@@ -483,13 +482,13 @@ impl<T> Bulkhead<T> {
             return;
         }
         if worker.is_ready_spare() {
-            // A ready spare runs no job, so it can be killed at once. A new spare then starts in the same slot.
+            // A ready spare has no jobs, so it can be killed immediately. A new spare then starts in the same slot.
             self.kill(place, KillReason::NotNeeded);
             return;
         }
         self.recycle(now, slot, RecycleReason::Age);
-        // Waits until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is
-        // about to leave the slot. Replacements for other reasons need not wait, because nothing has failed.
+        // Waits until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is about to
+        // leave the slot. Replacements for other reasons do not need to wait, because nothing has failed.
         let again = match self.workers.slot(slot).successor {
             Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
             None => now + RECYCLE_INTERVAL,
@@ -497,7 +496,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(place, |worker| worker.next_age_check = again);
     }
 
-    /// Handles the loss of a worker and all its descendants after the keeper died. Not counted as a failure
+    /// Handles the loss of a worker and all its descendants after the keeper died. The loss does not count as a failure
     /// of the worker.
     pub(super) fn lost_with_keeper(&mut self, now: Time, id: WorkerId) {
         let killed = Phase::Killing(KillReason::KeeperDied);
@@ -515,8 +514,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a worker. Retries or ends the worker's jobs. The slot stays occupied until the
-    /// worker is [reaped](Self::reaped).
+    /// Handles the exit of a worker. Retries the worker's jobs or ends them. The slot stays occupied until the worker
+    /// is [reaped](Self::reaped).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let ending = Ending { death, killed: worker.killed() };
@@ -556,7 +555,7 @@ impl<T> Bulkhead<T> {
             worker.phase = Phase::Dead(effect);
             (worker.awaited_jobs, worker.overdue_jobs, worker.kill_at) = (0, 0, None);
         });
-        // A standby can take over before the descendants of the previous worker are gone.
+        // A standby can take over before the previous worker's descendants are gone.
         if is_current && let Some(standby) = self.standby(slot) {
             self.hand_over_slot(now, slot, standby, RecycleReason::Jobs);
         }
@@ -569,7 +568,7 @@ impl<T> Bulkhead<T> {
         else {
             return;
         };
-        // The exit of a replaced worker leaves no slot empty.
+        // The exit of a replaced worker does not leave a slot empty.
         if let Assignment::Active { slot, .. } | Assignment::Spare { slot } = assignment {
             self.withhold(now, slot, &jobs, ending);
         }
@@ -585,7 +584,7 @@ impl<T> Bulkhead<T> {
         self.requeue_prefetched(now, id);
     }
 
-    /// Removes a worker from the table and refills the slot depending on how the worker ended.
+    /// Removes a worker from the table and refills its slot depending on how the worker ended.
     fn remove_and_replace(&mut self, now: Time, place: u32, effect: EndEffect) {
         let Some(worker) = self.workers.remove(&self.limits, place) else { return };
         self.spares_changed = true;
@@ -610,8 +609,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the failure of a successor. The slot's current worker continues, and the replacement is
-    /// attempted again later.
+    /// Handles the failure of a successor. The slot's current worker continues to run, and the replacement is attempted
+    /// again later.
     fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
@@ -638,8 +637,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides, depending on how a worker ended, whether its slot starts another worker now, starts one
-    /// later, or stops.
+    /// Depending on how a worker ended, decides whether its slot starts another worker now, starts one later, or stops.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -695,7 +693,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns a message that tells clients why no worker is running.
+    /// Returns a message that explains to clients why no worker is running.
     pub(super) fn no_worker_message(&self) -> String {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
@@ -759,12 +757,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills all workers, because the time limit for stopping has expired.
+    /// Kills all workers because the timeout for stopping has expired.
     pub(super) fn kill_all(&mut self) {
         for place in self.workers.places() {
             self.kill(place, KillReason::ExitTimeout);
         }
-        // Disables the time limit, so that it does not expire again. The workers' exits end the bulkhead.
+        // Disables the timeout, so that it does not expire again. The bulkhead ends when its workers have exited.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
     }
 
@@ -784,9 +782,9 @@ fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> Strin
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {
         _ if worker.ready_at.is_some() && effect.is_failure => {
-            format!("the worker ended before completing a job: {sentence}")
+            format!("the worker terminated before it completed a job: {sentence}")
         }
-        _ if worker.ready_at.is_some() => format!("the worker ended: {sentence}"),
+        _ if worker.ready_at.is_some() => format!("the worker terminated: {sentence}"),
         Some(status) => format!("the worker did not start: {sentence}; last status: {status}"),
         None if is_before_hello => format!(
             "the worker did not start: {sentence} before the worker said hello; a program that is not built \

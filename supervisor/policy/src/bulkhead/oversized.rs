@@ -1,5 +1,5 @@
-//! Results that exceed the size limit. The client gets its outcome as soon as such a result begins to arrive.
-//! The permit stays in use until the whole result has arrived, because the worker is busy sending it.
+//! Results that exceed the size limit. The client gets its outcome as soon as such a result starts to arrive. The
+//! permit stays in use until the whole result has arrived, because the worker is busy sending it.
 
 use std::time::Duration;
 
@@ -11,17 +11,17 @@ use crate::messages::WorkerId;
 use crate::time::Time;
 use crate::worker::Phase;
 
-/// Minimum time that a worker may pause while it sends an oversized result, even if `grace` is shorter.
+/// Minimum time that a worker may pause while sending an oversized result, even if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum grace period of an `exec` worker that also has jobs with a waiting client. Such a worker kills the
-/// processes of an overdue job itself. This can take long if the processes use gigabytes of memory, or if there
-/// are many of them.
+/// Minimum grace period for an `exec` worker that also has jobs with a waiting client. Such a worker kills the
+/// processes of an overdue job itself. This can take a long time if the processes use gigabytes of memory, or if there
+/// are many processes.
 const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {
-    /// Handles the beginning of an oversized result. The client gets `failure` as the outcome. Like a
-    /// cancelled job, the job stays in its worker until the whole result has arrived.
+    /// Handles the start of an oversized result. The client gets `failure` as the outcome. As with a cancelled job, the
+    /// job stays in its worker until the whole result has arrived.
     pub(super) fn result_too_large(
         &mut self,
         now: Time,
@@ -45,8 +45,8 @@ impl<T> Bulkhead<T> {
         self.update_kill_time(now, worker.place);
     }
 
-    /// Postpones the kill of a worker, because more data of an oversized result has arrived. The worker is
-    /// killed if no more data arrives, or if a job has passed the bulkhead's own deadline or run limit.
+    /// Postpones the kill of a worker because more data of an oversized result has arrived. The worker is killed if no
+    /// more data arrives, or if a job has exceeded the bulkhead's own deadline or run limit.
     pub(super) fn extend_kill_time(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
@@ -57,7 +57,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(id.place, |worker| worker.kill_at = Some(kill_at));
     }
 
-    /// Returns the delay between the time at which a worker becomes stuck (`Worker::is_stuck`) and its kill.
+    /// Returns the delay from the time at which a worker becomes stuck (`Worker::is_stuck`) until it is killed.
     pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
         let is_wanted = self.workers.get(place).is_some_and(|worker| worker.awaited_jobs > 0);

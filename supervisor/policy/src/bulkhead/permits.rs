@@ -4,20 +4,20 @@ use super::Bulkhead;
 use crate::messages::WorkerId;
 
 impl<T> Bulkhead<T> {
-    /// Returns the worker for the next job, or `None` if no worker has a free permit or the limit on running jobs is
-    /// reached.
+    /// Returns the worker for the next job, or `None` if no worker has a free permit or the limit on running jobs has
+    /// been reached.
     pub(super) fn next_worker(&self) -> Option<u32> {
         self.workers.least_loaded().filter(|_| u64::from(self.workers.totals().in_use) < self.limit())
     }
 
-    /// Returns the worker for a job: `preferred_worker` if it has a free permit, otherwise the least loaded
-    /// worker. Returns `None` if no worker can take the job.
+    /// Returns the worker for a job: `preferred_worker` if it has a free permit, and otherwise the least loaded worker.
+    /// Returns `None` if no worker can take the job.
     pub(super) fn next_worker_for(&self, preferred_worker: Option<WorkerId>) -> Option<u32> {
         let next = self.next_worker()?;
         Some(preferred_worker.filter(|&id| self.workers.can_take_job(id)).map_or(next, |id| id.place))
     }
 
-    /// Returns an idle worker for a job that must run alone. The permits of a worker reserved for a suspect
+    /// Returns an idle worker for a job that must run alone. The permits of a worker that is reserved for a suspect
     /// count as free.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let is_idle = |&place: &u32| {

@@ -1,14 +1,14 @@
-//! Prefetching sends jobs to a worker before its current job has ended, so that the worker does not idle
-//! between jobs. Prefetched jobs otherwise count as queued: they hold no permit, count towards the limits of
-//! the queue, and are subject to the queue timeout.
+//! Prefetching sends jobs to a worker before its current job has ended, so that the worker does not sit idle between
+//! jobs. Apart from that, prefetched jobs count as queued: they hold no permit, count towards the limits of the queue,
+//! and are subject to the queue timeout.
 //!
-//! A worker begins jobs in the order in which they were sent, and each only after the reply to the previous
-//! job. So when a reply arrives, the oldest prefetched job begins. When a worker dies, its prefetched jobs
-//! have not begun.
+//! A worker starts jobs in the order in which they were sent, and starts each job only after replying to the previous
+//! one. When a reply arrives, the oldest prefetched job therefore starts. When a worker dies, none of its prefetched
+//! jobs has started.
 //!
-//! A job that has not begun, whether prefetched or with a permit, is recalled without asking the worker
-//! ([`JobJournal`](crate::JobJournal)). If the job is cancelled or its deadline passes, it is recalled at
-//! once. Otherwise it is recalled after `lookahead`, if another worker can begin it now.
+//! A job that has not started, whether prefetched or with a permit, is recalled without asking the worker
+//! ([`JobJournal`](crate::JobJournal)). If the job is cancelled or its deadline passes, it is recalled immediately.
+//! Otherwise, it is recalled after `lookahead` if another worker can start it then.
 
 use std::time::Duration;
 
@@ -23,31 +23,30 @@ use crate::messages::{Action, WorkerId, rejection};
 use crate::time::{Time, earlier};
 use crate::worker::{Exclusivity, SilenceCheck, Worker};
 
-/// Maximum total size of the jobs prefetched by a worker, in bytes.
+/// Maximum total size of the jobs prefetched to a worker, in bytes.
 const BYTES_MAX: u32 = 64 * 1024;
 
 /// Number of recalls after which a job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// A job is prefetched only if the time left until its deadline and its queue timeout is more than this multiple of
+/// Minimum time left until a job's deadline and queue timeout for the job to be prefetched, as a multiple of
 /// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
-/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine, a worker can wait
-/// this long for a processor.
+/// Time allowed for a worker to start a job, in addition to `lookahead`. On a busy machine, a worker can wait this long
+/// for a processor.
 const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
-/// Maximum number of times that the interval between two checks, or the time allowed for a job to begin, is
-/// doubled.
+/// Maximum number of times that the interval between two checks, or the time allowed for a job to start, is doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// Index of the job that causes a recall, and the verdict with which it ends. With `None`, the job returns to the
-/// queue.
+/// Index of the job that causes a recall, and the verdict with which the job ends. If the verdict is `None`, the job
+/// returns to the queue.
 pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
-    /// Prefetches jobs to workers whose permits are all in use. All waiting jobs and all jobs of the worker must belong
-    /// to the same tenant, so that prefetching does not delay another tenant's turn.
+    /// Prefetches jobs to workers whose permits are all in use. All waiting jobs and all of the worker's jobs must
+    /// belong to the same tenant, so that prefetching does not delay another tenant's turn.
     pub(super) fn prefetch(&mut self, now: Time) {
         if self.workers.prefetch_candidate().is_none() || self.queue.len() == 0 || !self.may_prefetch() {
             return;
@@ -59,7 +58,7 @@ impl<T> Bulkhead<T> {
             let job = self.jobs.get(index);
             let due = job.queue_timeout_at.map_or(job.deadline_at, |at| at.min(job.deadline_at));
             let (tenant, bytes, deadline_at) = (job.tenant, job.bytes, job.deadline_at);
-            // A job cannot be recalled if the supervisor has no copy of the payload.
+            // A job cannot be recalled if the supervisor has no copy of its payload.
             let can_return = job.recalls < RECALLS_MAX && job.is_resendable;
             let is_fit = due > soon && can_return && job.earlier_attempts.is_none();
             let is_kept_out = self.is_quarantined(now, self.jobs.digest(index));
@@ -88,8 +87,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends a job to a worker. `sent` contains the worker and the job's number among all jobs sent to this
-    /// worker.
+    /// Sends a job to a worker. `sent` contains the worker, and the job's number among all jobs sent to this worker.
     pub(super) fn sent(
         &mut self,
         index: u32,
@@ -101,35 +99,35 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::Dispatch { worker, job: self.jobs.id(index), remaining, is_prefetched });
     }
 
-    /// Returns the time by which a worker should begin a job that is sent now. Returns `None` if there is
-    /// only one worker, because a recalled job could not run elsewhere.
+    /// Returns the time by which a worker should start a job that is sent now. Returns `None` if there is only one
+    /// worker, because a recalled job could not run elsewhere.
     pub(super) fn begin_check_at(&self, now: Time) -> Option<Time> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check whether the worker begins its jobs in time.
+    /// Schedules a check of whether the worker starts its jobs in time.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
     }
 
     fn may_prefetch(&self) -> bool {
-        // Prefetching requires that all permits are available to all classes, and that the breaker need not
+        // Prefetching requires that all permits are available to all classes, and that the breaker does not need to
         // count each job.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // To evict a tenant's oldest job, all jobs of the tenant must be in the queue.
+            // To evict a tenant's oldest job, all of the tenant's jobs must be in the queue.
             && self.limits.overflow == Overflow::Reject
-            // While more jobs run than the limit allows, a reply frees no permit.
+            // While more jobs are running than the limit allows, a reply does not free a permit.
             && u64::from(self.workers.totals().in_use) <= self.limit()
     }
 
-    // Workers that are late to begin a job.
+    // Workers that are late in starting a job.
 
-    /// Checks whether a worker is late to begin a job, if such a check is due.
+    /// Checks whether a worker is late in starting a job, if such a check is due.
     pub(super) fn check_begun(&mut self, now: Time, place: u32) {
         let next_check = self.workers.get(place).and_then(|worker| worker.next_begin_check);
         if next_check.is_none_or(|at| at > now) {
@@ -168,7 +166,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Marks a worker as late to begin jobs, so that other workers can take over its jobs.
+    /// Marks a worker as late in starting jobs, so that other workers can take over its jobs.
     fn mark_late(&mut self, place: u32) {
         self.edit(place, |worker| worker.late_checks = (worker.late_checks + 1).min(DOUBLINGS_MAX));
         if !self.late_workers.contains(&place) {
@@ -176,18 +174,18 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls the jobs that one late worker has not begun if another worker has a free permit. Returns true if a job
+    /// Recalls the jobs that a late worker has not started, if another worker has a free permit. Returns true if a job
     /// was recalled.
     pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // Must not recall a job in the same event that sends it, because the worker has not received it yet.
+        // A job must not be recalled in the event that sends it, because the worker has not received it yet.
         let is_due = |place: &u32| {
             *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };
         let due: Vec<u32> = self.late_workers.iter().copied().filter(is_due).collect();
         for place in due {
             self.late_workers.retain(|late| *late != place);
-            // A job that must run alone needs another worker that is idle.
+            // A job that must run alone needs another worker, and that worker must be idle.
             let is_idle = self.idle_worker().is_some();
             let is_late = |worker: &Worker| {
                 worker.late_checks > 0 && (worker.exclusivity != Exclusivity::Exclusive || is_idle)
@@ -201,9 +199,9 @@ impl<T> Bulkhead<T> {
 
     // Recall.
 
-    /// Reads the number of the last job that a worker has begun. If `recall_up_to` is set, first recalls the
-    /// jobs up to that number, so that the worker can no longer begin them. Returns `None` if the worker has
-    /// no journal. If the value is implausible, kills the worker and returns `None`.
+    /// Reads the number of the last job that a worker has started. If `recall_up_to` is set, first recalls the jobs up
+    /// to that number, so that the worker can no longer start them. Returns `None` if the worker has no journal. If the
+    /// value is implausible, kills the worker and returns `None`.
     fn read_begun(&mut self, place: u32, recall_up_to: Option<u64>) -> Option<u64> {
         let worker = self.workers.get(place)?;
         let (last_begun, sent) = (worker.last_begun, worker.sent);
@@ -222,7 +220,7 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// Recalls all jobs that a worker has not begun. The job in `ending` ends. The other jobs return to the front of
+    /// Recalls all jobs that a worker has not started. The job in `ending` ends. The other jobs return to the front of
     /// their classes in the queue. Returns true if at least one job was recalled.
     pub(super) fn recall(&mut self, now: Time, place: u32, ending: Option<RecallTarget>) -> bool {
         let Some(worker) = self.workers.get(place).filter(|worker| !worker.is_dead()) else { return false };
@@ -243,7 +241,7 @@ impl<T> Bulkhead<T> {
             return false;
         }
         let Some(begun) = self.read_begun(place, Some(sent)) else { return false };
-        // Every job sent so far has either begun or been recalled. The next check is for later jobs.
+        // Every job sent so far has either been started or been recalled. The next check concerns later jobs.
         self.edit_timing(place, |worker| {
             (worker.recalled_up_to, worker.next_begin_check) = (sent, None);
         });
@@ -261,7 +259,7 @@ impl<T> Bulkhead<T> {
         for (_, index) in held.into_iter().rev().take_while(|(send_number, _)| *send_number > begun) {
             let is_wanted = self.jobs.get(index).record.is_some();
             if is_let_in && is_wanted && end_of != Some(index) {
-                // A job with a permit may finish even if the bulkhead is draining.
+                // A job with a permit can finish even if the bulkhead is draining.
                 self.to_resend.push(index);
                 continue;
             }
@@ -275,8 +273,8 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Returns true if the worker that has not begun this job should get no new jobs until its next sign of
-    /// life. This does not apply to a job that is cancelled right after its dispatch.
+    /// Returns true if the worker that has not started this job should get no new jobs until its next sign of life.
+    /// This is not the case for a job that is cancelled right after its dispatch.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
         let due_after = time_to_begin(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
@@ -284,8 +282,8 @@ impl<T> Bulkhead<T> {
         job.answer_by(since) <= now || self.workers.totals().live_slots > 1 && since + due_after <= now
     }
 
-    /// Recalls one job unless the worker has begun it. The recalled job ends with `verdict`, or returns to the queue if
-    /// `verdict` is `None`. Returns true if the worker no longer has the job.
+    /// Recalls one job unless the worker has started it. The recalled job ends with `verdict`, or returns to the queue
+    /// if `verdict` is `None`. Returns true if the worker no longer has the job.
     pub(super) fn recall_job(&mut self, now: Time, index: u32, verdict: Option<Verdict>) -> bool {
         let job = self.jobs.get(index);
         let (JobState::Prefetched { worker } | JobState::InFlight { worker, .. }) = job.state else {
@@ -317,8 +315,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers that take no more jobs, and from all workers if prefetching is no
-    /// longer allowed.
+    /// Recalls prefetched jobs from workers that do not accept any more jobs. Recalls them from all workers if
+    /// prefetching is no longer allowed.
     pub(super) fn recall_pending(&mut self, now: Time) {
         while let Some(place) = self.workers.pop_to_recall() {
             let takes = |worker: &Worker| worker.is_available() && worker.exclusivity == Exclusivity::Shared;
@@ -332,8 +330,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers that run jobs of lower classes, to make room for a waiting job of
-    /// `class`.
+    /// Recalls prefetched jobs of lower classes from their workers, to make room for a waiting job of `class`.
     pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority) {
         if self.prefetched == 0 || class == Priority::BestEffort {
             return;
@@ -347,14 +344,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the outcome of a prefetched job that turned out to have begun.
+    /// Sends the outcome of a prefetched job that turned out to have been started.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
     }
 
-    /// Removes a prefetched job from the number of waiting jobs, because the job begins or its client got the
+    /// Removes a prefetched job from the number of waiting jobs, because the job is starting or its client got the
     /// outcome.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
@@ -362,9 +359,9 @@ impl<T> Bulkhead<T> {
         self.tenants.get(tenant).prefetched -= 1;
     }
 
-    // Jobs that begin or are returned.
+    // Jobs that start or are returned.
 
-    /// Handles a reply from a worker. The worker's oldest prefetched job begins and gets the permit that the reply
+    /// Handles a reply from a worker. The worker's oldest prefetched job starts, and gets the permit that the reply
     /// freed.
     pub(super) fn begin_prefetched(&mut self, now: Time, place: u32) {
         let Some(&index) = self.workers.get(place).and_then(|worker| worker.prefetched.front()) else {
@@ -397,13 +394,13 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the return of a job that was recalled while the worker was about to begin it. Only the worker
-    /// knows whether the recall came first. Afterwards, the job can be dispatched again.
+    /// Handles the return of a job that was recalled while the worker was about to start it. Only the worker knows
+    /// whether the recall came first. After its return, the job can be dispatched again.
     pub(super) fn job_returned(&mut self, now: Time, id: WorkerId, (job, send_number): (JobId, u64)) {
         self.record_sign_of_life(now, id);
         let Some(worker) = self.workers.by_id(id) else { return };
         if send_number > worker.recalled_up_to {
-            let message = format!("the worker returned the job {job}, which was not recalled");
+            let message = format!("the worker returned job {job}, which had not been recalled");
             return self.kill(id.place, KillReason::Protocol(message));
         }
         let Some(index) =
@@ -428,8 +425,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Removes a job that has not begun from its worker, and applies `change` to the worker in the same edit.
-    /// The dispatch does not count as an attempt.
+    /// Removes a job that has not started from its worker, and applies `change` to the worker in the same edit. The
+    /// dispatch does not count as an attempt.
     fn withdraw_unbegun(&mut self, now: Time, index: u32, change: impl FnOnce(&mut Worker)) {
         let job = self.jobs.get(index);
         job.attempts -= 1;
@@ -442,8 +439,8 @@ impl<T> Bulkhead<T> {
         self.withdraw(index, |worker| {
             worker.awaited_jobs -= u32::from(is_wanted);
             worker.jobs_given -= 1;
-            // A worker without a dispatch thread sends no heartbeats while running jobs, so its silence
-            // counts from now on.
+            // A worker without a dispatch thread does not send heartbeats while running jobs, so its silence is
+            // measured from now on.
             if !worker.has_dispatch_thread {
                 (worker.last_heard_at, worker.silence) = (now, SilenceCheck::None);
             }
@@ -466,7 +463,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends or requeues a job that its worker has not begun. The run limit starts again with the next dispatch.
+    /// Ends or requeues a job that its worker has not started. The run limit restarts with the next dispatch.
     fn end_or_requeue(
         &mut self,
         now: Time,
@@ -503,7 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs with a permit to their previous workers again, after they were recalled together with other
+    /// Sends jobs with a permit to their previous workers again after these jobs were recalled together with other
     /// jobs.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
@@ -521,7 +518,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues or ends the prefetched jobs of a dead worker. None of these jobs has begun.
+    /// Requeues or ends a dead worker's prefetched jobs. None of these jobs has started.
     pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId) {
         while let Some(&index) = self.workers.get(id.place).and_then(|worker| worker.prefetched.back()) {
             self.remove_prefetched(index, id.place);
@@ -529,8 +526,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills a worker that sent the result of a job too early or after the job was recalled. The job has run
-    /// and therefore ends as `crashed`, unless another worker already has it.
+    /// Kills a worker that sent a job's result too early or after the job was recalled. The job has run and therefore
+    /// ends as `crashed`, unless another worker already has it.
     pub(super) fn kill_for_invalid_reply(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let message =
             format!("the worker sent a result for job {job}, which had not started or had been recalled");
@@ -563,8 +560,8 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns the time that a worker has to begin a job. The time doubles with each recall, so that jobs do not
-/// move between the workers of an overloaded machine forever.
+/// Returns the time allowed for a worker to start a job. The time doubles with each recall, so that jobs do not keep
+/// moving between the workers of an overloaded machine.
 pub(super) fn time_to_begin(lookahead: Duration, recalls: u8) -> Duration {
     (lookahead + BEGIN_GRACE).saturating_mul(1 << recalls.min(DOUBLINGS_MAX))
 }

@@ -1,8 +1,8 @@
-//! Recovery of jobs after the death of their worker or program. Payloads that kill workers repeatedly are
-//! quarantined, idempotent jobs are retried, and all other jobs end as crashed.
+//! Recovery of jobs after the death of their worker or program. Payloads that repeatedly kill workers are quarantined,
+//! idempotent jobs are retried, and all other jobs end as crashed.
 //!
 //! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other job.
-//! This identifies the culprit, and keeps it from killing the same innocent job twice.
+//! This identifies the culprit, and keeps it from affecting the same innocent job twice.
 
 use bulkhead_shared::{JobId, Verdict};
 
@@ -21,15 +21,14 @@ pub(super) enum Suspicion {
     OnlyJob,
     /// The job's own program died. No other job ran in that program.
     Program,
-    /// The job was one of several in the worker that died. Each of them may be the cause.
+    /// The job was one of several in the worker that died. Any of them could be the cause.
     OneOfSeveral,
     /// The job cannot be the cause.
     Cleared,
 }
 
 impl Suspicion {
-    /// Returns the suspicion against each job that a dead worker may have begun. `jobs` is the number of
-    /// these jobs.
+    /// Returns the suspicion against each job that a dead worker may have started. `jobs` is the number of these jobs.
     pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
         match (ending.may_be_caused_by_job(), jobs) {
             (true, 1) => Self::OnlyJob,
@@ -40,7 +39,7 @@ impl Suspicion {
 }
 
 impl<T> Bulkhead<T> {
-    /// Handles a job whose worker is dead: retries or ends the job.
+    /// Retries or ends a job whose worker is dead.
     pub(super) fn job_lost(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) {
         self.job_timers.clear(index);
         let is_retried = self.decide_retry(now, index, verdict, loss);
@@ -58,8 +57,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Records the crash under the payload's digest and decides whether the job is retried. If so, records
-    /// the attempt and reports the retry.
+    /// Records the crash under the payload's digest and decides whether the job is retried. If it is, records the
+    /// attempt and reports the retry.
     pub(super) fn decide_retry(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) -> bool {
         if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
             self.record_payload_crash(now, index);
@@ -96,7 +95,7 @@ impl<T> Bulkhead<T> {
         digest.is_some_and(|digest| self.poison.is_quarantined(now, digest))
     }
 
-    /// Returns true if the job may be retried. If so, charges the retry budget.
+    /// Returns true if the job may be retried. In that case, charges the retry budget.
     fn may_retry(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.workers.totals().live_slots > 0;
         let job = self.jobs.get(index);
@@ -105,7 +104,7 @@ impl<T> Bulkhead<T> {
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
-    /// Records that a dead worker had not read this job.
+    /// Records that a dead worker did not read this job.
     pub(super) fn job_unread(&mut self, worker: WorkerId, job: JobId) {
         if let Some((index, _)) = self.find_at(worker, job)
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
@@ -116,11 +115,11 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Marks a job as not begun, according to a record that its dead worker wrote. The job still counts as a
-    /// possible culprit. Otherwise, a worker could make another job the only suspect.
+    /// Marks a job as not started, according to a record written by its dead worker. The job still counts as a possible
+    /// culprit. Otherwise, a worker could make another job the only suspect.
     pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
-        // The record is trusted only once per job. Otherwise, a job that manipulates the record each time
-        // would be dispatched forever.
+        // The record is trusted only once per job. Otherwise, a job that manipulates the record each time would be
+        // dispatched over and over.
         if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).unread_returns > 0) {
             return;
         }
@@ -130,8 +129,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues the jobs that a dead worker had not read, in their original order. Returns the unread jobs
-    /// that cannot be requeued, followed by the jobs that the worker may have begun.
+    /// Requeues the jobs that a dead worker did not read, in their original order. Returns the unread jobs that cannot
+    /// be requeued, followed by the jobs that the worker may have started.
     pub(super) fn requeue_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
             matches!(self.jobs.get(index).state, JobState::InFlight { is_unread: true, .. })
@@ -143,14 +142,14 @@ impl<T> Bulkhead<T> {
         (unread, begun)
     }
 
-    /// Requeues an unread job. Returns false if the client already got the outcome, if the payload is gone,
-    /// or if too many workers have died before reading the job.
+    /// Requeues an unread job. Returns false if the client already has the outcome, if the payload is gone, or if too
+    /// many workers have died before reading the job.
     fn requeue_unread_job(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.record.is_none() || !job.is_resendable || job.unread_returns >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
-        // The job never began, so this dispatch is not an attempt.
+        // The job was never started, so this dispatch is not an attempt.
         job.attempts -= 1;
         job.unread_returns += 1;
         job.state = JobState::Unplaced;
@@ -163,8 +162,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
-    /// charged again. A suspect goes to the list of suspects instead.
+    /// Returns a job to the front of its class, because the job was already dispatched once. The tenant is not charged
+    /// again. A suspect is added to the list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -176,7 +175,7 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the outcome of a job that does not run again, considering all attempts. If an earlier attempt
+    /// Returns the final outcome of a job that does not run again, considering all attempts. If an earlier attempt
     /// crashed, the outcome is that crash.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
@@ -229,5 +228,5 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Maximum number of workers that may die before reading a job. After that, the job is not requeued again.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued any more.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

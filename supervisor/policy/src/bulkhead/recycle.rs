@@ -1,6 +1,6 @@
-//! Replacement of workers after a number of jobs (`recycle.jobs`). A worker that was given its last job is
-//! asked to exit, and a successor takes over the slot as soon as possible. The successor is started in
-//! advance, based on the rate of jobs, and then waits on standby.
+//! Replacement of workers after a number of jobs (`recycle.jobs`). A worker that was given its last job is asked to
+//! exit, and a successor takes over the slot as soon as possible. The successor is started in advance, based on the job
+//! rate, and then waits as a standby.
 
 use super::Bulkhead;
 use super::life::RECYCLE_INTERVAL;
@@ -10,9 +10,9 @@ use crate::time::Time;
 use crate::worker::{Assignment, Worker};
 
 impl<T> Bulkhead<T> {
-    /// Checks a worker against `recycle.jobs`, after the worker was given a job or the setting has changed.
-    /// If the worker is close to its last job, starts a successor. If it was given its last job, replaces or
-    /// drains the worker.
+    /// Checks a worker against `recycle.jobs` after the worker was given a job or the setting was changed. If the
+    /// worker is close to its last job, starts a successor. If the worker was given its last job, replaces or drains
+    /// the worker.
     pub(super) fn check_job_limit(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_ready()) else { return };
         let Assignment::Active { slot, .. } = worker.assignment else { return };
@@ -49,7 +49,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts a successor for a slot's worker unless the slot has a successor or a successor has just failed.
+    /// Starts a successor for a slot's worker, unless the slot already has a successor or a successor has just failed.
     fn start_successor(&mut self, now: Time, slot: u32) {
         let entry = self.workers.slot(slot);
         // If the bulkhead has spares, the next spare becomes the successor.
@@ -66,7 +66,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts successors for all workers that were given their last jobs, because earlier failures no longer count.
+    /// Starts successors for all workers that were given their last jobs. Called when earlier failures no longer count.
     pub(super) fn start_successors_at_job_limit(&mut self, now: Time) {
         for slot in self.workers.slot_numbers() {
             self.start_successor_at_job_limit(now, slot);
@@ -88,10 +88,9 @@ impl<T> Bulkhead<T> {
         self.workers.slot(slot).successor.filter(is_ready)
     }
 
-    /// Returns true if a ready successor must wait until the slot's worker is given its last job. The first
-    /// check whether the slot is idle takes place after four times the successor's start time. By then the
-    /// last job was expected, because the successor was started when the last job was expected within twice
-    /// the start time.
+    /// Returns true if a ready successor must wait until the slot's worker is given its last job. The first check for
+    /// an idle slot takes place after four times the successor's start time. The last job should have been given by
+    /// then, because the successor is started when the last job is expected within twice the start time.
     pub(super) fn must_stand_by(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason) -> bool {
         let waits = self.has_jobs_left(slot, reason);
         if waits {
@@ -108,8 +107,8 @@ impl<T> Bulkhead<T> {
         is_counted && worker.is_ready() && worker.jobs_left(&self.limits) > 0
     }
 
-    /// Lets a standby take over the slot if the slot's worker is idle. Otherwise, the slot could have two
-    /// workers for a long time when no jobs arrive.
+    /// Lets a standby take over the slot if the slot's worker is idle. Otherwise, the slot could have two workers for a
+    /// long time if no jobs arrive.
     pub(super) fn check_standby(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place).filter(|worker| worker.is_standby()) else { return };
         if now < worker.next_replacement_at {
@@ -122,7 +121,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills standbys for which `is_not_needed` returns true. A standby has run no jobs.
+    /// Kills standbys for which `is_not_needed` returns true. A standby has not run any jobs.
     pub(super) fn dismiss_standbys(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
         for slot in self.workers.slot_numbers() {
             if let Some(place) = self.standby(slot)
@@ -134,8 +133,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns true if, at the current rate of jobs, the worker will be given its last job within twice its own
-/// start time.
+/// Returns true if, at the current job rate, the worker will be given its last job within twice its own start time.
 fn is_near_job_limit(worker: &Worker, now: Time, left: u64) -> bool {
     let start = worker.ready_at.map_or(0, |at| at.since(worker.spawned_at).as_nanos());
     let so_far = now.since(worker.spawned_at).as_nanos();

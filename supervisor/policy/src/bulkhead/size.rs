@@ -1,5 +1,5 @@
-//! Changes the number of workers and of permits per worker while jobs run, and scales to zero workers.
-//! Increases take effect at once. After a decrease, surplus workers finish their jobs.
+//! Changes the number of workers and of permits per worker while jobs are running, and scales the bulkhead to zero
+//! workers. Increases take effect immediately. After a decrease, surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
 use crate::ending::{KillReason, RecycleReason};
@@ -9,15 +9,15 @@ use crate::time::Time;
 use crate::worker::{Phase, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum number of replaced workers that are still exiting while their slots have new workers. If there are
-/// more, the oldest one is killed.
+/// Maximum number of replaced workers that are still exiting while their slots have new workers. If there are more, the
+/// oldest one is killed.
 const EXITING_MAX: usize = 16;
 
 /// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// No workers are needed. This is the state before [`crate::Event::Start`], after
-    /// [`crate::Event::ScaleToZero`], and when there was no job for the time [`crate::Limits::idle`].
+    /// No workers are needed. This is the state before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`],
+    /// and after the time [`crate::Limits::idle`] without jobs.
     ScaledToZero,
     /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,
@@ -36,7 +36,7 @@ impl<T> Bulkhead<T> {
         self.workers.is_empty()
     }
 
-    /// Returns true if no job waits and no worker has a job.
+    /// Returns true if no job is waiting and no worker has a job.
     pub fn has_no_jobs(&self) -> bool {
         self.jobs.is_empty()
     }
@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
-            // Jobs that have not begun must be recalled before their worker gets a new maximum.
+            // Jobs that have not started must be recalled before their worker gets a new maximum.
             self.recall_all(now);
             self.limits.max_in_flight = most;
             self.send_max_in_flight();
@@ -68,7 +68,7 @@ impl<T> Bulkhead<T> {
         self.replace_unresizable(now);
     }
 
-    /// Replaces all limits, as in a reload of the configuration.
+    /// Replaces all limits, as when the configuration is reloaded.
     pub(super) fn reconfigure(&mut self, now: Time, limits: Limits) {
         let before = std::mem::replace(&mut self.limits, limits);
         if let Some(limit) = self.limits.rate_limit {
@@ -107,8 +107,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts workers in slots that the previous restart policy had stopped, if the new policy allows
-    /// restarts.
+    /// Starts workers in slots that were stopped under the previous restart policy, if the new policy allows restarts.
     fn start_stopped(&mut self, now: Time) {
         let is_stopping = matches!(self.mode, Mode::Stopping { .. });
         if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
@@ -124,8 +123,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the value
-    /// with its welcome.
+    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the value with its
+    /// welcome.
     fn send_max_in_flight(&mut self) {
         let most = self.limits.max_in_flight;
         for place in self.workers.places() {
@@ -141,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces workers that cannot raise their maximum number of jobs, one after the other.
+    /// Replaces, one after the other, the workers that cannot raise their maximum number of jobs.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -149,13 +148,13 @@ impl<T> Bulkhead<T> {
         for place in self.workers.places() {
             let Some(worker) = self.workers.get(place) else { continue };
             let slot = worker.assignment.slot();
-            // A worker that reached `recycle.jobs` is already being replaced.
+            // A worker that has reached `recycle.jobs` is already being replaced.
             let is_replaced = worker.sent_max_in_flight < most && !worker.assignment.is_at_job_limit();
             if !is_replaced || !self.workers.fills_job_slot(worker) {
                 continue;
             }
             self.edit_timing(place, |worker| worker.next_replacement_at = now);
-            // A rolling restart does not replace this worker if the worker was started after the restart.
+            // A rolling restart does not replace this worker if the worker was started after the restart was requested.
             if !self.rolling.contains(&(slot, RecycleReason::Resize)) {
                 self.rolling.push_back((slot, RecycleReason::Resize));
             }
@@ -196,7 +195,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Starts a worker in a slot, now or as soon as possible.
+    /// Starts a worker in a slot, either now or as soon as possible.
     fn open_slot(&mut self, now: Time, slot: u32) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
@@ -209,8 +208,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Restores the backoff or stop of a slot from before the bulkhead was scaled to zero, so that failing
-    /// workers stay visible. Returns true if the slot must wait.
+    /// Restores a slot's backoff or stop from before the bulkhead was scaled to zero, so that failing workers stay
+    /// visible. Returns true if the slot must wait.
     fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
@@ -226,7 +225,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Changes the state of a slot. Workers in the slot finish their jobs and exit.
+    /// Changes a slot's state. Workers in the slot finish their jobs and exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
         let entry = self.workers.slot(slot);
         let (before, successor) = (entry.state, entry.successor);
@@ -245,8 +244,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may have been
-    /// waiting for this.
+    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may have been waiting
+    /// for this.
     pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32) {
         if self.workers.slot(slot).state == SlotState::Awaiting {
             self.open_slot(now, slot);
@@ -255,8 +254,8 @@ impl<T> Bulkhead<T> {
         self.start_successor_at_job_limit(now, slot);
     }
 
-    /// Removes one replaced worker without jobs from its slot. The slot need not wait for the exit of such a
-    /// worker, which destructors can delay. Returns false if there is no such worker.
+    /// Removes one replaced worker without jobs from its slot. The slot does not need to wait for such a worker to
+    /// exit, which can be delayed by destructors. Returns false if there is no such worker.
     pub(super) fn release_slots(&mut self, now: Time) -> bool {
         let Some(place) = self.workers.pop_finished() else { return false };
         if self.workers.get(place).is_some_and(Worker::is_finished) {
@@ -316,7 +315,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Returns the time at which the bulkhead is scaled to zero if no job arrives.
+    /// Returns the time at which the bulkhead is scaled to zero unless a job arrives.
     pub(super) fn scale_to_zero_at(&self) -> Option<Time> {
         Some(self.idle_since? + self.limits.idle?)
     }
@@ -332,7 +331,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// Applies new limits of tenants, which can block or unblock any tenant in the queue.
+    /// Applies new tenant limits. They can block or unblock any tenant in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.overrides, general.as_ref());

@@ -1,10 +1,9 @@
-//! Spares (`start.spares`) are workers in spare slots that are started and ready, but have no permits. A
-//! spare takes over a slot whose worker is killed, dies, was given its last job, is being replaced or is not
-//! ready yet. The previous worker moves to the spare slot, and once it is gone, the next spare starts there.
-//! So the number of workers, including dying ones, never exceeds the number of slots plus spares.
+//! Spares (`start.spares`) are workers in spare slots that have been started and are ready, but have no permits. A
+//! spare takes over a slot whose worker is killed, dies, was given its last job, is being replaced or is not ready yet.
+//! The previous worker moves to the spare slot. Once that worker is gone, the next spare starts there. The number of
+//! workers, including dying ones, therefore never exceeds the number of slots plus spares.
 //!
-//! The spare slots have the numbers after those of the job slots. A spare that hangs or dies is restarted
-//! with the usual backoff.
+//! The spare slots are numbered after the job slots. A spare that hangs or dies is restarted with the usual backoff.
 
 use super::Bulkhead;
 use crate::ending::{KillReason, RecycleReason};
@@ -35,14 +34,14 @@ impl<T> Bulkhead<T> {
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_spare_slot && slot.successor.is_none() && slot.replaced == 0;
         let mut places = self.workers.slots().iter().filter(is_free).filter_map(|slot| slot.state.worker());
-        // A silent spare may be hung.
+        // A silent spare might be hung.
         places.find(|&place| {
             let worker = self.workers.get(place);
             worker.is_some_and(|worker| worker.is_ready() && worker.silence == SilenceCheck::None)
         })
     }
 
-    /// Returns true if a spare is ready or is starting.
+    /// Returns true if there is a spare that is ready or starting.
     fn has_live_spare(&self) -> bool {
         self.limits.has_spares()
             && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
@@ -83,7 +82,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
-            // A worker that reached `recycle.jobs` always gets a successor, even if it exits before the planned
+            // A worker that has reached `recycle.jobs` always gets a successor, even if it exits before the planned
             // replacement.
             _ if effect.is_clean && effect.is_at_job_limit => true,
             RestartPolicy::OnFailure => !effect.is_clean,
@@ -91,8 +90,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. There it is drained
-    /// if it is healthy; otherwise its start or its death continues.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. A healthy worker is drained
+    /// there; any other worker continues to start or to die.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();
@@ -141,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills the ready spares for which `is_not_needed` returns true. They run no jobs.
+    /// Kills the ready spares for which `is_not_needed` returns true. Spares do not run any jobs.
     pub(super) fn dismiss_spares(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
         for place in self.workers.places() {
             if self.workers.get(place).is_some_and(|worker| worker.is_ready_spare() && is_not_needed(worker))

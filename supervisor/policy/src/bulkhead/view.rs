@@ -1,4 +1,4 @@
-//! Read-only views of a bulkhead, for snapshots and for the invariants that tests check.
+//! Read-only views of a bulkhead, used for snapshots and for the invariants that tests check.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,15 +33,14 @@ pub struct Counters {
     pub rejected: [u64; REASONS],
     /// Number of retries after the death of a worker or program.
     pub retries: u64,
-    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. This bulkhead counts
-    /// their outcomes.
+    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. Their outcomes will be counted
+    /// here.
     pub elsewhere: u64,
-    /// Number of replies for jobs whose clients already had the outcome, and for jobs that the worker never
-    /// had.
+    /// Number of replies to jobs whose clients already had the outcome, and to jobs that the worker never had.
     pub late_replies: u64,
-    /// Number of times that the adaptive limit rose.
+    /// Number of times that the adaptive limit was raised.
     pub limit_raised: u64,
-    /// Number of times that the adaptive limit fell.
+    /// Number of times that the adaptive limit was lowered.
     pub limit_lowered: u64,
 }
 
@@ -99,7 +98,7 @@ impl Counters {
 vocabulary! {
     /// State of a bulkhead.
     BulkheadState {
-        /// At least one slot has neither succeeded nor failed to start its first worker yet.
+        /// At least one slot's first worker has neither become ready nor failed to start.
         Starting = "starting",
         /// Every slot has a ready worker.
         Ready = "ready",
@@ -107,12 +106,12 @@ vocabulary! {
         Degraded = "degraded",
         /// No slot has a worker or will get one soon.
         Failed = "failed",
-        /// The bulkhead accepts no jobs.
+        /// The bulkhead does not accept jobs.
         Draining = "draining",
     }
 }
 
-/// State of one worker, for snapshots.
+/// State of one worker, used in snapshots.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct WorkerView {
@@ -123,17 +122,17 @@ pub struct WorkerView {
     pub uptime: Duration,
     pub in_flight: u32,
     pub served: u64,
-    /// Number of restarts of the slot's worker, not counting replacements by `recycle`.
+    /// Number of times that the slot's worker was restarted, not counting replacements by `recycle`.
     pub restarts: u64,
     /// Description of how the slot's previous worker ended.
     pub last_exit: Option<String>,
     /// True if the worker fills its slot. False if the worker is starting as a successor or has been replaced.
     pub is_current: bool,
-    /// True if the worker runs a suspect alone, or is finishing its jobs in order to become idle for a suspect.
+    /// True if the worker is running a suspect alone, or is finishing its jobs so that it becomes idle for a suspect.
     pub is_exclusive: bool,
-    /// True if the worker was late to begin a job. The worker then gets no more jobs until its next sign of life.
+    /// True if the worker was late in starting a job. The worker then gets no more jobs until its next sign of life.
     pub is_stalled: bool,
-    /// True if the worker is a spare, ready or starting.
+    /// True if the worker is a spare, whether ready or starting.
     pub is_spare: bool,
     /// True if the worker was started before the last restart, or has a previous program or configuration.
     pub is_outdated: bool,
@@ -153,14 +152,14 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited, created before the exit is handled.
+/// Description of a worker whose process has exited. Created before the exit is handled.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
-    /// Slot of the worker.
+    /// The worker's slot.
     pub slot: u32,
-    /// Process id.
+    /// PID.
     pub pid: u32,
-    /// Reason for the kill, or `None` if the supervisor did not kill the worker.
+    /// Reason why the supervisor killed the worker, or `None` if it did not.
     pub killed: Option<KillReason>,
     /// True if the worker had become ready.
     pub was_ready: bool,
@@ -170,16 +169,16 @@ pub struct PostMortem {
     pub served: u64,
     /// Number of jobs that were in flight in the worker.
     pub in_flight: u32,
-    /// Number of jobs in flight that the worker may have begun.
+    /// Number of jobs in flight that the worker may have started.
     pub begun: u32,
     /// The jobs in flight with the longest run times, up to the requested number.
     pub jobs: Vec<HeldJob>,
 }
 
-/// Job in flight in a worker.
+/// A job in flight in a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct HeldJob {
-    /// Job id.
+    /// Job ID.
     pub id: JobId,
     /// Time since the dispatch.
     pub ran: Duration,
@@ -187,26 +186,26 @@ pub struct HeldJob {
     pub attempts: u32,
     /// True if the worker exited without reading the job.
     pub is_unread: bool,
-    /// Digest of operation and payload, or `None` if the bulkhead does not detect poison payloads.
+    /// Digest of operation and payload, or `None` if the bulkhead does not use poison detection.
     pub digest: Option<Digest>,
 }
 
 vocabulary! {
-    /// Progress of a job whose client waits for the outcome.
+    /// Progress of a job whose client is waiting for the outcome.
     JobProgress {
-        /// The job waits for a permit.
+        /// The job is waiting for a permit.
         Queued = "queued",
-        /// The job was sent to a worker, which has not begun it.
+        /// The job was sent to a worker that has not started it yet.
         Prefetched = "prefetched",
-        /// A worker runs the job.
+        /// A worker is running the job.
         Running = "running",
     }
 }
 
-/// Job whose client waits for the outcome, for lists of jobs.
+/// A job whose client is waiting for the outcome, as shown in job lists.
 #[derive(Debug)]
 pub struct JobView<'a, T> {
-    /// Job id.
+    /// Job ID.
     pub id: JobId,
     /// The caller's record.
     pub record: &'a T,
@@ -214,19 +213,19 @@ pub struct JobView<'a, T> {
     pub progress: JobProgress,
     /// Time at which the bulkhead received the job.
     pub received: Time,
-    /// True if another bulkhead passed the job on.
+    /// True if the job was passed on from another bulkhead.
     pub is_fallback: bool,
-    /// Time since the last dispatch, or `None` if no worker runs the job.
+    /// Time since the last dispatch, or `None` if no worker is running the job.
     pub ran: Option<Duration>,
-    /// Remaining time until the client gets an outcome at the latest.
+    /// Time left until the client gets an outcome at the latest.
     pub left: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
-    /// Process id of the worker that has the job.
+    /// PID of the worker that has the job.
     pub worker_pid: Option<u32>,
 }
 
-/// State of one tenant, for snapshots.
+/// State of one tenant, used in snapshots.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct TenantView {
@@ -240,7 +239,7 @@ pub struct TenantView {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the tenants with the most jobs, at most `most` of them. Jobs without a tenant are not included.
+    /// Returns the tenants with the most jobs, up to `most` tenants. Jobs without a tenant are not included.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants
@@ -269,7 +268,7 @@ impl<T> Bulkhead<T> {
         self.breaker.state()
     }
 
-    /// Returns the number of waiting jobs, which includes queued jobs, suspects and prefetched jobs.
+    /// Returns the number of waiting jobs. It includes queued jobs, suspects and prefetched jobs.
     pub fn queued(&self) -> usize {
         self.queue.len() + self.suspects.len() + self.prefetched
     }
@@ -279,9 +278,9 @@ impl<T> Bulkhead<T> {
         self.poison.len(now)
     }
 
-    /// Charges the rate limit for a rejected job that is about to be passed on to a fallback and has not been
-    /// charged yet. Otherwise, jobs could avoid the rate limit through the fallback. If the job exceeds the
-    /// limit, changes the counted reason to `rate_limited` and returns the time to wait.
+    /// Charges the rate limit for a rejected job that is about to be passed on to a fallback and has not been charged
+    /// yet. Otherwise, jobs could use the fallback to avoid the rate limit. If the job exceeds the limit, changes the
+    /// counted reason to `rate_limited` and returns the time to wait.
     pub fn charge_fallback(
         &mut self,
         now: Time,
@@ -315,7 +314,7 @@ impl<T> Bulkhead<T> {
         self.workers.iter().map(|worker| u64::from(worker.awaited_jobs)).sum()
     }
 
-    /// Returns the number of permits in use, including permits of workers that get no more jobs.
+    /// Returns the number of permits in use, including those of workers that get no more jobs.
     pub fn permits_held(&self) -> u32 {
         self.workers.totals().held
     }
@@ -341,7 +340,7 @@ impl<T> Bulkhead<T> {
         self.workers.slots().iter().map(|slot| slot.record.restarts).sum()
     }
 
-    /// Returns true if every slot's first start has succeeded or failed.
+    /// Returns true if the first start in every slot has succeeded or failed.
     pub fn has_settled(&self) -> bool {
         self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.record.has_settled)
     }
@@ -350,7 +349,7 @@ impl<T> Bulkhead<T> {
         self.workers.slots().iter().filter(|slot| slot.state.is_wanted() && !slot.is_spare_slot)
     }
 
-    /// Returns a description of the last failure of a worker, or an empty string if no worker has failed.
+    /// Returns a description of the most recent worker failure, or an empty string if no worker has failed.
     pub fn last_failure(&self) -> &str {
         &self.last_failure
     }
@@ -387,7 +386,7 @@ impl<T> Bulkhead<T> {
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> =
             indexes.into_iter().map(|index| self.describe_held_job(now, index)).collect();
-        // Jobs that only the worker's own record reports as not begun count as begun. Otherwise, a worker
+        // Jobs that are reported as not started only by the worker's own record count as started. Otherwise, a worker
         // could make another job look like the only suspect.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
@@ -395,7 +394,7 @@ impl<T> Bulkhead<T> {
         Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, begun, jobs })
     }
 
-    /// Returns true if the worker has been silent for so long that it may be hung.
+    /// Returns true if the worker has been silent for so long that it might be hung.
     pub fn is_silent(&self, worker: WorkerId) -> bool {
         self.workers.by_id(worker).is_some_and(|worker| worker.silence != SilenceCheck::None)
     }
@@ -405,13 +404,13 @@ impl<T> Bulkhead<T> {
         self.workers.by_id(worker).is_some_and(Worker::is_ready_spare)
     }
 
-    /// Returns the ids of the jobs in flight in a worker.
+    /// Returns the IDs of the jobs in flight in a worker.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
         let jobs = self.workers.by_id(worker).map(|worker| &worker.jobs);
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns the number of positions to pass to [`Self::job_at`], which can exceed the number of jobs.
+    /// Returns the number of positions to pass to [`Self::job_at`]. It can exceed the number of jobs.
     pub fn job_positions(&self) -> usize {
         self.jobs.positions()
     }
@@ -439,12 +438,12 @@ impl<T> Bulkhead<T> {
         })
     }
 
-    /// Returns the job with this id. Returns `None` if the client already has the outcome.
+    /// Returns the job with this ID. Returns `None` if the client already has the outcome.
     pub fn job(&self, now: Time, id: JobId) -> Option<JobView<'_, T>> {
         self.job_at(now, self.jobs.find(id)? as usize)
     }
 
-    /// Returns a job in flight, for a report about its program's death.
+    /// Returns a job in flight, for a report about the death of its program.
     pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.describe_held_job(now, index))
@@ -463,7 +462,7 @@ impl<T> Bulkhead<T> {
         HeldJob { id, ran, attempts: job.attempts, is_unread, digest: job.digest }
     }
 
-    /// Returns summaries of all workers, in no particular order and without allocating memory.
+    /// Returns summaries of all workers, in no particular order. Does not allocate memory.
     pub fn worker_summaries(&self) -> impl Iterator<Item = WorkerSummary> {
         self.workers.iter().map(|worker| WorkerSummary {
             slot: worker.assignment.slot(),

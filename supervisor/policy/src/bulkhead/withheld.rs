@@ -1,6 +1,6 @@
 //! Reduces a tenant's quota for a while after one of its jobs has ended a worker. Otherwise, a tenant could end one
-//! worker after another with short deadlines, cancellations or crashes, and use far more of the bulkhead than its
-//! quota while new workers start.
+//! worker after another with short deadlines, cancellations or crashes. It could then use far more of the bulkhead than
+//! its quota while new workers start.
 
 use super::Bulkhead;
 use crate::ending::{Ending, KillReason};
@@ -9,8 +9,8 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::worker::Worker;
 
-/// A withheld place of a tenant's quota, which is released when the slot has a ready worker. Each worker that
-/// ended costs a tenant at most one place.
+/// A withheld place in a tenant's quota. It is released when the slot has a ready worker. Each worker that ended costs
+/// a tenant at most one place.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
@@ -19,8 +19,8 @@ pub(super) struct Withheld {
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have ended a worker. `slot` is the worker's slot,
-    /// and `jobs` contains all jobs of the worker.
+    /// Withholds one place from each tenant whose job may have ended a worker. `slot` is the worker's slot, and `jobs`
+    /// contains all of the worker's jobs.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], ending: &Ending) {
         let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));
@@ -29,7 +29,7 @@ impl<T> Bulkhead<T> {
             let job = self.jobs.get(index);
             let JobState::InFlight { is_overdue, is_unread, .. } = job.state else { continue };
             let is_suspect = match ending.killed {
-                // If no job was overdue, the worker was killed because no client waited for any of its jobs.
+                // If no job was overdue, the worker was killed because no client was waiting for any of its jobs.
                 Some(KillReason::Deadline) => is_overdue == has_late,
                 _ => ending.may_be_caused_by_job() && !is_unread,
             };
@@ -37,7 +37,7 @@ impl<T> Bulkhead<T> {
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
             if is_suspect && !has_paid && self.quota(tenant).is_some() {
                 self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
-                // The tenant must keep its number while the place is withheld.
+                // The tenant must keep its number as long as the place is withheld.
                 self.tenants.add_job(tenant);
                 self.tenants.get(tenant).withheld += 1;
                 self.update_tenant_block(tenant);
@@ -45,8 +45,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Releases the places whose slot has a ready worker or will not get one, and the places whose time has
-    /// expired.
+    /// Releases the places whose slot has a ready worker or will not get one, and the places that have expired.
     pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {

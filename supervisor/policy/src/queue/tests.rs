@@ -1,6 +1,6 @@
-//! Compares the queue with a simple model and with the algorithm in the paper. Also checks fairness and
-//! strict priority of classes, and that the work per operation and the memory per job do not grow with the
-//! number of waiting jobs.
+//! Compares the queue with a simple model and with the algorithm in the paper. Also checks fairness, the strict
+//! priority of classes, and that neither the work per operation nor the memory per job grows with the number of waiting
+//! jobs.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Number of steps of work: the maximum of a single operation, and the total.
+/// Numbers of steps of work: the maximum for a single operation, and the total.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -84,7 +84,7 @@ fn higher_classes_are_served_first() {
     assert_eq!(drain(&mut queue), [5, 3, 0]);
 }
 
-/// Tenants that have waiting jobs take turns.
+/// Tenants with waiting jobs take turns.
 #[test]
 fn new_tenant_waits_for_at_most_one_round() {
     let mut queue = Queue::default();
@@ -108,15 +108,14 @@ fn returned_job_comes_first_without_a_second_charge() {
     assert_eq!(drain(&mut queue), [0, 13, 14, 15, 16, 1, 17, 18, 19, 20, 2, 21]);
 }
 
-/// The tenant also keeps its place in the round.
+/// The tenant also keeps its position in the round.
 #[test]
 fn blocked_tenant_keeps_its_credit() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
     (10..13).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
-    // The tenant is blocked two rounds before its turn. Jobs served while the tenant is blocked do not count
-    // as rounds.
+    // The tenant is blocked two rounds before its turn. Jobs served while the tenant is blocked do not count as rounds.
     queue.block(0);
     (13..20).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
     assert_eq!((queue.len(), queue.len_of_tenant(0), queue.oldest(0)), (11, 1, Some(0)));
@@ -145,7 +144,7 @@ fn tenant_stays_blocked_without_jobs() {
 }
 
 #[test]
-fn cancelled_jobs_earn_no_extra_turns() {
+fn cancelled_jobs_do_not_earn_extra_turns() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 1000);
     (1..50).for_each(|job| queue.push(job, Normal, 0, 1));
@@ -158,8 +157,8 @@ fn cancelled_jobs_earn_no_extra_turns() {
 
 // Fairness.
 
-/// Returns the total cost served for each tenant, after each of the first `pops` pops. All jobs are queued
-/// before the first pop.
+/// Returns the total cost served for each tenant, after each of the first `pops` pops. All jobs are queued before the
+/// first pop.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -177,8 +176,8 @@ fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     (0..pops).map_while(next).collect()
 }
 
-/// Checks that the total costs served for any two tenants with waiting jobs never differ by more than the
-/// maximum cost plus one.
+/// Checks that the total costs served for any two tenants with waiting jobs never differ by more than the maximum cost
+/// plus one.
 fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     let bound = 1 + flows.iter().map(|flow| u64::from(flow.1)).max().unwrap_or(0);
     let all: Vec<u64> = flows.iter().map(|&(count, cost)| count as u64 * u64::from(cost)).collect();
@@ -193,15 +192,14 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 fn long_and_short_flows_get_equal_service() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
-    // A flow of small jobs ends after as many rounds as it has jobs, regardless of how long the large flow
-    // is.
+    // A flow of small jobs ends after as many rounds as it has jobs, regardless of how long the large flow is.
     let after = shares(&[(1000, 1), (10, 1), (1, 1)], 21);
     assert_eq!(after[2], [1, 1, 1]);
     assert_eq!(after[20], [10, 10, 1]);
 }
 
 #[test]
-fn flows_of_unequal_job_cost_get_equal_total_cost() {
+fn flows_with_unequal_job_costs_get_equal_total_cost() {
     assert_equal_while_backlogged(&[(1000, 1), (100, 10), (10, 100), (1, 1000)]);
     assert_equal_while_backlogged(&[(3, COST_MAX), (2000, 3), (5000, 2), (100, 64), (100, 65)]);
 }
@@ -221,8 +219,8 @@ fn repeated_blocking_does_not_change_tenant_share() {
     }
 }
 
-/// Returns the number of jobs served for each tenant in `seconds` rounds of `seats` jobs. Each client waits
-/// for its result before it submits the next job, as in the tests of Kubernetes' API Priority and Fairness.
+/// Returns the total cost of the jobs served for each tenant in `seconds` rounds of `seats` jobs. Each client waits for
+/// its result before it submits the next job, as in the tests of Kubernetes' API Priority and Fairness.
 fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64> {
     let mut queue = Queue::default();
     let (mut owner, mut got) = (Vec::new(), vec![0; clients.len()]);
@@ -244,18 +242,18 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 }
 
 #[test]
-fn unequal_numbers_of_clients_get_equal_shares() {
-    // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get equal shares within 1 %.
+fn tenants_with_unequal_numbers_of_clients_get_equal_shares() {
+    // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get shares that are equal within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // The numbers of clients differ much more in this case.
+    // Here, the numbers of clients differ much more.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
 
 #[test]
 fn unused_share_goes_to_the_other_tenant() {
-    // A tenant that demands less than its share gets everything. The other tenant gets the rest.
+    // A tenant that demands less than its share gets everything it demands. The other tenant gets the rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 
@@ -320,7 +318,7 @@ fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
 }
 
 #[test]
-fn rounds_match_the_algorithm_of_the_paper() {
+fn rounds_match_the_algorithm_in_the_paper() {
     let mut random = Random(11);
     for _ in 0..200 {
         let cost_max = random.pick(&[1, 2, 10, 300]);
@@ -337,7 +335,7 @@ fn rounds_match_the_algorithm_of_the_paper() {
             let pop = |_: &_| queue.pop(Normal).map_or((usize::MAX, 0), |job| jobs[job as usize]);
             let mut got: Vec<(usize, u32)> = expected.iter().map(pop).collect();
             if cost_max > 1 {
-                // Only the order within a round may differ.
+                // The only thing that may differ is the order within a round.
                 got.sort_unstable();
                 expected.sort_unstable();
             }
@@ -357,9 +355,8 @@ struct Waiting {
     is_returned: bool,
 }
 
-/// Model of the queue that searches linearly instead of using indexes. For each class and tenant, it stores
-/// the number of rounds until the tenant's turn, and the tenant's position among the tenants with the same
-/// number.
+/// A model of the queue that uses linear searches instead of indexes. For each class and tenant, it stores the number
+/// of rounds until the tenant's turn, and the tenant's position among the tenants with the same number.
 #[derive(Default)]
 struct Model {
     /// All waiting jobs, from oldest to newest.
@@ -368,7 +365,7 @@ struct Model {
     /// Tenants with jobs that were returned to the queue, latest first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
-    /// Time at which each tenant's number of jobs last changed to its current value.
+    /// Time at which each tenant's number of jobs last changed.
     counted: BTreeMap<u32, i64>,
     stamp: i64,
 }
@@ -425,8 +422,8 @@ impl Model {
         Some(gone)
     }
 
-    /// Removes a job without serving it. If the job was the oldest of its flow, the rounds already waited
-    /// count for the flow's next job.
+    /// Removes a job without serving it. If the job was the oldest in its flow, the rounds already waited count towards
+    /// the flow's next job.
     fn cancel(&mut self, job: u32) {
         let Some(at) = self.jobs.iter().find(|waiting| waiting.job == job).copied() else { return };
         let flow = (at.class, at.tenant);
@@ -522,8 +519,8 @@ fn assert_agree(queue: &Queue, model: &Model, tenants: u32) {
     assert_eq!(queue.fullest(), model.fullest());
 }
 
-/// Applies a random sequence of operations to the queue and to the model. Phases that fill the queue and
-/// phases that empty it alternate.
+/// Applies a random sequence of operations to the queue and to the model. Phases that fill the queue alternate with
+/// phases that empty it.
 fn history(seed: u64, steps: usize) -> usize {
     let mut random = Random(seed);
     let (mut queue, mut model) = (Queue::default(), Model::default());
@@ -595,8 +592,7 @@ fn queue_matches_model_under_random_use() {
 
 // Work and memory.
 
-/// Measures the work of every operation with the given numbers of tenants and jobs, and with costs up to
-/// `cost_max`.
+/// Measures the work done by each operation for the given numbers of tenants and jobs, and for costs up to `cost_max`.
 fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
     let (mut random, mut queue, mut steps) = (Random(3), Queue::default(), Steps::default());
     // Grows the slots first, because this work is done only once.
@@ -637,15 +633,15 @@ fn operations_take_a_constant_number_of_steps() {
     }
 }
 
-/// Each operation takes at most twelve steps, so a huge job does not delay other tenants.
+/// Each operation takes at most twelve steps, so a very expensive job does not delay other tenants.
 #[test]
-fn job_of_huge_cost_is_served_in_bounded_time() {
+fn job_with_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
     steps.of(|| queue.push(0, Normal, 0, u32::MAX));
     (1..10_000).for_each(|job| queue.push(job, Normal, 1, 1));
     let place = (0..10_000_u32).find(|_| steps.of(|| queue.pop(Normal)) == Some(0));
     assert!(place.is_some_and(|place| place.abs_diff(COST_MAX) <= 1), "{place:?}");
-    // While the queue has only one tenant, rounds are skipped instead of visited.
+    // While the queue has only one tenant, rounds are skipped rather than visited.
     let mut queue = Queue::default();
     (0..100).for_each(|job| queue.push(job, Normal, 0, u32::MAX));
     (0..100).for_each(|_| _ = steps.of(|| queue.pop(Normal)));
@@ -665,7 +661,7 @@ fn growing_slots_keeps_all_turns() {
     assert_eq!(drain(&mut queue).iter().map(|&job| costs[job as usize]).collect::<Vec<_>>(), sorted);
 }
 
-/// Returns the number of entries for which the queue has memory.
+/// Returns the number of entries that the queue has allocated memory for.
 fn places(queue: &Queue) -> usize {
     let of_class = |class: &super::Class| {
         let rounds = &class.rounds;
@@ -704,7 +700,7 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// A single high number that is added and removed repeatedly does not grow and shrink a table each time.
+/// A single high number that is repeatedly added and removed does not grow and shrink a table each time.
 #[test]
 fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();

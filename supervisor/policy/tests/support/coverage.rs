@@ -1,4 +1,4 @@
-//! Counts how often a simulation reaches each situation. A simulation that misses a required situation fails.
+//! Counts how often a simulation reaches each situation. A simulation that never reaches a required situation fails.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Journals of the workers, shared by policy, the world and the model.
+//! Worker journals, shared by policy, the world and the model.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,15 +12,15 @@ pub(crate) struct Registry(Arc<Mutex<HashMap<WorkerId, Record>>>);
 /// Journal of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Record {
-    /// Number of the last job begun, as written by the worker.
+    /// Number of the last job started, as written by the worker.
     pub(crate) begun: u64,
     /// Number of the last recalled job.
     pub(crate) recalled_up_to: u64,
-    /// Number of the last job that had begun when jobs were first recalled in this step.
+    /// Number of the last job that had started when jobs were first recalled in this step.
     pub(crate) begun_at_recall: Option<u64>,
-    /// True if the worker begins its next job just as it is recalled.
+    /// True if the worker starts its next job just as that job is recalled.
     pub(crate) begins_during_recall: bool,
-    /// Number of the job that was begun and recalled at the same time.
+    /// Number of the job that was started and recalled at the same time.
     pub(crate) begun_during_recall: Option<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Registry {
         self.with(worker, |record| record.begun)
     }
 
-    /// Returns the number of the last job that had begun when jobs were first recalled in this step.
+    /// Returns the number of the last job that had started when jobs were first recalled in this step.
     pub(crate) fn begun_at_recall(&self, worker: WorkerId) -> u64 {
         self.with(worker, |record| record.begun_at_recall.unwrap_or(record.begun))
     }

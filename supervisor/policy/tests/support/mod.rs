@@ -1,5 +1,5 @@
-//! Parts of the simulation: seeded random numbers, a world that stands in for the data plane, workers and
-//! clients, and a model of the rules that checks every step.
+//! Parts of the simulation: seeded random numbers, a world that stands in for the data plane, workers and clients, and
+//! a model of the rules that checks every step.
 
 pub(crate) mod coverage;
 pub(crate) mod journal;
@@ -8,7 +8,7 @@ pub(crate) mod random;
 pub(crate) mod settings;
 pub(crate) mod world;
 
-/// The caller's record of a job. Neither `Clone` nor `Copy`, so that policy cannot return it with two
+/// The caller's record of a job. Neither `Clone` nor `Copy`, so that policy cannot return the same record with two
 /// outcomes.
 #[derive(Debug)]
 pub(crate) struct Tag(pub(crate) u64);

@@ -1,6 +1,6 @@
-//! Simple, independent implementation of the rules, without timers, indexes or redundant tables. From the
-//! events, the model computes which outcomes, dispatches, kills and starts are allowed or required, and
-//! compares them with policy's actions. The model prefers simplicity to speed.
+//! A simple, independent implementation of the rules, without timers, indexes or redundant tables. From the events, the
+//! model computes which outcomes, dispatches, kills and starts are allowed or required, and compares them with policy's
+//! actions. The model values simplicity over speed.
 
 mod actions;
 mod adaptive;
@@ -26,9 +26,9 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time for a worker to send more data of an oversized result.
+/// Minimum time allowed for a worker to send more data of an oversized result.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time for a worker to end a job itself while clients wait for its other jobs.
+/// Minimum time allowed for a worker to end a job itself while clients are waiting for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
@@ -38,20 +38,20 @@ pub(crate) struct Model {
     /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
-    /// Highest `max_queue` and highest number of permits configured so far. Waiting jobs stay in the queue
-    /// when limits are lowered.
+    /// Highest `max_queue` and highest number of permits configured so far. Waiting jobs stay in the queue when limits
+    /// are lowered.
     max_queue_ever: u32,
     permits_ever: u32,
     mode: Mode,
     activity: Activity,
     idle_since: Option<Time>,
     now: Time,
-    /// All jobs without an outcome, and jobs with an outcome that are still in a worker.
+    /// All jobs without an outcome, and jobs that have an outcome but are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
     /// Suspects that are waiting for an idle worker.
     suspects: VecDeque<JobId>,
-    /// Withheld places, each with its tenant, slot, and latest release time.
+    /// Withheld places, each with its tenant, its slot, and the latest release time.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
     /// Workers, indexed by their places in policy's table.
@@ -91,8 +91,8 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Run limits: the time until the client gets its outcome, and the time until the worker is killed
-    /// because of the job.
+    /// Run limits: the time until the client gets its outcome, and the time until the worker is killed because of the
+    /// job.
     run_limits: [Option<Duration>; 2],
     /// Time of the dispatch.
     since: Time,
@@ -102,21 +102,23 @@ struct Job {
     /// Outcome of the previous attempt, or `None` during the first attempt.
     before: Option<Verdict>,
     is_suspect: bool,
-    /// True if the worker is about to exit and cannot have begun the job.
+    /// True if the worker is about to exit and cannot have started the job.
     is_unread: bool,
-    /// True if the job has not begun only according to the worker's own record.
+    /// True if only the worker's own record says that the job was not started.
     is_by_journal: bool,
     attempts: u32,
     /// Number of workers that died before reading this job. Not included in `attempts`.
     unread_returns: u32,
     is_answered: bool,
+    /// True if the job was prefetched at its outcome, but could not be recalled because of another job.
+    was_fixed: bool,
     is_overdue: bool,
-    /// True if the worker is still sending an oversized result of the job.
+    /// True if the worker is still sending an oversized result for the job.
     is_oversized: bool,
     /// End of the queue timeout.
     queue_timeout_at: Option<Time>,
     worker: Option<u32>,
-    /// Worker that has prefetched the job, or `None` if the job is not prefetched.
+    /// Worker to which the job was prefetched, or `None` if the job is not prefetched.
     prefetched: Option<u32>,
     /// Number of the job among all jobs sent to its worker.
     send_number: u64,
@@ -135,17 +137,17 @@ struct Worker {
     has_dispatch_thread: bool,
     can_resize: bool,
     has_journal: bool,
-    /// Number of jobs that were sent to the worker.
+    /// Number of jobs sent to the worker.
     sent: u64,
     /// Prefetched jobs, oldest first.
     prefetched: Vec<JobId>,
-    /// True if the worker gets no jobs because it was late to begin one. Taken from policy.
+    /// True if the worker gets no jobs because it was late in starting one. Taken from policy.
     is_stalled: bool,
     /// Value of `is_stalled` at the end of this step.
     stalls: bool,
-    /// Heartbeat interval that was sent to the worker.
+    /// Heartbeat interval sent to the worker.
     heartbeat: Duration,
-    /// Time by which the worker must send its hello.
+    /// Time by which the worker must send HELLO.
     hello_by: Time,
     /// True if the worker was started before the last restart or before a new program.
     is_outdated: bool,
@@ -159,24 +161,23 @@ struct Worker {
     is_exclusive: bool,
     /// True if the worker was already killed when its slot was taken over.
     killed_before_replacement: bool,
-    /// Start of the observation of a silent worker's processor time, and true if the caller was asked for the
+    /// Start of the observation of a silent worker's processor time, and true if the caller has been asked for the
     /// result.
     observed_since: Option<Time>,
     was_checked: bool,
     excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Number of jobs given to the worker, and true if `recycle.jobs` allows no more.
+    /// Number of jobs given to the worker, and true if `recycle.jobs` does not allow any more.
     begun: u64,
     is_at_job_limit: bool,
     pid: Option<u32>,
-    /// True if the worker is a successor that was started because the slot's worker is about to reach
-    /// `recycle.jobs`.
+    /// True if the worker is a successor that was started because the slot's worker is about to reach `recycle.jobs`.
     stands_by: bool,
     killed: Option<KillReason>,
-    /// Consequences of the worker's exit, stored until its descendants are gone.
+    /// Consequences of the worker's exit. Stored until its descendants are gone.
     dead: Option<Dead>,
-    /// Value of `release_count` when the worker left its slot, or `None` while the slot waits for its exit.
+    /// Value of `release_count` when the worker left its slot, or `None` while the slot is waiting for its exit.
     left: Option<u64>,
     /// Earliest time at which the worker can be killed because of its jobs, if it was stuck before this step.
     killed_at: Option<Time>,
@@ -205,12 +206,12 @@ enum Phase {
     Draining { idle_since: Option<Time> },
 }
 
-/// Interpretation of the current event, and the actions that it requires.
+/// Interpretation of the current event, and the actions that the event requires.
 #[derive(Default)]
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// Accepted job, and its preferred worker.
+    /// The accepted job, and its preferred worker.
     preferred: Option<(JobId, WorkerId)>,
     /// Outcomes that policy must send in this step.
     required: BTreeMap<JobId, Verdict>,
@@ -226,9 +227,9 @@ struct Step {
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
-    /// Worker that sent the result of a job that cannot have begun.
+    /// Worker that sent the result of a job that it cannot have started.
     sent_invalid_reply: Option<WorkerId>,
-    /// Job that is returned, and the worker that returns it.
+    /// A job that is being returned, and the worker that returns it.
     returned: Option<(WorkerId, JobId)>,
     /// Jobs whose outcome depends on the order in which policy handles several jobs.
     ambiguous: BTreeSet<JobId>,
@@ -237,10 +238,10 @@ struct Step {
     /// Jobs whose workers must be asked to cancel them.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
-    /// Jobs of which one must be evicted to make room for the submitted job. Empty if no eviction is needed.
+    /// Jobs, one of which must be evicted to make room for the submitted job. Empty if no eviction is needed.
     evictable: BTreeSet<JobId>,
-    /// True if the submitted job can be rejected instead: several tenants have the most jobs, and the oldest
-    /// job of one of them has a higher priority.
+    /// True if the submitted job can be rejected instead, because several tenants have the most jobs and the oldest job
+    /// of one of them has a higher priority.
     may_be_full: bool,
     /// Job in `required` that is rejected to make room for the submitted job.
     shed: Option<JobId>,
@@ -260,7 +261,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// A slot that is waiting or has stopped can get a worker at once.
+    /// A slot that is waiting or has stopped can get a worker immediately.
     Replace,
 }
 
@@ -374,7 +375,7 @@ impl Model {
             "{:?} sent an invalid reply and was not killed",
             step.sent_invalid_reply
         );
-        assert!(step.submission.is_none(), "a submission was neither accepted nor rejected");
+        assert!(step.submission.is_none(), "the submission was neither accepted nor rejected");
         assert!(step.evictable.is_empty(), "no job was evicted to make room for the accepted job");
         assert!(step.required.is_empty(), "outcomes are missing: {:?}", step.required);
         assert!(
@@ -401,12 +402,12 @@ impl Model {
         self.check_queue_bound();
     }
 
-    /// Jobs that were in flight and returned to the queue can exceed the queue's limit, because they were
-    /// accepted before.
+    /// Jobs that were in flight and have returned to the queue can exceed the queue's limit, because they were accepted
+    /// before.
     fn check_queue_bound(&self) {
         let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
-        assert!(waiting <= most, "{waiting} jobs are waiting, but at most {most} may");
+        assert!(waiting <= most, "{waiting} jobs are waiting, but the maximum is {most}");
     }
 
     fn check_sums(&mut self, bulkhead: &mut Bulkhead<Tag>) {
@@ -472,7 +473,7 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// Returns the maximum number of jobs for the worker. This is never more than the number last sent to it.
+    /// Returns the maximum number of jobs for the worker. It is never higher than the number last sent to the worker.
     fn capacity(&self, worker: &Worker) -> usize {
         let most = self.limits.max_in_flight.min(worker.sent_max_in_flight) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
@@ -483,8 +484,8 @@ impl Model {
             SlotState::Occupied { current, .. } if current == worker.id.place)
     }
 
-    /// Returns true if no client is waiting for any of the worker's jobs, or if one of the jobs has passed
-    /// the bulkhead's own deadline or run limit.
+    /// Returns true if no client is waiting for any of the worker's jobs, or if one of the jobs has exceeded the
+    /// bulkhead's own deadline or run limit.
     fn is_stuck(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
@@ -505,8 +506,8 @@ impl Model {
         }
     }
 
-    /// Returns the delay between the time at which a worker becomes stuck and its kill. While the worker
-    /// sends an oversized result, the delay restarts whenever data arrives.
+    /// Returns the delay from the time at which a worker becomes stuck until it is killed. While the worker is sending
+    /// an oversized result, the delay restarts whenever data arrives.
     fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
@@ -539,8 +540,8 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the jobs of which one must be dispatched next: the oldest jobs of all tenants below their
-    /// quota, in the highest waiting class that can use a permit.
+    /// Returns the jobs, one of which must be dispatched next: the oldest jobs of all tenants below their quota, in the
+    /// highest waiting class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
@@ -567,9 +568,9 @@ impl Model {
         ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
     }
 
-    /// Returns the number of permits that are in use and count towards the limit, for one slot. Jobs in
-    /// replaced workers first use the slot's own unused permits, then those of the slot's worker. A job that
-    /// runs alone uses all permits of its worker.
+    /// Returns the number of permits that are in use in one slot and count towards the limit. Jobs in replaced workers
+    /// first use the slot's own unused permits, then those of the slot's worker. A job that runs alone uses all permits
+    /// of its worker.
     fn taken(&self, slot: usize) -> usize {
         let of_slot = || {
             self.workers.values().filter(|w| w.charged_slot as usize == slot && !w.killed_before_replacement)
@@ -582,11 +583,11 @@ impl Model {
         };
         let (jobs, capacity) = (worker.jobs.len(), self.capacity(worker));
         let taken = if worker.is_exclusive { jobs.max(capacity) } else { jobs };
-        // Permits of the slot that do not count towards the limit absorb the jobs of replaced workers first.
+        // The slot's permits that do not count towards the limit absorb the jobs of replaced workers first.
         taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
 
-    /// Returns the number of running jobs, not counting workers that had already been killed when their slots
+    /// Returns the number of running jobs, excluding those in workers that had already been killed when their slots
     /// were reassigned.
     fn running(&self) -> usize {
         self.workers.values().filter(|w| !w.killed_before_replacement).map(|w| w.jobs.len()).sum()

@@ -1,4 +1,4 @@
-//! Random number generator SplitMix64 (Steele et al. 2014). A single seed determines all random numbers of a
+//! Random number generator SplitMix64 (Steele et al. 2014). A single seed determines all random numbers in a
 //! simulation.
 
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average ones,
-//! because average histories find no bugs.
+//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average ones, because
+//! average histories do not find bugs.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn crowded_or_not(random: &mut Random) -> Limits {
     if !random.percent(30) {
         return limits;
     }
-    // Settings under which many jobs wait and many are prefetched.
+    // Settings under which many jobs are waiting and many are prefetched.
     let deadline = random.millis(1000, 10_000);
     Limits {
         max_in_flight: random.pick(&[1, 1, 2, 4]),
@@ -130,10 +130,10 @@ fn breaker(random: &mut Random) -> BreakerLimits {
     }
 }
 
-/// Value of `recycle.rss` if it is set.
+/// Value of `recycle.rss`, if set.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Behaviour of the workers and clients of one history. Chances are percentages.
+/// Behaviour of the workers and clients in one history. Probabilities are percentages.
 #[derive(Debug)]
 pub(crate) struct Behaviour {
     pub(crate) spawn_fails: u64,
@@ -167,8 +167,8 @@ pub(crate) struct Behaviour {
 
 impl Behaviour {
     pub(crate) fn draw(random: &mut Random) -> Self {
-        // In most histories something fails, but only in a few does everything fail. Without any worker,
-        // there is little to test.
+        // In most histories, something fails, but only in a few does everything fail. Without any worker, there is
+        // little to test.
         let (starts_well, works_well) = (random.percent(70), random.percent(30));
         let start = |random: &mut Random, chances: &[u64]| if starts_well { 0 } else { random.pick(chances) };
         let work = |random: &mut Random, chances: &[u64]| if works_well { 0 } else { random.pick(chances) };

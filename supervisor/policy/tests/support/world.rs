@@ -1,7 +1,7 @@
-//! Everything outside of policy: a caller that performs actions, workers that start, run jobs, misbehave and
-//! die, clients that submit and cancel jobs, and an operator. The world is realistic where policy depends on
-//! it: a killed process exits some time later, and messages from living workers arrive in order. Only
-//! messages from exited workers (ghosts) arrive at random times.
+//! Everything outside policy: a caller that performs actions; workers that start, run jobs, misbehave and die; clients
+//! that submit and cancel jobs; and an operator. The world is realistic where policy depends on it: a killed process
+//! exits some time later, and messages from living workers arrive in order. Only messages from exited workers (ghosts)
+//! arrive at random times.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// Future event. Dropped if its worker has exited by then.
+/// A future event. Dropped if its worker has exited by then.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -41,9 +41,9 @@ enum WorkerMessage {
     Ready,
     Beat,
     Reply(JobId),
-    /// The worker begins all jobs up to this number.
+    /// The worker starts all jobs up to this number.
     Begins(u64),
-    /// The worker returns the job with this number, because the job was recalled.
+    /// The worker returns the job with this number because the job was recalled.
     ReturnsJob(u64),
     /// Part of an oversized result. The second value is the number of remaining parts.
     Part(JobId, u64),
@@ -51,7 +51,7 @@ enum WorkerMessage {
     ProtocolViolated,
     Memory,
     CpuTimeChecked,
-    /// The caller reads a timestamp that the worker wrote.
+    /// The caller reads a timestamp written by the worker.
     AliveAt(Time),
     Exited(Death),
 }
@@ -67,24 +67,23 @@ struct Process {
     taken: Vec<JobId>,
     /// Prefetched jobs.
     prefetched: VecDeque<JobId>,
-    /// Heartbeat interval that was sent to the worker.
+    /// Heartbeat interval sent to the worker.
     heartbeat: Duration,
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
-    /// True if the process is about to exit and reads no more jobs.
+    /// True if the process is about to exit and does not read any more jobs.
     is_exiting: bool,
     /// Jobs in flight.
     jobs: Vec<JobId>,
     /// Jobs in flight that the worker has not read.
     unread: Vec<JobId>,
-    /// Jobs in flight for which an oversized result has begun.
+    /// Jobs in flight for which an oversized result has started to arrive.
     oversized: Vec<JobId>,
 }
 
 impl Process {
-    /// Returns the number of the job among all jobs sent. For a job sent several times, returns the last
-    /// number.
+    /// Returns the job's number among all jobs sent. For a job that was sent several times, returns the last number.
     fn send_number(&self, job: JobId) -> u64 {
         self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
     }
@@ -143,7 +142,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random delay of the supervisor, or usually `None`.
+    /// Returns a random delay of the supervisor. Usually returns `None`.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -156,8 +155,8 @@ impl World {
         self.random.millis(low, high)
     }
 
-    /// Returns the next due event, as the caller would report it. Returns `None` if the event's worker has
-    /// exited.
+    /// Returns the next due event in the form in which the caller would report it. Returns `None` if the event's worker
+    /// has exited.
     pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
@@ -203,8 +202,7 @@ impl World {
         // Chooses a worker that exists or has existed.
         let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.exited).copied().collect();
         workers.sort_unstable();
-        // Derived from the number of the job instead of a random number, so that the random sequence stays
-        // the same.
+        // Derived from the job's number rather than from a random number, so that the random sequence stays the same.
         let tag = usize::try_from(self.next_tag).unwrap_or_default();
         let preferred_worker =
             (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();
@@ -219,7 +217,7 @@ impl World {
         })
     }
 
-    /// Handles the acceptance of a job, which its client may cancel later.
+    /// Handles the acceptance of a job. The client may cancel the job later.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -261,7 +259,7 @@ impl World {
         }
     }
 
-    /// Returns limits with a few or all keys changed, like an edited configuration file.
+    /// Returns limits in which a few or all keys have changed, as in an edited configuration file.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -405,14 +403,14 @@ impl World {
         Some(event)
     }
 
-    /// Schedules the end of a worker's descendants. Usually there are none. Sometimes they take long to exit.
+    /// Schedules the exit of a worker's descendants. Usually there are none. Sometimes they take a long time to exit.
     fn schedule_reaping(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns to policy a job that was begun just as it was recalled. Policy decides which worker runs it.
+    /// Returns to policy a job that was started just as it was recalled. Policy decides which worker runs it.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -551,7 +549,7 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a worker after a job. Some workers announce their exit, others do not.
+    /// Schedules the exit of a worker after a job. Some workers announce their exit, and others do not.
     fn exit_after_job(&mut self, now: Time, worker: WorkerId) {
         if self.random.percent(50) {
             self.schedule_message(now, worker, WorkerMessage::Stopping);
@@ -564,7 +562,7 @@ impl World {
         }
     }
 
-    /// Drains a process, which exits once it has no jobs left.
+    /// Drains a process. It exits once it has no jobs left.
     fn start_draining(&mut self, now: Time, worker: WorkerId) {
         let disobeys = self.random.percent(self.behaviour.ignores_drain);
         let after = self.random.millis(0, 50);
@@ -705,7 +703,7 @@ impl World {
         }
     }
 
-    /// Makes a process begin its jobs up to this number, unless the jobs were recalled.
+    /// Makes a process start its jobs up to this number, unless the jobs were recalled.
     fn begin(&mut self, now: Time, worker: WorkerId, send_number: u64) {
         let Some(process) = self.processes.get_mut(&worker) else { return };
         let begun = self.registry.begun(worker);
@@ -719,7 +717,7 @@ impl World {
         jobs.into_iter().for_each(|job| self.run(now, worker, job));
     }
 
-    /// Decides how a job that has begun will end.
+    /// Decides how a job that has started will end.
     fn run(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let after = self.random.millis(0, 2 * self.behaviour.job_ms);
         let roll = self.random.range(0, 99);
@@ -751,8 +749,8 @@ impl World {
         if process.is_draining && process.jobs.is_empty() {
             self.start_draining(now, worker);
         }
-        // Returns the job that was begun during the recall. Sometimes, returns the last job that was begun
-        // before the recall instead.
+        // Returns the job that was started during the recall. Sometimes returns the last job that was started before
+        // the recall instead.
         let returns_job = begun_during_recall.is_none() && begun > 0 && self.random.percent(10);
         if let Some(send_number) = begun_during_recall.or(returns_job.then_some(begun)) {
             let within_ms = self.random.pick(&[0, 5, 50]);
@@ -761,7 +759,7 @@ impl World {
         }
     }
 
-    /// Begins the oldest prefetched job.
+    /// Starts the oldest prefetched job.
     fn begin_prefetched(&mut self, now: Time, worker: WorkerId) {
         let next = self.processes.get_mut(&worker).and_then(|process| process.prefetched.pop_front());
         if let Some(job) = next {

@@ -1,5 +1,5 @@
-//! Tests of the rules in `docs/protocol.md` about unusual behaviour. Each test runs a worker or a client with this
-//! behaviour. The quotations are from the page.
+//! Tests of the rules in `docs/protocol.md` about unusual behaviour. Each test runs a worker or a client that behaves
+//! in an unusual way. The quotations are from that page.
 
 use std::fs::OpenOptions;
 
@@ -7,8 +7,8 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload that is small enough for the supervisor to keep a copy for another worker, and too large to be read together
-/// with the header by accident.
+/// Payload small enough for the supervisor to keep a copy for another worker. Too large to be read together with the
+/// header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability of a worker whose heartbeats do not depend on its handlers.
@@ -21,7 +21,7 @@ fn start(rule: &str, keys: &str) -> Supervisor {
     Supervisor::start(&by_hand(&format!("rules-{rule}"), &format!("{heartbeat}\n{keys}")))
 }
 
-/// Sends HELLO with these capabilities, and READY.
+/// Sends HELLO with the given capabilities, and then READY.
 fn open(worker: &mut Worker, capabilities: u64) {
     let hello = Meta::default().u16(1).u16(1).u8(2).u32(u32::MAX).u64(capabilities);
     worker.send(HELLO, BULKHEAD, hello.text("by hand").text("1").end(), b"");
@@ -38,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Reads as much of the first job as `rule` says, and aborts. Later workers serve jobs normally.
+/// Reads the part of the first job that `rule` names, and aborts. Later workers serve jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -83,7 +83,7 @@ fn peek(socket: &UnixStream, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Answers every job with its payload, and counts the jobs that it begins.
+/// Answers every job with its payload, and counts the jobs that have begun.
 fn serve(worker: &mut Worker) {
     loop {
         let frame = worker.next();
@@ -137,7 +137,7 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
     }
 }
 
-/// Sends STOPPING while the supervisor is still sending jobs, and serves these jobs until DRAIN.
+/// Sends STOPPING while the supervisor is still sending jobs. Serves these jobs until DRAIN arrives.
 fn stop(worker: &mut Worker) {
     if mark("came") > 0 {
         return serve(worker);
@@ -149,8 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Sends nothing for ten heartbeat intervals while a job runs, and nothing after the job. The worker has no
-/// `DISPATCH_THREAD` capability.
+/// Sends nothing for ten heartbeat intervals while a job is running, and nothing after the job. The worker does not
+/// announce the capability `DISPATCH_THREAD`.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
@@ -194,7 +194,7 @@ fn unread_job_goes_to_next_worker() {
     assert_eq!((supervisor.file_bytes("came"), supervisor.file_bytes("begun")), (2, 1));
 }
 
-/// A worker dies with one job begun and another job unread.
+/// The worker dies after beginning the first job, and before reading the second job.
 #[test]
 fn worker_death_requeues_only_unread_jobs() {
     let supervisor = start("reads-one-of-two", "max_in_flight = 2");
@@ -209,7 +209,7 @@ fn worker_death_requeues_only_unread_jobs() {
     assert_eq!(supervisor.file_bytes("begun"), 1);
 }
 
-/// The worker closes its descriptor and continues to run, so its heartbeats are missing.
+/// The worker closes its link but continues to run, so its heartbeats stop.
 #[test]
 fn worker_with_closed_link_counts_as_hung() {
     let supervisor = start("closes", "health = { heartbeat = \"200ms\", missed = 3 }");

@@ -1,4 +1,4 @@
-//! Upgrades in which a program ends, hangs, or cannot start. One program serves afterwards.
+//! Upgrades in which a program dies, hangs, or cannot start. Afterwards, exactly one program serves.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -27,7 +27,7 @@ fn failed_start_leaves_the_old_program_in_service() {
         assert!(text.contains(why), "{why}: {text}");
         assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
         assert_eq!((manager.main(), manager.restarts()), (old, 0));
-        wait_for("the new program has ended", || (manager.supervisors() == [old]).then_some(()));
+        wait_for("the new program has exited", || (manager.supervisors() == [old]).then_some(()));
     };
     fails("", "[bulkhead.b]\n", &[], "command");
     fails("crash_dir = \"crashes\"", ONE, &[], "crash_dir");
@@ -44,7 +44,7 @@ fn failed_start_leaves_the_old_program_in_service() {
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }
 
-/// Kinds of messages at which a program dies: before it sends the message, or when it has received it.
+/// Messages at which a program dies, either before it sends the message or after it has received the message.
 const DEATHS: [&str; 26] = [
     "send 1",
     "receive 1",
@@ -74,16 +74,16 @@ const DEATHS: [&str; 26] = [
     "receive 33",
 ];
 
-/// Number of deaths that are tried. More with `BULKHEAD_UPGRADE_DEATHS`.
+/// Number of deaths to try. The variable `BULKHEAD_UPGRADE_DEATHS` overrides the default.
 fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
 
-/// Number of deaths that are tried at the same time.
+/// Number of deaths to try at the same time.
 const DEATHS_AT_ONCE: usize = 5;
 
 #[test]
-fn one_program_serves_after_a_death_at_any_message() {
+fn one_program_serves_if_the_other_dies_at_any_message() {
     let _heavy = heavy();
     let seed = std::env::var("BULKHEAD_UPGRADE_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed: usize = seed.unwrap_or_else(|| std::process::id() as usize);
@@ -108,7 +108,7 @@ fn one_program_serves_after_a_death_at_any_message() {
     println!("{} deaths: {:?}", deaths(), all.lock().unwrap());
 }
 
-/// Upgrades under load while a program dies at a message. Returns the number of jobs by outcome.
+/// Upgrades under load while a program dies at the given message. Returns the number of jobs by outcome.
 fn die_at(death: &str) -> BTreeMap<String, usize> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("death");
@@ -116,7 +116,8 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
     let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
     let manager = Manager::start(folder, "", ONE, &variables);
     let load = Load::start_tolerant(&manager);
-    // An idle connection moves. A running job needs a permit at the switch, and no longer after it.
+    // An idle connection moves to the new program. A running job holds a permit at the switch and releases it
+    // afterwards.
     let _idle = Raw::connect(&manager.socket());
     let gate = manager.folder.path().join("gate");
     let mut running = Raw::connect(&manager.socket());
@@ -135,7 +136,7 @@ fn die_at(death: &str) -> BTreeMap<String, usize> {
     let text = format!("{death}: {code:?} {message}\n{}", manager.log());
     println!("{death}: {code:?} {message}");
     wait_for(&format!("{death}: the program has died"), || (!file.exists()).then_some(()));
-    // One program serves, and the other one is gone.
+    // One program serves, and the other one has exited.
     wait_for(&format!("{death}: one program is left"), || {
         (manager.supervisors() == [manager.main()]).then_some(())
     });
@@ -172,7 +173,7 @@ fn old_program_serves_after_death_of_its_successor() {
     upgraded(&manager);
 }
 
-/// A stopped thread, whose process continues to run its other threads.
+/// A stopped thread. The other threads of its process continue to run.
 struct StoppedThread(Pid);
 
 impl StoppedThread {
@@ -190,8 +191,8 @@ impl StoppedThread {
 }
 
 #[test]
-fn hung_new_program_is_killed_and_old_one_serves() {
-    // The whole program, and only its data plane, which runs on the first thread.
+fn hung_new_program_is_killed_and_old_program_serves() {
+    // Stops first the whole program, and then only its data plane, which runs on the first thread.
     for is_whole in [true, false] {
         let manager = start(ONE);
         let old = manager.main();
@@ -211,7 +212,7 @@ fn hung_new_program_is_killed_and_old_one_serves() {
 }
 
 #[test]
-fn permits_of_killed_program_are_free_after_its_workers_end() {
+fn permits_of_killed_program_are_freed_when_its_workers_exit() {
     let manager = start(&ONE.replace("processes = 2\nmax_in_flight = 2", "processes = 1\nmax_in_flight = 1"));
     let old = manager.main();
     let mut upgrading = Upgrading::start(&manager);
@@ -224,8 +225,8 @@ fn permits_of_killed_program_are_free_after_its_workers_end() {
     let worker = get(&manager, "/v1/bulkheads/b")["workers"][0]["pid"].as_u64().unwrap() as u32;
     let is_keeper = |pid: &u32| name(*pid).is_some_and(|name| name == "bulkhead-keeper");
     let keeper = children(new).into_iter().find(is_keeper).unwrap();
-    // The worker cannot end by itself, and the keeper cannot kill it. The keeper is not stopped by a signal, because
-    // the end of the new program would resume it.
+    // The worker cannot exit on its own, and the keeper cannot kill it. The keeper is not stopped by a signal, because
+    // a stopped process would resume when the new program exits.
     kill_pid(worker, Signal::SIGSTOP);
     let stopped = StoppedThread::new(keeper);
     kill_pid(new, Signal::SIGKILL);
@@ -237,12 +238,12 @@ fn permits_of_killed_program_are_free_after_its_workers_end() {
     });
     // Gives the old program time to start the job too early.
     for _ in 0..30 {
-        assert!(!next.exists(), "a job began while the worker of the killed program had one");
+        assert!(!next.exists(), "a job began while the killed program's worker had one");
         std::thread::sleep(Duration::from_millis(10));
     }
     stopped.resume();
     wait_for("the next job runs", || next.exists().then_some(()));
-    assert!(!is_alive(worker), "the worker is left");
+    assert!(!is_alive(worker), "the worker is still running");
     assert_eq!(client.join().unwrap(), (1, (0, 0)));
     assert_eq!(upgrading.end().0, Some(1));
 }
@@ -299,7 +300,7 @@ fn start_timeout_comes_from_the_new_configuration() {
     let mut upgrading = Upgrading::start(&manager);
     upgrading.until("started");
     std::thread::sleep(Duration::from_secs(11));
-    assert_eq!(manager.supervisors().len(), 2, "the old program has waited too short\n{}", manager.log());
+    assert_eq!(manager.supervisors().len(), 2, "the old program did not wait long enough\n{}", manager.log());
     std::fs::write(manager.folder.path().join("go"), "").unwrap();
     upgrading.until_switched(&manager, old);
 }

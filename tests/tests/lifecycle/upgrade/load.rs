@@ -15,21 +15,21 @@ use nix::sys::wait::WaitStatus;
 
 use super::*;
 
-/// A bulkhead with a queue, one with workers for each tenant, and one for payloads in memory files.
+/// Three bulkheads: with a queue, with separate workers for each tenant, and for payloads in memory files.
 const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 1000\n\
                      [bulkhead.tenants]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      tenants = { isolate = true, max_active = 4 }\n\
                      [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
-/// Records of the workers, and the maximum number of jobs in each that run at once.
+/// Records that the workers write, each with the maximum number of its jobs that run at once.
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
-/// Size of a payload that is sent in a memory file, in bytes.
+/// Size of the payloads that are sent in memory files, in bytes.
 const FILE_BYTES: usize = 128 * 1024;
 
-/// Maximum number of the raw client's jobs whose outcomes are not read yet.
+/// Maximum number of jobs whose outcomes the raw client has not read yet.
 const UNREAD_MAX: u64 = 3;
 
 /// Reads the workers' record. Returns the number of jobs that began, and the maximum number that ran at once.
@@ -57,13 +57,13 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, with the number of submitted jobs.
+    /// The raw client, and its number of submitted jobs.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
 }
 
-/// Returns the operation that records a job of two milliseconds.
+/// Returns an operation that records the job and takes two milliseconds.
 fn recorded(manager: &Manager, record: &str, id: &str) -> String {
     format!("steps:ledger {} 2 {id}", manager.folder.path().join(record).display())
 }
@@ -80,7 +80,7 @@ impl Load {
         }
     }
 
-    /// Adds a client. `run` runs a job with an id, and returns its outcome.
+    /// Adds a client. `run` runs a job with the given ID and returns its outcome.
     fn add(&mut self, mut run: impl FnMut(&str) -> String + Send + 'static) {
         let (is_over, ids) = (self.is_over.clone(), self.ids.clone());
         self.clients.push(std::thread::spawn(move || {
@@ -101,7 +101,7 @@ impl Load {
             let base = recorded(manager, record, "");
             move |id: &str| format!("{base}{id}")
         };
-        // The library, with one connection for all jobs.
+        // Uses the library, with one connection for all jobs.
         let client = Client::connect(&socket).unwrap();
         for _ in 0..2 {
             let (client, operation) = (client.clone(), operation("record-b"));
@@ -129,13 +129,13 @@ impl Load {
                 }
             });
         }
-        // The library, with a connection for each job.
+        // Uses the library, with a connection for each job.
         let (path, operation_of_each) = (socket.clone(), operation("record-b"));
         load.add(move |id| {
             let client = Client::connect(&path).unwrap();
             text(client.job("b", "").operation(operation_of_each(id)).send())
         });
-        // A client without library that always has several jobs in progress on its connection.
+        // A client without the library that always has several jobs in progress on its connection.
         let raw = Arc::new(Mutex::new((Raw::connect(&socket), 0)));
         let (of_raw, operation_of_raw) = (raw.clone(), operation("record-b"));
         load.add(move |id| {
@@ -184,7 +184,7 @@ impl Load {
             .stdout(Stdio::piped())
             .spawn();
         let Ok(child) = spawned else {
-            not_run!("the part with the Python client: there is no program 'python3'");
+            not_run!("the Python client: python3 is not installed");
             return;
         };
         let is_over = self.is_over.clone();
@@ -194,7 +194,7 @@ impl Load {
             }
             // `wait_with_output` closes the standard input, which stops the client.
             let output = child.wait_with_output().unwrap();
-            serde_json::from_slice(&output.stdout).expect("the outcomes of the Python client")
+            serde_json::from_slice(&output.stdout).expect("the Python client prints its outcomes")
         }));
     }
 
@@ -252,7 +252,7 @@ fn text(ended: Result<bulkhead_client::Reply, bulkhead_client::JobError>) -> Str
     ended.map_or_else(|error| format!("library: {error}"), |_| "ok".into())
 }
 
-/// Submits jobs from two threads until the end of the standard input. Prints the number of jobs by outcome.
+/// Submits jobs from two threads until standard input ends. Prints the number of jobs by outcome.
 const PYTHON: &str = "
 import collections, json, sys, threading
 import bulkhead
@@ -277,13 +277,13 @@ is_over.set()
 print(json.dumps(outcomes))
 ";
 
-/// Number of upgrades under load. More with `BULKHEAD_UPGRADES`.
+/// Number of upgrades under load. The variable `BULKHEAD_UPGRADES` overrides the default.
 fn upgrades() -> usize {
     std::env::var("BULKHEAD_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(2)
 }
 
 #[test]
-fn upgrades_under_load_lose_reject_or_repeat_no_job() {
+fn upgrades_under_load_never_lose_reject_or_repeat_a_job() {
     let _heavy = heavy();
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("jobs");
@@ -321,11 +321,11 @@ fn upgrades_under_load_lose_reject_or_repeat_no_job() {
     assert_eq!(all, submitted);
     assert!(submitted > 1000 && lent > 0, "{submitted} jobs, {lent} in memory files");
     assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
-    assert!(!manager.socket().exists(), "the socket is left");
+    assert!(!manager.socket().exists(), "the socket still exists");
 }
 
 #[test]
-fn job_in_old_program_delays_no_later_job_of_same_client() {
+fn job_in_old_program_does_not_delay_later_jobs_of_its_client() {
     let manager = start(ONE);
     let (gate, begun) = (manager.folder.path().join("gate"), manager.folder.path().join("begun"));
     let client = Arc::new(Client::connect(manager.socket()).unwrap());
@@ -360,6 +360,6 @@ fn job_in_old_program_delays_no_later_job_of_same_client() {
     assert!(!long.is_finished());
     std::fs::write(&gate, "").unwrap();
     long.join().unwrap().unwrap();
-    wait_for("the old program has ended", || (manager.supervisors() == [manager.main()]).then_some(()));
+    wait_for("the old program has exited", || (manager.supervisors() == [manager.main()]).then_some(()));
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
 }

@@ -1,5 +1,5 @@
-//! A socket with time limits for each phase of a request. Sends problem documents in place of hyper's responses to
-//! requests that cannot be parsed.
+//! A socket with time limits for each phase of a request. Replaces hyper's responses to unparsable requests with
+//! problem documents.
 
 use std::future::Future as _;
 use std::io::{self, ErrorKind, IoSlice};
@@ -16,11 +16,11 @@ use super::REQUEST_TIMEOUT;
 use super::progress::Progress;
 use crate::control::responses;
 
-/// Maximum time for which a kept-alive connection waits for the next request. Longer than proxies keep unused
-/// connections, so that the proxy closes them first.
+/// Maximum time that a kept-alive connection waits for the next request. Longer than proxies keep unused connections,
+/// so that the proxy closes them first.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 
-/// Maximum time for which a client can stop reading its response.
+/// Maximum time that a client can go without reading its response.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time to wait for the client to close the connection after the response has been sent.
@@ -35,27 +35,27 @@ pub(super) struct Connection<S> {
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// Response that replaces hyper's own, and the number of its bytes that were already written.
+    /// Response that replaces hyper's own, and the number of its bytes that have already been written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 
 #[derive(PartialEq)]
 enum Phase {
-    /// Waits for the first byte of a request.
+    /// Waiting for the first byte of a request.
     Idle,
-    /// A part of the head has arrived.
+    /// Part of the head has arrived.
     Head,
-    /// The handler has the request, or the response is being sent. The handler limits the time.
+    /// The handler has the request, or the response is being sent. The handler limits the time for this.
     Serving,
     /// There is data to send, but the client is not reading.
     Stalled,
-    /// The response has been sent. Further input is discarded for a short time. Closing a socket with unread
+    /// The response has been sent. Further input is discarded for a short time, because closing a socket with unread
     /// bytes would reset the connection, and the client could lose the response.
     Lingering { bytes_left: usize },
 }
 
 impl<S> Connection<S> {
-    /// Wraps an accepted socket. The time limit for the first request is shorter than for later ones, because any
+    /// Wraps an accepted socket. The time limit for the first request is shorter than for later requests, because any
     /// client can connect.
     pub(super) fn new(socket: S, progress: Arc<Progress>, accepted: Instant) -> Self {
         let timer = Box::pin(tokio::time::sleep_until(accepted + REQUEST_TIMEOUT));
@@ -67,7 +67,7 @@ impl<S> Connection<S> {
         self.timer.as_mut().reset(Instant::now() + limit);
     }
 
-    /// Updates the phase after the last request was answered, or another one was received.
+    /// Updates the phase after the last request was answered or another request was received.
     fn update_phase(&mut self) {
         match (self.progress.is_waiting(), &self.phase) {
             (true, Phase::Serving | Phase::Stalled) => self.enter(Phase::Idle, IDLE_TIMEOUT),
@@ -78,13 +78,13 @@ impl<S> Connection<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
-    /// Closes a connection whose request did not arrive in time. A client that has sent a part of the request gets
-    /// the reason.
+    /// Closes a connection whose request did not arrive in time. A client that has sent part of the request is told the
+    /// reason.
     fn time_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.timer.as_mut().poll(cx));
         if self.phase == Phase::Head {
             let response = responses::raw(StatusCode::REQUEST_TIMEOUT, "the request did not arrive in time");
-            // The response is best effort: the client may not read.
+            // The response is best effort, because the client may not read it.
             let _ = Pin::new(&mut self.socket).poll_write(cx, &response);
         }
         Poll::Ready(Err(ErrorKind::TimedOut.into()))
@@ -164,7 +164,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.update_phase();
-        // Without a request, only hyper itself responds.
+        // If there is no request, only hyper itself responds.
         if self.progress.is_waiting()
             && self.replacement.is_none()
             && let Some(status) = status_of(slices)

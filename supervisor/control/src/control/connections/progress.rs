@@ -1,4 +1,4 @@
-//! Progress of the connections that are being served, and the choice of the idle connection to close for a new client.
+//! Progress of the connections being served, and the choice of the idle connection to close for a new client.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,15 +10,15 @@ use tokio::sync::{Notify, watch};
 /// Value of `waiting_since` while a request is served.
 const SERVING: u64 = u64::MAX;
 
-/// Progress of one connection. The task that serves requests and the socket share it.
+/// Progress of one connection. Shared by the socket and the task that serves the requests.
 #[derive(Debug)]
 pub(in crate::control) struct Progress {
     began: Instant,
     /// Milliseconds after `began` at which the connection started to wait for a request.
     waiting_since: AtomicU64,
-    /// True if the general time limit does not apply, because the handler enforces its own limits.
+    /// True if the general time limit does not apply because the handler enforces its own limits.
     has_no_time_limit: AtomicBool,
-    /// True if the response's body is complete. Its last bytes may still have to be written.
+    /// True if the response's body is complete. The last bytes may still have to be written.
     is_answered: AtomicBool,
     /// True if the client has sent a valid token.
     is_identified: AtomicBool,
@@ -26,7 +26,7 @@ pub(in crate::control) struct Progress {
     is_closing: AtomicBool,
     /// Notified when `is_closing` becomes true.
     close: Notify,
-    /// Value that is dropped when the response of the current request is complete.
+    /// Value to drop when the response to the current request is complete.
     held: Mutex<Option<Arc<()>>>,
 }
 
@@ -51,7 +51,7 @@ impl Progress {
         self.waiting_since.store(SERVING, Ordering::Relaxed);
     }
 
-    /// Holds a reference until the response of the current request is complete.
+    /// Holds a reference until the response to the current request is complete.
     pub(in crate::control) fn hold(&self, marker: Arc<()>) {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(marker);
     }
@@ -61,8 +61,8 @@ impl Progress {
         self.is_answered.store(true, Ordering::Relaxed);
     }
 
-    /// Records that all output was written. If the last request was answered, the connection then waits for the next
-    /// one.
+    /// Records that all output was written. If the last request has been answered, the connection then waits for the
+    /// next request.
     pub(super) fn flushed(&self) {
         if self.is_answered.swap(false, Ordering::Relaxed) {
             let since = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(SERVING - 1);
@@ -98,8 +98,9 @@ impl Progress {
         self.close.notified().await;
     }
 
-    /// Returns the order in which idle connections are closed: clients without a valid token first, then the
-    /// longest idle. `None` while a request is served, or if the connection is closing.
+    /// Returns the position in the order in which idle connections are closed: first clients without a valid token,
+    /// then the connections that have been idle longest. `None` while a request is served, or if the connection is
+    /// closing.
     fn idle_order(&self) -> Option<(bool, Instant)> {
         let waiting_since = self.waiting_since.load(Ordering::Relaxed);
         if waiting_since == SERVING || self.is_closing.load(Ordering::Relaxed) {
@@ -110,7 +111,7 @@ impl Progress {
     }
 }
 
-/// The connections of a listener that are being served.
+/// A listener's connections that are being served.
 #[derive(Debug)]
 pub(in crate::control) struct Active {
     connections: Mutex<Connections>,
@@ -142,7 +143,7 @@ impl Active {
         ActiveGuard { active: self.clone(), number }
     }
 
-    /// Closes an idle connection. Returns false if every connection is busy.
+    /// Closes an idle connection. Returns false if all connections are busy.
     pub(in crate::control) fn close_idle(&self) -> bool {
         let connections = self.lock();
         let idle =
@@ -153,12 +154,12 @@ impl Active {
         })
     }
 
-    /// Closes each connection as soon as it serves no request.
+    /// Closes each connection as soon as it is no longer serving a request.
     pub(in crate::control) fn close_all(&self) {
         self.lock().by_number.values().for_each(|progress| progress.close());
     }
 
-    /// Waits until no connection is left.
+    /// Waits until there are no connections left.
     pub(in crate::control) async fn wait_until_empty(&self) {
         let _ = self.count.subscribe().wait_for(|count| *count == 0).await;
     }
@@ -211,12 +212,12 @@ mod tests {
     }
 
     #[test]
-    fn connection_waits_after_the_response_is_written() {
+    fn connection_is_waiting_after_response_is_written() {
         let progress = Progress::new();
         assert!(progress.is_waiting());
         progress.begin_request();
         progress.flushed();
-        assert!(!progress.is_waiting(), "only a part was written");
+        assert!(!progress.is_waiting(), "only part of the response was written");
         progress.answer_request();
         assert!(!progress.is_waiting());
         progress.flushed();

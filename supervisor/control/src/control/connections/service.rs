@@ -32,15 +32,15 @@ const HEADERS_MAX: usize = 100;
 /// Maximum time for a closing connection to receive a request that the client has already sent.
 const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
 
-/// Maximum number of bytes of a request that are read and discarded to keep the connection alive, and maximum time
-/// for this.
+/// Maximum number of bytes of a request that are read and discarded to keep the connection alive, and the maximum time
+/// for doing so.
 const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
 const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Maximum time to wait for a closing connection that has no request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Serves connections until the listener has closed, then waits for the connections that were admitted before.
+/// Serves connections until the listener has closed, then waits for the connections that had already been admitted.
 pub(in crate::control) async fn serve<S: Socket>(mut connections: Queue<S>, router: Router) {
     while let Some(connection) = connections.receiver.recv().await {
         let NewConnection { socket, admission, accepted, permit } = connection;
@@ -91,7 +91,7 @@ async fn serve_connection<S: Socket>(
     let mut served = pin!(served);
     tokio::select! {
         biased;
-        // The client has disconnected, or was sent the reason.
+        // The client has disconnected or has been sent the reason.
         _ = served.as_mut() => return,
         () = progress.close_requested() => {}
     }
@@ -99,7 +99,7 @@ async fn serve_connection<S: Socket>(
         return;
     }
     served.as_mut().graceful_shutdown();
-    // An idle connection no longer counts, because another client waits for the permit.
+    // An idle connection is no longer counted, because another client is waiting for the permit.
     let permit = Some(permit).filter(|_| !progress.is_waiting());
     while timeout(CLOSE_TIMEOUT, served.as_mut()).await.is_err() && !progress.is_waiting() {}
     drop(permit);
@@ -114,7 +114,7 @@ impl RequestBody {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Discards the rest of a small body, so that the connection can be kept alive. Returns false if there is more.
+    /// Discards the rest of a small body so that the connection can be kept alive. Returns false if too much is left.
     async fn discard_rest(&self, expects_continue: bool) -> bool {
         let (is_complete, least) = {
             let body = self.lock();

@@ -1,4 +1,4 @@
-// Actions that change the supervisor. The user reads a description and confirms before an action runs.
+// Actions that change the supervisor. Before an action runs, the user sees a description and must confirm.
 
 import { bulkheadPath, request } from './api.js';
 import { byId, h } from './dom.js';
@@ -24,11 +24,11 @@ const breaker = (mode, description) => ({
   request: (bulkhead) => ['PATCH', bulkheadPath(bulkhead.name), { breaker: mode }],
 });
 
-/** Title, label of the button, description, and request. */
+/** Title, button label, description and request. */
 const ACTIONS = {
   resize: {
     title: 'Resize',
-    description: () => 'The new numbers apply immediately, and no job is dropped. They apply until the supervisor stops, or a reload changes these keys.',
+    description: () => 'The new numbers take effect immediately, and no jobs are dropped. They apply until the supervisor stops or a reload changes these keys.',
     fields: NUMBERS,
     request: resized,
   },
@@ -39,7 +39,7 @@ const ACTIONS = {
   resume: { title: 'Resume', ...post('resume', () => 'The bulkhead accepts jobs again.') },
   restart: {
     title: 'Restart',
-    ...post('restart', (bulkhead) => `Replaces ${plural(bulkhead.workers.length, 'worker', 'workers')}, one after the other. Each worker is replaced when the replacement is ready, and finishes its jobs.`),
+    ...post('restart', (bulkhead) => `Replaces ${plural(bulkhead.workers.length, 'worker', 'workers')}, one at a time. Each worker is replaced once its replacement is ready, and finishes its jobs first.`),
   },
   reset: {
     title: 'Reset',
@@ -49,7 +49,7 @@ const ACTIONS = {
     title: 'Force the breaker open',
     ...breaker('forced_open', () => 'Every new job is rejected as circuit open, or forwarded to a fallback, until an operator sets the breaker to auto or resets it.'),
   },
-  close: { title: 'Breaker to auto', ...breaker('auto', () => 'The breaker closes, and opens again only because of new failures.') },
+  close: { title: 'Breaker to auto', ...breaker('auto', () => 'The breaker closes, and only new failures can open it again.') },
 };
 
 function resized(bulkhead, form) {
@@ -93,7 +93,7 @@ export async function confirmReload() {
       button: isNothing ? null : 'Reload',
       content: isNothing
         ? [h('p', {}, 'The file matches the active configuration: nothing changes.')]
-        : [h('p', {}, 'The file is reread, and the following changes apply. No job is lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
+        : [h('p', {}, 'The file is reread, and the following changes take effect. No jobs are lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
       run: async () => {
         await request('POST', '/v1/reload');
         notice('the configuration was reloaded');
@@ -107,7 +107,7 @@ export async function confirmReload() {
 function describeChanges({ bulkheads, supervisor, access, ignored }) {
   const lines = bulkheads.map((one) => {
     const keys = one.keys.length ? `: ${one.keys.join(', ')}` : '';
-    const replaced = one.replaces_workers ? '; the workers are replaced one after the other' : '';
+    const replaced = one.replaces_workers ? '; the workers are replaced one at a time' : '';
     const live = one.live_dropped ?? [];
     const dropped = live.length ? `; values set at runtime were dropped because they conflict with the configuration file: ${live.join(', ')}` : '';
     return `${one.bulkhead} ${one.change}${keys}${replaced}${dropped}`;
@@ -123,7 +123,7 @@ export function confirmReplay(crash, replay) {
   confirm({
     title: 'Replay',
     button: 'Replay',
-    content: [h('p', {}, `Runs the payload of the report again, in a fresh worker of ${crash.bulkhead} that serves no other job. The handler runs once more, with all effects that it has.`)],
+    content: [h('p', {}, `Runs the payload of the report again, in a fresh worker of ${crash.bulkhead} that serves no other jobs. The handler runs once more, with all its side effects.`)],
     run: async () => {
       replay();
     },
@@ -151,7 +151,7 @@ function confirm({ title, content, button, run }) {
   });
   dialog.replaceChildren(form);
   dialog.showModal();
-  // Focuses the input or the cancel button, so that pressing Enter by accident changes nothing.
+  // Focuses the input or the cancel button, so that accidentally pressing Enter changes nothing.
   (form.querySelector('input') ?? cancel).focus();
 }
 

@@ -1,11 +1,11 @@
-// Requests to the API of the page's origin.
+// Requests to the API at the page's origin.
 
-// Absolute addresses, because relative requests fail if the address of the page contains the token.
+// Absolute addresses, because relative requests fail if the page's address contains the token.
 const url = (path) => location.origin + path;
 
 const ANSWER_WITHIN_MS = 20_000;
 
-/** An error response of the API, with the message of the API. */
+/** An error response from the API, with the API's message. */
 export class Problem extends Error {
   constructor(message, body = {}) {
     super(message);

@@ -1,4 +1,4 @@
-// A card for each bulkhead with its current state. The numbers keep their positions.
+// A card for each bulkhead, showing its current state. The numbers keep their positions.
 
 import { h, setData, setText } from './dom.js';
 import { count, millis, rate, word } from './format.js';
@@ -12,7 +12,7 @@ const SPARK = { width: 180, height: 34 };
 /** Minimum height of a rate above zero in a sparkline, in pixels. */
 const RATE_HEIGHT_MIN = 2;
 
-/** Number of bulkheads from which the healthy ones are folded. */
+/** Minimum number of bulkheads at which the healthy ones are folded. */
 const FOLDED_FROM = 12;
 
 export class Cards {
@@ -206,7 +206,7 @@ function stackHeights(stack, top) {
   return heights;
 }
 
-/** Returns the path of one layer, with a bar for each second. The newest is at the right. */
+/** Returns the path of one layer, with a bar for each second. The newest is on the right. */
 function bars(heights, layer) {
   const width = SPARK.width / SPARK_SAMPLES;
   return heights

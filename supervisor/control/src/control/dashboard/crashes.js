@@ -1,4 +1,4 @@
-// Crash reports: a list that follows the events, and each report when a user opens it.
+// Crash reports: a list that follows the events, and the details of each report that a user opens.
 
 import { confirmReplay } from './actions.js';
 import { crashList, crashReport, replayCrash } from './api.js';
@@ -31,7 +31,7 @@ export class Crashes {
 
   async load() {
     this.askedAt = performance.now();
-    // A report is written shortly after its event. Events from here on cause another request.
+    // A report is written shortly after its event. From here on, new events cause another request.
     this.timer = null;
     try {
       this.show((await crashList(REPORTS_MAX)).reverse());
@@ -99,7 +99,7 @@ function report(crash) {
   const stderr = crash.stderr_tail ? [h('h4', {}, 'Standard error'), h('pre', { tabindex: 0 }, crash.stderr_tail)] : [];
   const backtrace = crash.native ? [h('h4', {}, 'Backtrace'), h('pre', { tabindex: 0 }, nativeText(crash.native))] : [];
   const replay = crash.jobs.some((one) => one.payload != null && !one.is_answered) ? [replayButton(crash)] : [];
-  const stack = crash.runtime_stack ? [h('h4', {}, 'Stacks as the worker wrote them'), h('pre', { tabindex: 0 }, crash.runtime_stack)] : [];
+  const stack = crash.runtime_stack ? [h('h4', {}, 'Stacks written by the worker'), h('pre', { tabindex: 0 }, crash.runtime_stack)] : [];
   return [list(facts), ...replay, ...stack, ...backtrace, ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
 }
 
@@ -139,7 +139,7 @@ function replayButton(crash) {
   const button = h('button', { type: 'button' }, 'Replay…');
   const run = async () => {
     button.disabled = true;
-    setText(result, 'The job runs…');
+    setText(result, 'The job is running…');
     try {
       const replay = await replayCrash(crash.id);
       const outcomes = replay.replays.map((one) => one.message ?? one.outcome).filter(Boolean);
@@ -176,7 +176,7 @@ function preview(base64) {
   const all = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
   const shown = all.slice(0, PAYLOAD_BYTES_MAX);
   const more = all.length > shown.length ? `\n[${plural(all.length - shown.length, 'byte', 'bytes')} more]` : '';
-  // A character that the limit has cut is replaced by U+FFFD at the end.
+  // If the limit cuts off part of a character, the character is replaced by U+FFFD at the end.
   const text = new TextDecoder().decode(shown).replace(more ? /\ufffd$/ : /$^/, '');
   return (/[\u0000-\u0008\u000e-\u001f\u007f\ufffd]/.test(text) ? hex(shown) : text) + more;
 }

@@ -1,4 +1,4 @@
-// Details of one bulkhead beside the main page, updated while they are open.
+// Details of one bulkhead, shown beside the main page and updated while they are open.
 
 import { bulkheadPath, get, logLines } from './api.js';
 import { fillRows, h, setData, setText, table } from './dom.js';
@@ -162,7 +162,7 @@ function part(title, ...children) {
   return h('section', {}, h('h3', {}, title), ...children);
 }
 
-/** Fills a list with pairs of name and value. Pairs without a value are left out. */
+/** Fills a list with name-value pairs. Pairs without a value are left out. */
 function fillPairs(list, pairs) {
   const known = pairs.filter(([, value]) => value !== '');
   while (list.children.length > known.length) list.lastElementChild.remove();

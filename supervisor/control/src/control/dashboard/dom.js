@@ -1,6 +1,6 @@
 // The only module that creates elements. Text is never parsed as markup, and invisible characters are made visible.
 
-// Control characters, characters that change the writing direction, and characters without width.
+// Control characters, characters that change the writing direction, and zero-width characters.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{1bca0}-\u{1bca3}\u{1d173}-\u{1d17a}\u{e0000}-\u{e007f}]/gu;
 
 export function visible(text) {

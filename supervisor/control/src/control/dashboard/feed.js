@@ -1,4 +1,5 @@
-// Events, newest first. Any number of new events causes at most one page update per frame. The memory is bounded.
+// Events, newest first. However many new events arrive, they cause at most one page update per frame. Memory usage is
+// bounded.
 
 import { batched, byId, fillRows, h, setText } from './dom.js';
 import { clock, count, word } from './format.js';
@@ -41,7 +42,7 @@ export class Feed {
   add(event) {
     this.total += 1;
     event = { ...event };
-    // Not shown as a field, because a symbol is no key of `Object.entries`.
+    // Not shown as a field, because `Object.entries` does not return symbol keys.
     event[AT] = Date.parse(event.at);
     keep(this.kept, event, KEPT_MAX);
     keep(this.coming, event, LINES_MAX);
@@ -88,7 +89,7 @@ export class Feed {
     for (const event of this.kept) {
       if (!(event[AT] > now - GROUPED_MS) || event.kind === 'dashboard' || !this.isWanted(event)) continue;
       const why = causeOf(event);
-      // Numbers such as process ids do not make another cause.
+      // Numbers such as process ids do not make a different cause.
       const name = JSON.stringify([event.kind, event.bulkhead, event.severity, why.replace(/\d+/g, '#')]);
       const group = groups.get(name) ?? { event, why, count: 0 };
       groups.set(name, { ...group, count: group.count + 1 + (event.suppressed ?? 0), last: event.at });
@@ -106,7 +107,7 @@ export class Feed {
     );
   }
 
-  /** Returns the number of crashes in the last ten minutes: workers, and programs whose worker continues. */
+  /** Returns the number of crashes in the last ten minutes: crashes of workers, and of programs whose worker continues. */
   crashes(now) {
     const lately = this.kept.filter((event) => event[AT] > now - GROUPED_MS);
     const deaths = lately.filter((event) => event.kind === 'worker_exited' && event.severity !== 'info');
@@ -166,7 +167,7 @@ function line(event) {
 
 const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
-/** Returns why an event occurred, as far as its fields say. */
+/** Returns why an event occurred, if its fields say so. */
 function causeOf(event) {
   const exit = event.exit_code == null ? null : `exit ${event.exit_code}`;
   const killed = event.killed ? `killed: ${event.killed}` : null;

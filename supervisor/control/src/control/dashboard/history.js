@@ -1,4 +1,4 @@
-// Samples of each bulkhead, one per second. This module does not touch the page.
+// Samples of each bulkhead, one per second. This module does not modify the page.
 
 import { sum } from './format.js';
 
@@ -42,7 +42,7 @@ export class History {
     const { limit, in_flight: inFlight, queued } = bulkhead;
     const sample = { at, total: counters(bulkhead), load: load(bulkhead), limit, inFlight, queued };
     const last = samples.at(-1);
-    // Two snapshots at almost the same time were delayed on the way. The newer one replaces the older.
+    // Two snapshots that arrive at almost the same time were delayed in transit. The newer one replaces the older one.
     if (last && at - last.at < 200) samples.pop();
     sample.gained = gained(samples.at(-1), sample);
     samples.push(sample);

@@ -1,4 +1,4 @@
-// Keyboard shortcuts, and the choice between the light and the dark theme.
+// Keyboard shortcuts, and the choice between the light and dark themes.
 
 import { byId } from './dom.js';
 
@@ -57,7 +57,7 @@ export function switchTheme() {
   try {
     localStorage.setItem(THEME, theme);
   } catch {
-    // Without storage, the theme applies to this page only.
+    // If there is no storage, the theme applies to this page only.
   }
 }
 
@@ -66,6 +66,6 @@ export function restoreTheme() {
     const theme = localStorage.getItem(THEME);
     if (theme === 'dark' || theme === 'light') document.documentElement.dataset.theme = theme;
   } catch {
-    // Without storage, the system's preference applies.
+    // If there is no storage, the system's preference applies.
   }
 }

@@ -1,4 +1,4 @@
-// Connects the parts: passes data from the stream to history, cards, heat map, details, feed and crash reports.
+// Connects the parts: passes data from the stream to the history, cards, heat map, details, feed and crash reports.
 
 import { confirmAction, confirmReload, showHelp } from './actions.js';
 import { hasAdvice, withBreaker } from './api.js';
@@ -47,7 +47,7 @@ const render = batched(() => {
   showFilter();
 });
 
-/** Shows the host and what is wrong with it, also in the title of the page. */
+/** Shows the host and its problems, including in the page title. */
 function showSummary() {
   const troubled = known.bulkheads.filter(isTroubled);
   const isFailing = (bulkhead) => bulkhead.state === 'failed' || bulkhead.service === 'failing';
@@ -90,13 +90,13 @@ function showFilter() {
   byId('none').hidden = shown > 0 || known.bulkheads.length === 0;
 }
 
-/** Loads data that changes rarely. Called again when it can have changed. */
+/** Loads data that changes rarely. Called again when it may have changed. */
 async function loadFeatures() {
   try {
     [known.breakers, known.hasAdvice] = await Promise.all([withBreaker(), hasAdvice()]);
     render();
   } catch {
-    // The next connection retries.
+    // The next connection tries again.
   }
 }
 

@@ -1,4 +1,4 @@
-// The permanent connection. It reconnects automatically and reports its state.
+// The permanent connection, which reconnects automatically and reports its state.
 
 import { openStream } from './api.js';
 

@@ -1,4 +1,4 @@
-// Order of the bulkheads by urgency, from the state of the workers and the service state.
+// Orders the bulkheads by urgency, based on the state of the workers and the service state.
 
 const STATES = { failed: 3, degraded: 2, starting: 1, draining: 1 };
 const SERVICES = { failing: 3, degraded: 2 };
@@ -16,12 +16,12 @@ export const isTroubled = (bulkhead) => rank(bulkhead) >= 20;
 /** Returns true if all workers are ready and the jobs succeed. */
 export const isHealthy = (bulkhead) => rank(bulkhead) === 0;
 
-/** Sorts the most urgent bulkheads first. The order of equal ones stays. */
+/** Sorts the most urgent bulkheads first. Bulkheads of equal urgency keep their order. */
 export function worstFirst(bulkheads) {
   return [...bulkheads].sort((a, b) => rank(b) - rank(a));
 }
 
-/** Returns why a bulkhead has problems; empty if it has none. */
+/** Returns the reason why a bulkhead has problems, or an empty text if it has none. */
 export function causes(bulkhead) {
   return [bulkhead.detail, bulkhead.service_cause].filter(Boolean).join(' · ');
 }

@@ -1,4 +1,4 @@
-//! Request headers of jobs over HTTP.
+//! Request headers for jobs over HTTP.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use bulkhead_shared::trace::Traceparent;
 
 use super::TRACEPARENT;
 
-/// Options of a job, parsed from the headers of the request.
+/// Job options, parsed from the request headers.
 pub(super) struct JobHeaders<'h> {
     pub(super) options: JobOptions<&'h str>,
     pub(super) traceparent: Option<Traceparent>,

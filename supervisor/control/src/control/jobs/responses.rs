@@ -37,7 +37,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     }
 }
 
-/// Converts those fields of an outcome that are documented as headers.
+/// Converts the outcome fields that are documented as headers.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let names = [
         ("bulkhead-outcome", "outcome"),
@@ -95,7 +95,7 @@ pub(super) async fn result(
     Ok(response)
 }
 
-/// Reads a result in chunks. The session can be used again after the last chunk.
+/// Reads a result in chunks. The session can be reused after the last chunk.
 fn chunks(
     session: Session,
     slot: Option<SessionSlot>,
@@ -110,7 +110,7 @@ fn chunks(
             Ok(count) => {
                 let left = left - count as u64;
                 let mut rest = Some((session, slot));
-                // The body may not be polled again after the last byte.
+                // The body might not be polled again after the last byte.
                 if left == 0
                     && let Some((session, Some(slot))) = rest.take()
                 {
@@ -135,8 +135,7 @@ pub(super) fn outcome_problem(
     let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome, payload);
     let outcome_headers = headers(&fields);
-    // The outcome's field `status` is removed, because a problem document has the HTTP status in a field of
-    // this name.
+    // The outcome's field `status` is removed, because problem documents use a field of this name for the HTTP status.
     fields.remove("status");
     fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
@@ -149,7 +148,7 @@ pub(super) fn outcome_problem(
     response
 }
 
-/// Returns the bulkhead of a job request; `None` for any other request.
+/// Returns the name of the bulkhead in a job request, or `None` for any other request.
 pub(in crate::control) fn bulkhead_of(request: &Request) -> Option<&str> {
     let path = request.uri().path();
     let name = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
@@ -179,8 +178,8 @@ pub(super) fn upload_timed_out(name: &str) -> Response {
     outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
 }
 
-/// Returns the response for a job whose connection the data plane closed without an outcome, because it has
-/// ended or had no memory for the result.
+/// Returns the response for a job whose connection was closed by the data plane without an outcome, because the data
+/// plane has shut down or had no memory for the result.
 pub(super) fn dropped(name: &str) -> Response {
     let message = "the supervisor is stopping or out of memory; the job may have run".into();
     local_outcome_response(
@@ -190,7 +189,7 @@ pub(super) fn dropped(name: &str) -> Response {
     )
 }
 
-/// Returns a response with an outcome that the control plane has created itself.
+/// Returns a response with an outcome created by the control plane itself.
 fn local_outcome_response(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
     outcome_problem(None, &local_outcome(name, verdict, retry_after), Vec::new(), None)
 }

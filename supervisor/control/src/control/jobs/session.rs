@@ -1,5 +1,5 @@
-//! Connections to the data plane for jobs over HTTP, with the jobs protocol. The jobs of a kept-alive HTTP connection
-//! share a connection to the data plane, and use it one after the other.
+//! Connections to the data plane for jobs over HTTP, using the jobs protocol. The jobs of a kept-alive HTTP connection
+//! share one connection to the data plane, and use it one at a time.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -23,10 +23,10 @@ use super::Failure;
 use super::headers::JobHeaders;
 use super::upload::Announced;
 
-/// Maximum time to wait for space in the queue of commands.
+/// Maximum time to wait for space in the command queue.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Size of the buffer for reading outcomes, in bytes. Enough for the outcome of most jobs.
+/// Size of the buffer for reading outcomes, in bytes. Large enough for the outcomes of most jobs.
 const READ_BUFFER_BYTES: usize = 8 * 1024;
 
 pub(super) type Reader = BufReader<OwnedReadHalf>;
@@ -113,7 +113,7 @@ pub(super) fn submit_frame(
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
-    // A name is truncated to a length that is invalid for a bulkhead, so that it cannot match any bulkhead.
+    // A long name is truncated to a length that is invalid for a bulkhead, so that it cannot match any bulkhead.
     let message = Submit::new(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1), &job.options);
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Failure::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
@@ -133,7 +133,7 @@ pub(super) async fn read_outcome(
     let mut has_response = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        // A data plane that ends in order sends an outcome for every received job. Other jobs never began.
+        // A data plane that shuts down properly sends an outcome for every job it has received. Other jobs never began.
         let end = |_| {
             let is_unread = !has_response && counters.has_answered_all.load(Ordering::SeqCst);
             if is_unread { Failure::Draining } else { Failure::Dropped }
@@ -149,8 +149,8 @@ pub(super) async fn read_outcome(
                 return Ok((metadata, header.payload_length() as u64));
             }
             kind::OUTCOME => return Err(Failure::Dropped),
-            // The data plane rejects frames of this connection only if the payload was not sent in time, or
-            // if it has no memory for the payload.
+            // The data plane rejects frames from this connection only if the payload was not sent in time, or if it has
+            // no memory for the payload.
             kind::REFUSED => {
                 let (refused, _) =
                     codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;

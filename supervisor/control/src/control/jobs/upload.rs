@@ -1,4 +1,4 @@
-//! Payloads of jobs over HTTP, on their way to the data plane.
+//! Payloads of jobs over HTTP, and their transfer to the data plane.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,9 +17,8 @@ use super::Failure;
 /// Size of the memory segments that hold a payload of unknown length, in bytes.
 const SEGMENT_BYTES: usize = 256 * 1024;
 
-/// Minimum size that is announced for a payload that is too large. It exceeds the maximum size of payloads
-/// that need no announcement, so that the data plane rejects the job before it receives any byte of the
-/// payload.
+/// Minimum size that is announced for a payload that is too large. Exceeds the maximum size of payloads that need no
+/// announcement, so that the data plane rejects the job before it receives any bytes of the payload.
 const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 /// An incoming payload.
@@ -33,11 +32,11 @@ pub(super) struct Upload {
 
 pub(super) enum Length {
     Known(u64),
-    /// The payload is sent in chunks, and the length is not known before the last chunk.
+    /// The payload is sent in chunks, and its length is unknown until the last chunk.
     Unknown,
 }
 
-/// Size of a payload in bytes, as announced to the data plane, and how the bytes are sent.
+/// Size of a payload in bytes, as announced to the data plane, and how the bytes will be sent.
 pub(super) enum Announced {
     /// The payload is passed on while it is being received.
     Streamed(u64),
@@ -112,7 +111,7 @@ impl Upload {
         let mut left = 0;
         if let Announced::Streamed(bytes) = *announced {
             left = bytes;
-            // A small payload goes with the frame in a single write. A large one must be accepted first.
+            // A small payload is sent with the frame in a single write. A large payload must be accepted first.
             if (1..ANNOUNCED_BYTES_MIN).contains(&bytes) {
                 frame.extend_from_slice(&self.next_chunk(&mut left).await?);
             }
@@ -136,7 +135,7 @@ impl Upload {
         Ok(())
     }
 
-    /// Receives the next bytes of a payload of which `left` bytes have not arrived yet.
+    /// Receives the next bytes of a payload. `left` is the number of bytes that have not arrived yet.
     async fn next_chunk(&mut self, left: &mut u64) -> Result<Bytes, Failure> {
         let chunk = next_chunk(&mut self.body).await?.ok_or(Failure::Broken)?;
         *left = left.checked_sub(chunk.len() as u64).ok_or(Failure::Broken)?;
@@ -152,7 +151,7 @@ async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure>
     }
 }
 
-/// A payload of unknown length that is kept in memory while it is received. The bytes count towards
+/// A payload of unknown length that is kept in memory while it is being received. The bytes count towards
 /// `max_buffered`.
 struct Spool {
     segments: Vec<Vec<u8>>,
@@ -160,7 +159,7 @@ struct Spool {
     /// Number of bytes included in the counters.
     charged: usize,
     counters: Arc<SharedCounters>,
-    /// Counters of the user or token that sends the payload.
+    /// Counters of the user or token that is sending the payload.
     owner: Arc<SpoolCounters>,
     capacity: usize,
 }
@@ -201,8 +200,8 @@ impl Spool {
         Ok(())
     }
 
-    /// Returns an error if this payload must be dropped because the data plane needs the memory. No payload
-    /// is dropped if others have already released enough memory.
+    /// Returns an error if this payload must be dropped because the data plane needs the memory. Payloads are not
+    /// dropped if others have already released enough memory.
     fn check_memory_pressure(&self) -> Result<(), Failure> {
         let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.charged));
         let unwanted = &self.owner.bytes_to_free;
@@ -219,7 +218,7 @@ impl Spool {
         ))
     }
 
-    /// Returns all segments and stops counting their bytes, because the data plane counts them from now on.
+    /// Returns all segments and stops counting their bytes, because the data plane now counts them.
     fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
         self.release();
         std::mem::take(&mut self.segments).into_iter()
@@ -229,7 +228,7 @@ impl Spool {
         let charged = std::mem::take(&mut self.charged);
         self.counters.spooled.fetch_sub(charged, Ordering::Relaxed);
         if charged > 0 && self.owner.held.fetch_sub(charged, Ordering::Relaxed) == charged {
-            // No payload is left that could release memory.
+            // There is no payload left that could release memory.
             self.owner.bytes_to_free.store(0, Ordering::Relaxed);
         }
     }

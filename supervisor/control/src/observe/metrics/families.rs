@@ -1,4 +1,4 @@
-//! Table of all metrics, with name, kind, labels, help text and source. The metrics page and the
+//! Table of all metrics, with their names, kinds, labels, help texts and sources. The metrics page and the
 //! documentation are generated from this table.
 
 use bulkhead_plane::scrape::BulkheadNumbers;
@@ -7,7 +7,7 @@ use super::own_process::OwnProcess;
 use super::text::{FamilyInfo, Kind, Page};
 use super::{MetricInputs, write_histogram};
 
-/// A metric family: a metric with all combinations of label values.
+/// A metric family: one metric with all combinations of label values.
 #[derive(Debug)]
 pub(super) struct Family {
     pub(super) info: FamilyInfo,
@@ -17,11 +17,11 @@ pub(super) struct Family {
 /// Source of a family's samples.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum SampleSource {
-    /// One sample for each bulkhead.
+    /// One sample per bulkhead.
     Single(fn(&BulkheadNumbers) -> u64),
-    /// One sample for each bulkhead for which the function returns a value.
+    /// One sample per bulkhead for which the function returns a value.
     Optional(fn(&BulkheadNumbers) -> Option<u64>),
-    /// Several samples for each bulkhead.
+    /// Several samples per bulkhead.
     Several(fn(&mut Page, &BulkheadNumbers)),
     /// Samples that do not belong to a bulkhead.
     Global(fn(&mut Page, &MetricInputs<'_>)),
@@ -29,8 +29,7 @@ pub(super) enum SampleSource {
     Process(fn(&OwnProcess) -> Option<f64>),
 }
 
-/// Declares the metric families. Each row contains the kind, name, labels, source and help text of one
-/// family.
+/// Declares the metric families. Each row contains the kind, name, labels, source and help text of one family.
 macro_rules! families {
     ($($kind:ident $name:literal [$($label:literal),*] $source:ident $from:expr, $help:literal;)*) => {
         /// All metric families, in the order in which they are written.
@@ -45,8 +44,8 @@ families! {
     Counter "bulkhead_submitted" ["bulkhead", "priority"] Several super::write_submitted,
         "Submitted jobs, whatever their outcome.";
     Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"] Several super::write_jobs,
-        "Jobs by outcome, including rejected jobs. A job counts in the bulkhead to which the client sent the \
-         job.";
+        "Jobs by outcome, including rejected jobs. A job counts towards the bulkhead that the client \
+         sent it to.";
     Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"] Several super::write_rejected,
         "Rejected and evicted jobs by reason. For best-effort and critical, the series begin with the first such job.";
     Counter "bulkhead_crashed" ["bulkhead", "reason"] Several super::write_crashed,
@@ -54,7 +53,7 @@ families! {
     Counter "bulkhead_tenant_jobs" ["bulkhead", "tenant", "outcome"] Global super::write_tenant_jobs,
         "Jobs by tenant and outcome. Tenants without a label, and jobs without a tenant, count as _other.";
     Counter "bulkhead_evicted" ["bulkhead", "tenant"] Global super::write_evicted,
-        "Jobs evicted from a full queue by a newer job. A job counts in the bulkhead where the job was queued.";
+        "Jobs evicted from a full queue by a newer job. A job counts towards the bulkhead where it was queued.";
     Counter "bulkhead_fallback" ["bulkhead", "target", "outcome"] Several super::write_fallback,
         "Jobs forwarded to a fallback, by the outcome there.";
     Counter "bulkhead_retries" ["bulkhead"] Single |of| of.counters.retries,
@@ -73,21 +72,21 @@ families! {
         "Current maximum number of concurrent jobs: max_in_flight for each ready worker, but at most the \
          adaptive limit.";
     Gauge "bulkhead_adaptive_limit" ["bulkhead"] Optional |of| Some(of.adaptive.as_ref()?.limit),
-        "Adaptive limit; with mode = monitor, the limit that would apply. Absent without an adaptive limit.";
+        "Adaptive limit; with mode = monitor, the limit that would apply. Absent if there is no adaptive limit.";
     Counter "bulkhead_adaptive_changes" ["bulkhead", "direction"] Several super::write_adaptive_changes,
-        "Increases (up) and decreases (down) of the adaptive limit. Absent without an adaptive limit.";
+        "Increases (up) and decreases (down) of the adaptive limit. Absent if there is no adaptive limit.";
     Gauge "bulkhead_queue_length" ["bulkhead"] Single |of| of.queued,
         "Queued jobs.";
     Gauge "bulkhead_queue_capacity" ["bulkhead"] Single |of| of.queue_capacity,
-        "Maximum number of queued jobs. With isolated tenants: the sum over all tenants with workers.";
+        "Maximum number of queued jobs. If tenants are isolated, the sum over all tenants with workers.";
     Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_fallback, of.counters.elsewhere),
-        "Jobs of this bulkhead that are currently at a fallback and whose outcome will count here. Absent without a \
-         fallback.";
+        "Jobs of this bulkhead that are currently at a fallback and whose outcome will count here. Absent if there is \
+         no fallback.";
     Gauge "bulkhead_jobs_guests" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_guests, of.counters.guests),
         "Jobs of other bulkheads that are active or queued here as their fallback. Absent if this bulkhead \
          is not a fallback.";
     Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Several super::write_breaker,
-        "1 for the state of the breaker, 0 for all other possible states. With several breakers: the most severe state.";
+        "1 for the state of the breaker, 0 for all other possible states. If there are several breakers, the most severe state.";
     Gauge "bulkhead_state" ["bulkhead", "state"] Several super::write_state,
         "1 for the state of the workers (starting, ready, degraded, failed, draining), 0 for the others.";
     Gauge "bulkhead_service" ["bulkhead", "state"] Several super::write_service,
@@ -95,18 +94,18 @@ families! {
     Gauge "bulkhead_workers" ["bulkhead", "state"] Several super::write_workers,
         "Worker processes by state. States other than ready and busy are present only while a worker is in that state.";
     Gauge "bulkhead_spares" ["bulkhead"] Optional super::spares,
-        "Spares that are ready to take over; also counted in bulkhead_workers. Absent without spares.";
+        "Spares that are ready to take over; also counted in bulkhead_workers. Absent if there are no spares.";
     Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] Global super::write_memory,
-        "Resident memory of the worker in a slot, in bytes; 0 without a worker.";
+        "Resident memory of the worker in a slot, in bytes; 0 if there is no worker.";
     Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Optional |of| of.memory_limit,
         "Memory limit of a worker in bytes: the lower of cgroup.memory and recycle.rss. Absent if neither is \
          set.";
     Gauge "bulkhead_clients" [] Global |page, inputs| page.sample(&[], inputs.scrape.clients),
         "Connections to the jobs socket.";
     Gauge "bulkhead_jobs_http_connections" [] Global super::write_jobs_http_connections,
-        "Connections to jobs_http; at most jobs_http_max. Absent without jobs_http.";
+        "Connections to jobs_http; at most jobs_http_max. Absent if jobs_http is not set.";
     Counter "bulkhead_jobs_http_refused" ["reason"] Global super::write_jobs_http_refused,
-        "Connections that jobs_http rejected because all connections were in use (overloaded), and jobs without a valid token (unauthenticated). Absent without jobs_http.";
+        "Connections that jobs_http rejected because all connections were in use (overloaded), and jobs without a valid token (unauthenticated). Absent if jobs_http is not set.";
     Gauge "bulkhead_buffered_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.buffered_bytes),
         "Total size of waiting payloads, names and records, in bytes. At max_buffered, jobs are rejected as overloaded.";
     Gauge "bulkhead_memory_file_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.memory_file_bytes),

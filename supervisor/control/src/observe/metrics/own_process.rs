@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use bulkhead_linux::process_tree::read_proc_file;
 use rustix::process::{Resource, getrlimit};
 
-/// Resource usage of the process, in the units that the metrics use.
+/// Resource usage of the process, in the units of the metrics.
 pub(super) struct OwnProcess {
     pub(super) cpu_seconds: f64,
     pub(super) virtual_bytes: f64,
@@ -33,8 +33,8 @@ impl OwnProcess {
         })
     }
 
-    /// Returns the number of open descriptors. Since Linux 6.2, the size of `/proc/self/fd` is this number.
-    /// Before Linux 6.2, the size is 0, and the entries are counted.
+    /// Returns the number of open descriptors. Since Linux 6.2, this is the size of `/proc/self/fd`. On older kernels
+    /// the size is 0, so the entries are counted.
     pub(super) fn open_fds() -> Option<f64> {
         let folder = "/proc/self/fd";
         match fs::metadata(folder).ok()?.len() {

@@ -1,4 +1,4 @@
-//! Text formats for metrics: OpenMetrics 1.0, and the older Prometheus text format 0.0.4.
+//! Text formats for metrics: OpenMetrics 1.0 and the older Prometheus text format 0.0.4.
 
 use std::fmt::{Display, Write as _};
 
@@ -20,8 +20,8 @@ impl Format {
         }
     }
 
-    /// Selects the format with the highest weight in an `Accept` header. If weights are equal, selects the
-    /// format that comes first. The default is OpenMetrics.
+    /// Selects the format with the highest weight in an `Accept` header. If the weights are equal, selects the format
+    /// that comes first. The default is OpenMetrics.
     pub(crate) fn from_accept(accept: &str) -> Self {
         let mut best = None;
         for range in accept.split(',') {
@@ -58,7 +58,7 @@ impl Format {
 vocabulary! {
     /// Kind of a metric family.
     Kind {
-        /// A number that only grows. The names of the samples end in `_total`.
+        /// A number that never decreases. The names of the samples end in `_total`.
         Counter = "counter",
         Gauge = "gauge",
         Histogram = "histogram",
@@ -75,7 +75,7 @@ pub(super) struct FamilyInfo {
     pub(super) help: &'static str,
 }
 
-/// Initial capacity of a page in bytes, which is enough for a few bulkheads.
+/// Initial capacity of a page in bytes, large enough for a few bulkheads.
 const PAGE_BYTES: usize = 256 * 1024;
 
 /// Builder for a page of metrics.
@@ -83,7 +83,7 @@ pub(super) struct Page {
     format: Format,
     text: String,
     family: Option<&'static FamilyInfo>,
-    /// Buffer for the common prefix of a group of lines. Kept in the page, so that the allocation is reused.
+    /// Buffer for the common prefix of a group of lines. Kept in the page so that the allocation is reused.
     common: String,
     #[cfg(test)]
     pub(super) families: Vec<&'static str>,
@@ -201,8 +201,7 @@ fn begin(text: &mut String, family: &FamilyInfo, suffix: &str, values: &[&str]) 
     }
 }
 
-/// Writes a label value with special characters escaped. Names of tenants can contain any characters except
-/// for NUL.
+/// Writes a label value and escapes special characters. Tenant names can contain any character except NUL.
 fn push_escaped(text: &mut String, value: &str) {
     if !value.bytes().any(|byte| matches!(byte, b'\\' | b'"' | b'\n')) {
         text.push_str(value);

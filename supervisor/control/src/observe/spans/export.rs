@@ -18,7 +18,7 @@ const BATCH_SPANS: usize = 512;
 /// Maximum number of spans in the queue. Further spans are dropped and counted.
 const QUEUED_SPANS_MAX: usize = 4096;
 
-/// Maximum time that a span waits for further spans before a message is sent.
+/// Maximum time that a span waits for other spans before a message is sent.
 const BATCH_DELAY_MAX: Duration = Duration::from_secs(1);
 
 /// Minimum and maximum pause after a failure. The pause doubles with each consecutive failure.
@@ -28,7 +28,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// Maximum time, at shutdown, for sending the remaining spans.
 const EXPORT_FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An encoded message, and the number of spans in the message.
+/// An encoded message and the number of spans in it.
 struct Batch {
     body: Bytes,
     spans: usize,
@@ -39,7 +39,7 @@ pub(super) struct Export {
     queued_spans: VecDeque<Box<JobSpan>>,
     /// Time when the oldest span in the queue arrived.
     oldest_at: Instant,
-    /// Message that is being sent or must be sent again, because the collector has not accepted it yet.
+    /// Message that is being sent or must be resent because the collector has not accepted it yet.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
     /// Earliest time of the next attempt after a failure.
@@ -80,7 +80,7 @@ impl Export {
         self.queued_spans.push_back(span);
     }
 
-    /// Waits until the next step is due, and performs the step. Cancel safe.
+    /// Waits until the next step is due, and performs it. Cancel safe.
     pub(super) async fn step(&mut self) {
         let due = self.due();
         match (&mut self.sending, due) {
@@ -135,7 +135,7 @@ impl Export {
         }
     }
 
-    /// Sends the remaining spans. Drops those that cannot be sent within the time limit.
+    /// Sends the remaining spans. Drops any that cannot be sent within the time limit.
     pub(super) async fn finish(&mut self) {
         // If the last message failed, the collector is unlikely to accept the remaining spans, so they are
         // dropped.

@@ -1,5 +1,5 @@
-//! The subset of the OpenTelemetry protocol (OTLP/HTTP with JSON) that is needed to send spans of jobs. The
-//! collector is configured with the standard environment variables of OpenTelemetry exporters.
+//! The subset of the OpenTelemetry protocol (OTLP/HTTP with JSON) needed to send job spans. The collector is configured
+//! with the standard environment variables for OpenTelemetry exporters.
 
 use std::fmt;
 use std::pin::pin;
@@ -17,7 +17,7 @@ use bulkhead_plane::span::JobSpan;
 /// Environment variable with the complete URL of the collector.
 const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
 
-/// Environment variable with the base URL of the collector, to which the path for spans is appended.
+/// Environment variable with the base URL of the collector. The path for spans is appended to it.
 const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
 /// Environment variable with the service name of the spans.
@@ -34,8 +34,7 @@ const KIND_SERVER: u32 = 2;
 /// Value of `STATUS_CODE_ERROR` in OTLP.
 const STATUS_ERROR: u32 = 2;
 
-/// Flags of each span. They say that the span is sampled, and that the parent span is known to be in another
-/// process.
+/// Flags of each span: the span is sampled, and its parent span is known to be in another process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
 /// Address of the collector, and the service name of the spans.
@@ -47,12 +46,12 @@ pub(super) struct Collector {
     service: String,
 }
 
-/// Error if a message could not be sent or the collector did not accept it.
+/// Error when a message could not be sent or was not accepted by the collector.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub(super) struct SendError {
     why: String,
-    /// True if sending the message again later can succeed.
+    /// True if sending the message again later may succeed.
     pub(super) is_retryable: bool,
 }
 
@@ -61,7 +60,7 @@ impl SendError {
         Self { why: why.to_string(), is_retryable: true }
     }
 
-    /// Returns the error for a message whose sending task has ended early.
+    /// Returns the error for a message whose sending task ended early.
     pub(super) fn ended() -> Self {
         Self::retryable("the request was interrupted")
     }
@@ -74,8 +73,8 @@ impl fmt::Display for Collector {
 }
 
 impl Collector {
-    /// Returns the collector that environment variables configure, or `None` if they configure none. An error
-    /// is a message for the log.
+    /// Returns the collector configured by environment variables, or `None` if there is none. An error is a message for
+    /// the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let read = |name| variable(name).filter(|value| !value.is_empty());
         let (name, address) = match (read(TRACES_ENDPOINT), read(ENDPOINT)) {
@@ -148,14 +147,14 @@ impl Collector {
         let (mut connection, mut response) = (pin!(connection), pin!(sender.send_request(request)));
         let response = tokio::select! {
             response = &mut response => response,
-            // If the connection has ended, the response may have arrived just before.
+            // If the connection has closed, the response may have arrived just before.
             _ = &mut connection => response.await,
         };
         Ok(response?.status())
     }
 }
 
-/// Returns the name of a span, which is equal for all spans of a bulkhead.
+/// Returns the name of a span. All spans of a bulkhead have the same name.
 pub(super) fn name(span: &JobSpan) -> String {
     format!("job {}", span.bulkhead)
 }

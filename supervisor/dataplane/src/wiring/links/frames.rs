@@ -1,8 +1,8 @@
-//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames
-//! are checked, and a worker that violates the protocol is killed.
+//! Frames from workers: handshake, replies and notices. A worker is not trusted any more than a client. All frames are
+//! checked, and a worker that violates the protocol is killed.
 //!
-//! A link is removed when the keeper reports its worker's death. Such reports are deferred during a read, so
-//! the index of a link stays valid.
+//! A link is removed when the keeper reports the death of its worker. Such reports are deferred during a read, so a
+//! link's index stays valid.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -36,12 +36,12 @@ const READS_PER_ITERATION_MAX: usize = 8;
 /// Maximum size of a worker's status text, in bytes.
 const STATUS_BYTES_MAX: usize = 256;
 
-/// Highest signal number in Linux.
+/// Highest signal number on Linux.
 const SIGNAL_MAX: i32 = 64;
 
 impl DataPlane {
     pub(crate) fn read_link(&mut self, index: LinkIndex) {
-        // A link is not read before its process is known, so that every event can refer to a process.
+        // A link is not read until its process is known, so that every event can refer to a process.
         let can_read =
             |plane: &Self| plane.links.get(index).is_some_and(|link| !link.unsolicited.is_paused());
         if !self.links.get(index).is_some_and(Link::is_running) || !can_read(self) {
@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports the notices of a read to policy. Returns an error message if the worker must be killed.
+    /// Reports to policy the notices received in a read. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
@@ -107,7 +107,7 @@ impl DataPlane {
         budget
     }
 
-    /// Handles a violation of the protocol by a worker. Further frames from the worker are ignored.
+    /// Handles a protocol violation by a worker. Further frames from the worker are ignored.
     pub(crate) fn end_link_for_violation(&mut self, index: LinkIndex, message: String) {
         let Some(link) = self.links.get_mut(index) else { return };
         link.violate_protocol();
@@ -136,7 +136,7 @@ impl DataPlane {
         }
         let mut is_oversized = link.is_oversized();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
-            // The next frame begins only after the oversized frame has ended.
+            // The next frame begins only after the end of the oversized frame.
             if std::mem::take(&mut is_oversized) {
                 self.end_oversized(index);
             }
@@ -165,8 +165,8 @@ impl DataPlane {
 
     // Journals of workers.
 
-    /// Lends a journal to a worker that has sent its hello. Without a journal, a worker's jobs are neither
-    /// prefetched nor recalled.
+    /// Lends a journal to a worker that has sent HELLO. Without a journal, a worker's jobs are neither prefetched nor
+    /// recalled.
     fn lend_journal(&mut self, index: LinkIndex, capabilities: u64) {
         let link = &mut self.links[index];
         let is_replay = self.compartments[link.compartment].is_replay;
@@ -181,8 +181,9 @@ impl DataPlane {
         link.journal = Some(journal);
     }
 
-    /// Applies the replies in a dead worker's journal. Must be called after all bytes in the worker's link
-    /// were read. If the bulkhead prefetches jobs, returns the number of jobs begun according to the journal.
+    /// Applies the replies in a dead worker's journal. Must be called after all bytes in the worker's link have been
+    /// read. If the bulkhead prefetches jobs, returns the number of jobs that the worker started according to the
+    /// journal.
     pub(crate) fn apply_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment;
@@ -195,7 +196,7 @@ impl DataPlane {
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames of a journal like frames from the link.
+    /// Handles the frames in a journal like frames from the link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
@@ -206,8 +207,8 @@ impl DataPlane {
         if let Ok((_, mut batch)) = read {
             while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
                 let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
-                // The journal can contain replies that were also received over the link, if the worker died
-                // before removing them.
+                // If the worker died before removing a reply from the journal, the reply may also have been received
+                // over the link.
                 let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
                 if self.links[index].is_welcomed() && is_answer && is_owed {
                     let _ = self.handle_worker_frame(index, header, metadata, Incoming::Borrowed(payload));
@@ -277,7 +278,9 @@ impl DataPlane {
                 self.record_exit_status((compartment, worker), JobId(number), status);
                 if let Some(named) = named {
                     if size > 0 {
-                        return Err("the worker sent a result in a memory file and in the frame".to_owned());
+                        return Err(
+                            "the worker sent a result both in a memory file and in the frame".to_owned()
+                        );
                     }
                     let spawn = self.links[index].spawn;
                     self.record_result_file((compartment, worker), spawn, JobId(number), named)?;
@@ -335,10 +338,9 @@ impl DataPlane {
             kind::RETURNED => {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let send_number = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
-                let send_number =
-                    send_number.ok_or("the worker returned a job without the job's send number")?;
+                let send_number = send_number.ok_or("the worker returned a job without its send number")?;
                 self.links[index].unsolicited.charge(0);
-                // The job was recalled before the worker began it.
+                // The job was recalled before the worker started it.
                 let (job, send_number) = (JobId(number), u64::from_le_bytes(send_number));
                 self.apply(compartment, Event::JobReturned { worker, job, send_number }, Incoming::None);
             }
@@ -362,7 +364,7 @@ impl DataPlane {
                 check_empty(metadata)?;
                 match header.kind {
                     kind::READY => {
-                        // Frees the buffers, because the next job may not arrive for a long time.
+                        // Frees the buffers, because the next job might not arrive for a long time.
                         self.links[index].outbox.free_buffers();
                         Event::Ready { worker }
                     }
@@ -385,7 +387,7 @@ impl DataPlane {
                 self.forward_progress(compartment, worker, header.number, progress);
                 return Ok(());
             }
-            kind::HELLO => return Err("the worker said hello twice".into()),
+            kind::HELLO => return Err("the worker sent HELLO twice".into()),
             unknown if header.is_critical() => {
                 return Err(format!(
                     "the worker sent a frame of the unknown kind {unknown}, which is marked as critical"
@@ -404,13 +406,13 @@ impl DataPlane {
         metadata: &[u8],
     ) -> Result<(), String> {
         if header.kind != kind::HELLO || header.number != MAGIC {
-            return Err("the worker's first frame is not a hello".into());
+            return Err("the worker's first frame is not HELLO".into());
         }
         let hello = decode::<Hello<'_>>(metadata)?;
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         if hello.role != role::WORKER {
-            return Err("the worker said hello in the role of a client".into());
+            return Err("the worker's HELLO declared the client role".into());
         }
         if let Err(message) = check_version(&hello, "build the worker with a matching SDK") {
             let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
@@ -419,7 +421,7 @@ impl DataPlane {
             return Err(message);
         }
         let says = |bit| hello.capabilities & bit != 0;
-        // The journal is sent before the welcome, so that the worker has it from the beginning.
+        // The journal is sent before the welcome, so that the worker has it from the start.
         if says(capability::RESIZE) && (says(capability::PREFETCH) || says(capability::STACK_TEXT)) {
             self.lend_journal(index, hello.capabilities);
         }
@@ -428,7 +430,7 @@ impl DataPlane {
         let compartment_of_link = &self.compartments[compartment];
         let (entry, limits) =
             (self.bulkheads.owner(compartment_of_link), compartment_of_link.policy.limits());
-        // Each heartbeat wakes the worker. If heartbeats are read from the journal, three within the maximum
+        // Each heartbeat wakes up the worker. For heartbeats that are read from the journal, three within the maximum
         // silence are enough.
         let can_be_rarer = link.beats_in_journal() && limits.health.missed >= 5;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
@@ -455,7 +457,7 @@ impl DataPlane {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
             can_resize: says(capability::RESIZE),
         };
-        // Without this capability, the worker can only write text into the file.
+        // Without this capability, the only thing that the worker can write to the file is text.
         let journal =
             self.links[index].journal.as_ref().filter(|_| says(capability::PREFETCH)).map(Journal::claims);
         let event = Event::Hello { worker, capabilities, journal };
@@ -493,8 +495,8 @@ impl DataPlane {
         }
     }
 
-    /// Records that the result of a job is in the result file. Returns an error message if the file was not
-    /// lent to this worker.
+    /// Records that the result of a job is in the result file. Returns an error if the file was not lent to this
+    /// worker.
     fn record_result_file(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
@@ -506,16 +508,16 @@ impl DataPlane {
         if !policy.holds(worker, job) {
             return Ok(());
         }
-        // A cancelled job may no longer have a record.
+        // A cancelled job might no longer have a record.
         let Some(record) = policy.record_mut(job) else { return Ok(()) };
         let payload = record.held.file.as_deref_mut();
         match payload.is_some_and(|payload| payload.result_written(spawn, named)) {
             true => Ok(()),
-            false => Err("the worker reported a result in a file of another job".to_owned()),
+            false => Err("the worker reported a result in another job's file".to_owned()),
         }
     }
 
-    /// Records the exit status that was sent along with the result of a job.
+    /// Records the exit status that was sent along with a job's result.
     fn record_exit_status(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
@@ -555,8 +557,7 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     decode_all(metadata, &[]).map(|(message, _)| message)
 }
 
-/// Decodes metadata and its extensions. Returns an error for a critical extension whose tag is not in
-/// `known`.
+/// Decodes metadata and its extensions. Returns an error if an extension is critical and its tag is not in `known`.
 fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     metadata: &'m [u8],
     known: &[u16],
@@ -564,8 +565,8 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
-/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame,
-/// whose end would never arrive.
+/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame, whose end
+/// would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("the worker did not say hello: the first frame is of kind {}", header.kind));
@@ -581,14 +582,14 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks metadata that consists only of extensions. Returns an error if any of them is critical, because
-/// none is known.
+/// Checks metadata that consists only of extensions. Returns an error if any extension is critical, because none is
+/// known.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// Decodes the metadata of a result. Returns the location of a result in a memory file, and the exit status
-/// of the program, if present.
+/// Decodes a result's metadata. Returns the location of a result in a memory file, and the program's exit status, if
+/// present.
 fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));

@@ -1,5 +1,5 @@
-//! Reads and decodes frames from clients, and calls their handlers. A session can be removed after a read or
-//! during a flush, but never while one of its frames is being handled.
+//! Reads and decodes client frames, and calls their handlers. A session can be removed after a read or during a flush,
+//! but never while one of its frames is being handled.
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, role};
@@ -19,7 +19,8 @@ fn is_hello(header: Header) -> bool {
     header.kind == kind::HELLO && header.number == MAGIC
 }
 
-/// Returns the kind of a frame that is a new request. The metadata of a complete large frame came earlier.
+/// Returns the kind of a frame if the frame is a new request. The metadata of a complete large frame was announced
+/// earlier.
 fn requested_kind(item: &Item<'_>) -> Option<u8> {
     match item {
         Item::Frame { header, .. } | Item::Announced { header, .. } => {
@@ -30,21 +31,21 @@ fn requested_kind(item: &Item<'_>) -> Option<u8> {
 }
 
 fn no_hello() -> Violation {
-    let message = "this socket speaks the Bulkhead protocol and expects a hello first; \
-                   HTTP is spoken on the admin socket";
+    let message = "this socket uses the Bulkhead protocol, in which HELLO comes first; \
+                   for HTTP, use the admin socket";
     Violation(RejectReason::Invalid, message.into())
 }
 
 impl DataPlane {
-    /// Reads once from a client: either frames of up to `most` bytes in total, or the rest of an incomplete
-    /// frame. Returns the number of bytes read.
+    /// Reads once from a client: either frames of up to `most` bytes in total, or the rest of an incomplete frame.
+    /// Returns the number of bytes read.
     pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.pause_if_behind() {
             return 0;
         }
         if session.is_held_back {
-            // Nothing is read behind a held-back request, so the end of the stream would go unnoticed.
+            // Nothing after a held-back request is read, so the end of the stream would go unnoticed.
             if session.has_closed() {
                 self.close_session(index);
             }
@@ -198,7 +199,9 @@ impl DataPlane {
         }
         let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
         if hello.role != role::CLIENT {
-            return Err(invalid("only clients connect to this socket; the supervisor starts workers".into()));
+            return Err(invalid(
+                "only clients can connect to this socket; workers are started by the supervisor".into(),
+            ));
         }
         check_version(&hello, "use a matching client library").map_err(invalid)?;
         let welcome = ClientWelcome {
@@ -213,7 +216,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Drops a request after GOAWAY. The client submits the job over another connection, and gets no lease here.
+    /// Drops a request after GOAWAY. The client submits the job over another connection. A lease request is not
+    /// answered here.
     fn drop_request(&mut self, index: SessionIndex, item: &Item<'_>) {
         if let Item::Frame { header, .. } = item
             && header.kind == kind::LEASE

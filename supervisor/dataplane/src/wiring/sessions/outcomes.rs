@@ -9,7 +9,7 @@ use crate::sessions::OutcomeExtensions;
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, Incoming, JobData};
 
-/// Returns the payload of an outcome: the result, or the data that the handler sent with a failure.
+/// Returns the payload of an outcome: the result, or the data that the handler sent along with a failure.
 fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     match verdict {
         Verdict::Ok | Verdict::Failed(_) => incoming.take(),
@@ -17,8 +17,8 @@ fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload
     }
 }
 
-/// Returns the exit status of the program that ran a job. Returns `None` if the program's result did not
-/// decide the outcome. A worker can, for example, send a status with a result that is then rejected.
+/// Returns the exit status of the program that ran a job. Returns `None` if the program's result did not decide the
+/// outcome. For example, a worker can send a status along with a result that is then rejected.
 fn exit_status(answer: &JobOutcome<Box<JobData>>) -> Option<i32> {
     answer.record.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
 }

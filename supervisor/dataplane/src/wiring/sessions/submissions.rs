@@ -1,4 +1,4 @@
-//! Checks clients' submissions before they reach policy, and sends rejections.
+//! Checks client submissions before they reach policy, and sends rejections.
 
 use std::time::{Duration, SystemTime};
 
@@ -101,8 +101,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Returns a violation if a job with this request number is still unfinished, because outcomes could not
-    /// be told apart.
+    /// Returns a violation if a job with this request number is still unfinished, because the two outcomes could not be
+    /// distinguished.
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
@@ -113,7 +113,7 @@ impl DataPlane {
         }
     }
 
-    /// Checks a submission and the client's permissions for it.
+    /// Checks a submission, and the client's permissions for the submitted job.
     pub(super) fn check_submission<'m>(
         &self,
         index: SessionIndex,
@@ -123,7 +123,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let (submit, extensions) =
             submissions::decode(metadata).map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        // Consecutive jobs of a client are usually for the same bulkhead.
+        // Consecutive jobs from a client are usually for the same bulkhead.
         let found = self.bulkheads.find_recent(session.frame_for, submit.bulkhead);
         if let Grant::Rules(rules) = &session.grant
             && let Some(message) =
@@ -150,7 +150,7 @@ impl DataPlane {
                 format!("the payload of {size} bytes is larger than max_payload ({most} bytes)"),
             ));
         }
-        // Part of the frame may already be held.
+        // Part of the frame might already be held.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes());
         let budget = self.limits.buffered_bytes_max;
         if !self.memory.can_hold(session.holder, Some(bulkhead), more, budget) {
@@ -211,7 +211,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns true if the client of a job is still connected.
+    /// Returns true if the client that submitted a job is still connected.
     pub(crate) fn is_client_connected(&self, record: &JobData) -> bool {
         self.sessions.of(record.session).is_some_and(|session| session.phase == Phase::Open)
     }

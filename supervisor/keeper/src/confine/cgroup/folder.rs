@@ -1,4 +1,4 @@
-//! A control group as a folder of small files. Each read and write has a size limit, and an error names the
+//! A control group as a folder of small files. The size of each read and write is limited, and each error names the
 //! file.
 
 use std::ffi::{CStr, CString};
@@ -14,12 +14,11 @@ use rustix::io::Errno;
 use super::parse;
 use super::{Failure, MOUNT_ADVICE, failure};
 
-/// Maximum size of a file in a control group, in bytes. The longest one is `cgroup.procs`, the list of
-/// processes.
+/// Maximum size of a file in a control group, in bytes. The longest is `cgroup.procs`, the list of processes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum size of a file in `/proc`, in bytes. The longest one is the list of mounts, which has thousands of
-/// lines on busy machines.
+/// Maximum size of a file in `/proc`, in bytes. The longest is the list of mounts, which has thousands of lines on
+/// busy machines.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
 /// Maximum depth of nested groups, and maximum number of levels traversed in one call. Without a limit, a
@@ -81,7 +80,7 @@ impl Folder {
     pub(super) fn make_child(&self, name: &str) -> Result<Self, Failure> {
         match rustix::fs::mkdirat(&self.descriptor, name, GROUP_MODE) {
             Ok(()) => self.child(name),
-            Err(errno) => Err(self.failed("make the cgroup", name, errno)),
+            Err(errno) => Err(self.failed("create the cgroup", name, errno)),
         }
     }
 
@@ -113,7 +112,7 @@ impl Folder {
 
     pub(super) fn check_writable(&self, file: &str) -> Result<(), Failure> {
         rustix::fs::accessat(&self.descriptor, file, Access::WRITE_OK, AtFlags::EACCESS)
-            .map_err(|errno| self.failed("have the right to write to", file, errno))
+            .map_err(|errno| self.failed("get write access to", file, errno))
     }
 
     pub(super) fn write(&self, file: &str, value: &str) -> Result<(), Failure> {
@@ -205,7 +204,7 @@ fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, E
     rustix::fs::openat(at, path, flags, Mode::empty())
 }
 
-/// Reads a whole file. Fails if the file has more than `max` bytes.
+/// Reads a whole file. Fails if the file contains more than `max` bytes.
 fn read_all(at: impl AsFd, path: &str, max: usize) -> Result<Vec<u8>, Errno> {
     let file = rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = Vec::new();

@@ -34,8 +34,8 @@ impl Leaf {
         self.folder.write("cgroup.procs", &pid.to_string())
     }
 
-    /// Kills all processes in the group at once. No process can escape by forking, and frozen processes die
-    /// as well.
+    /// Kills all processes in the group at once. No process can escape by forking, and frozen processes are killed as
+    /// well.
     pub(crate) fn kill(&self) -> Result<(), Failure> {
         self.folder.write("cgroup.kill", "1")
     }

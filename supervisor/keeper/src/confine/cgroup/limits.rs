@@ -55,8 +55,8 @@ impl Limits {
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
-            // Makes the kernel kill all processes of the group when memory runs out. By default, the kernel
-            // kills only one process, without which the others would not work.
+            // Makes the kernel kill all processes of the group when memory runs out. By default, the kernel kills only
+            // one process, and the others would not work without it.
             settings.push(required("memory.oom.group", "1".to_owned()));
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }
@@ -64,7 +64,8 @@ impl Limits {
             settings.push(required("pids.max", pids.to_string()));
         }
         if let Some(cores) = self.cpu_cores {
-            let attempted = || format!("limit a worker to {cores} processor cores, less than {CORES_MIN}");
+            let attempted =
+                || format!("limit a worker to {cores} processor cores: the minimum is {CORES_MIN}");
             let value = cpu_max(cores).ok_or_else(|| failure(attempted(), Errno::INVAL))?;
             settings.push(required("cpu.max", value));
         }

@@ -1,5 +1,5 @@
-//! The keeper process that created a leaf. The name of the leaf contains the identity of this keeper, so that
-//! a later keeper recognises the leaves of a dead one.
+//! The keeper process that created a leaf. The leaf's name contains the identity of its keeper, so that a later keeper
+//! can recognise the leaves of a dead keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -8,10 +8,10 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. Stays unique even if a pid is reused, or if another pid namespace has the same pid.
+/// Identity of a process. Stays unique even if a PID is reused, or if the same PID exists in another PID namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
-    /// Inode of the pid namespace.
+    /// Inode of the PID namespace.
     pub(super) namespace: u64,
     pub(super) pid: u32,
     /// Start time, in clock ticks since boot.
@@ -22,9 +22,9 @@ impl Owner {
     pub(super) fn this_process() -> Result<Self, Failure> {
         let pid = std::process::id();
         let namespace = rustix::fs::stat("/proc/self/ns/pid")
-            .map_err(|errno| failure("look at /proc/self/ns/pid".into(), errno))?;
+            .map_err(|errno| failure("inspect /proc/self/ns/pid".into(), errno))?;
         let started = process_tree::start_time(pid)
-            .ok_or_else(|| failure(format!("read /proc/{pid}/stat for the keeper's start"), Errno::SRCH))?;
+            .ok_or_else(|| failure(format!("read the start time from /proc/{pid}/stat"), Errno::SRCH))?;
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
 
@@ -45,7 +45,7 @@ impl Owner {
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// Returns true if the other process is known to have exited. Returns false for a process in another pid
+    /// Returns true if the other process is known to have exited. Returns false for a process in another PID
     /// namespace, whose state is not visible to this process.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)

@@ -3,13 +3,13 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below.
+/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below it.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
-/// Returns the number of processes killed because memory ran out, from the text of `memory.events`. If the
-/// kernel kills a whole group, each process of the group counts.
+/// Returns the number of processes killed because memory ran out, from the text of `memory.events`. If the kernel
+/// kills a whole group, each process in the group is counted.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
@@ -33,7 +33,7 @@ fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// Parses the list of pids in `cgroup.procs`.
+/// Parses the list of PIDs in `cgroup.procs`.
 pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
     text.lines().map(parse_digits).collect()
 }
@@ -66,7 +66,7 @@ fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     Some(Path::new(&place).components().chain(below.components()).collect())
 }
 
-/// Returns true if a path stays below the root folder. The paths of groups outside of this process's cgroup
+/// Returns true if a path stays below the root folder. The paths of groups outside this process's cgroup
 /// namespace start with `/..`.
 fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)

@@ -1,5 +1,5 @@
-//! Tests with real control groups, below the control group of the test process. In each test, a new group
-//! takes the place of the delegated group.
+//! Tests with real control groups, below the control group of the test process. In each test, a new group stands in
+//! for the delegated group.
 #![expect(unsafe_code, reason = "starting programs in a cgroup, and waiting for them")]
 
 use std::ffi::CString;
@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+        assert!(start.elapsed() < PATIENCE, "timed out after {PATIENCE:?}: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -51,7 +51,7 @@ impl TestGroup {
     }
 
     /// Returns this group as the delegated group of a keeper, which is the test process. `supervisor` is the
-    /// pid of the supervisor.
+    /// PID of the supervisor.
     fn root(&self, supervisor: u32) -> DelegatedGroup {
         DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -105,7 +105,7 @@ impl Shell {
     /// Waits until the shell has exited. Returns the status of `waitpid`.
     fn wait(self) -> i32 {
         let mut status = 0;
-        // SAFETY: the pid is that of a child that has not been waited for, and the pointer is to a local.
+        // SAFETY: the PID is that of a child that has not been waited for, and the pointer is to a local.
         assert_eq!(unsafe { libc::waitpid(self.0, &mut status, libc::__WALL) }, self.0);
         std::mem::forget(self);
         status
@@ -120,7 +120,7 @@ impl Shell {
 
 impl Drop for Shell {
     fn drop(&mut self) {
-        // SAFETY: the child has not been waited for, so the pid still belongs to it.
+        // SAFETY: the child has not been waited for, so the PID still belongs to it.
         unsafe {
             libc::kill(self.0, libc::SIGKILL);
             libc::waitpid(self.0, std::ptr::null_mut(), libc::__WALL);
@@ -212,7 +212,7 @@ fn cgroup_kill_reaches_processes_in_other_sessions() {
 }
 
 #[test]
-fn cgroup_kill_ends_fork_bombs() {
+fn cgroup_kill_stops_fork_bombs() {
     let Some(group) = TestGroup::new("forking") else { return };
     let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "while :; do (: & : &) & done");
@@ -224,7 +224,7 @@ fn cgroup_kill_ends_fork_bombs() {
 }
 
 #[test]
-fn cgroup_kill_ends_frozen_processes() {
+fn cgroup_kill_reaches_frozen_processes() {
     let Some(group) = TestGroup::new("freeze") else { return };
     let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "while :; do :; done");
@@ -255,7 +255,7 @@ fn only_empty_cgroup_leaf_can_be_removed() {
     // SAFETY: the fork is expected to fail. If it succeeds, the child only exits.
     let cloned = unsafe { fork_into(leaf.fd(), 0) };
     if cloned == Ok(0) {
-        // SAFETY: ends the process without running anything that the parent registered.
+        // SAFETY: exits without running exit handlers that the parent has registered.
         unsafe { libc::_exit(0) };
     }
     assert!(cloned.is_err());
@@ -352,7 +352,7 @@ fn only_leaves_of_dead_keepers_are_removed() {
 #[test]
 fn only_processes_of_supervisor_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
-    // The shell takes the place of the supervisor. Like the keeper's children, its child descends from this
+    // The shell stands in for the supervisor. Like the keeper's children, the shell's child descends from this
     // process.
     let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
     wait_until("both processes run", || processes(group.path()).len() >= 2);
@@ -472,13 +472,13 @@ fn cpu_limit_is_written_to_cgroup() {
 fn missing_cgroup_write_access_is_reported_with_advice() {
     let Some(group) = TestGroup::new("delegated") else { return };
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("NOT RUN: only root can become a user without rights");
+        return eprintln!("NOT RUN: only root can switch to an unprivileged user");
     }
     const NOBODY: libc::c_long = 65534;
     let path = group.path();
     let error = std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            // SAFETY: changes the identity of only this thread, which ends afterwards.
+            // SAFETY: changes the identity of only this thread, which exits afterwards.
             let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
             assert_eq!(changed, 0);
             DelegatedGroup::from_folder(Folder::open(path).unwrap(), 0).unwrap_err()

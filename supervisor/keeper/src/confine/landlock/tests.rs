@@ -1,5 +1,5 @@
-//! Tests that ordinary programs work under the default rules, and that the rules deny everything else. Some
-//! tests confine only a thread, because the kernel enforces rules by thread.
+//! Tests that ordinary programs work under the default rules, and that the rules deny everything else. Some tests
+//! confine only a thread, because the kernel enforces rules per thread.
 #![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe wrapper here")]
 
 use std::fs;
@@ -166,7 +166,7 @@ fn landlock_denies_secrets_and_foreign_folders() {
 }
 
 #[test]
-fn landlock_grants_only_world_readable_files_of_etc() {
+fn landlock_grants_only_world_readable_files_in_etc() {
     if !has_abi(1) {
         return;
     }

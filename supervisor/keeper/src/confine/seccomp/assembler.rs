@@ -35,7 +35,7 @@ pub(super) fn load_number() -> sock_filter {
     instruction(LOAD, offset_of!(seccomp_data, nr) as u32)
 }
 
-/// Loads the bits in `mask` of the lower half of an argument.
+/// Loads the bits of an argument's lower half that are set in `mask`.
 pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
     let load = instruction(LOAD, argument_offset(argument));
     if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }

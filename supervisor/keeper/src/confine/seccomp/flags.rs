@@ -7,7 +7,7 @@ use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
 /// Mode bits that make a program run as the user or group of its file. If a worker created such a program,
-/// another user could run it outside of the sandbox with the rights of the worker's user, which can be root.
+/// another user could run it outside the sandbox with the rights of the worker's user, which can be root.
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
 /// System calls that take a file mode, grouped by the index of the mode argument.
@@ -25,7 +25,7 @@ const CREATE_FLAGS: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY)
 const SEND_CALLS: [(u8, &str); 2] = [(2, "sendmsg"), (3, "sendto sendmmsg")];
 
 /// Restricts all calls that could create a program with another user's rights, or send urgent data. Urgent
-/// data is a byte outside of the stream, which readers of Unix sockets do not expect.
+/// data is a byte outside the stream, which readers of Unix sockets do not expect.
 ///
 /// `openat2` could create such programs as well, but takes the mode from memory, which a filter cannot see.
 /// So `openat2` fails as if the kernel did not have it.
@@ -46,8 +46,8 @@ pub(super) fn restrict(rules: &mut Rules) {
     }
 }
 
-/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call of `connect`. The call fails as on a
-/// kernel where fast open is disabled.
+/// Denies TCP fast open with `MSG_FASTOPEN`, which connects without a call to `connect`. The call fails as it does on
+/// a kernel where fast open is disabled.
 pub(super) fn deny_fast_open(rules: &mut Rules) {
     for (flags, names) in SEND_CALLS {
         let unsupported = Verdict::Errno(Errno::OPNOTSUPP);
@@ -55,8 +55,8 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
     }
 }
 
-/// Denies truncating files that the worker can only read. Needed on kernels whose Landlock version does not
-/// control truncation.
+/// Denies truncation of files that the worker can read but not write. Needed on kernels whose Landlock version does
+/// not control truncation.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// Access mode that allows neither reading nor writing, but requires the rights for both.

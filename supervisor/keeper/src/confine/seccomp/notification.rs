@@ -17,8 +17,8 @@ use bulkhead_linux::errno;
 pub(crate) struct Notification {
     /// Identifies the call in the response.
     pub id: u64,
-    /// Id of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
-    /// in this pid namespace.
+    /// ID of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
+    /// in this PID namespace.
     pub thread: u32,
     /// Number of the system call.
     pub number: u32,
@@ -50,9 +50,9 @@ pub(crate) fn poll_listener(listener: &OwnedFd) -> rustix::io::Result<ListenerSt
     })
 }
 
-/// Receives a notification. Call this only if [`poll_listener`] has returned [`ListenerState::Pending`].
-/// Otherwise kernels before 6.11 block forever, even when no process is left to make a call. Returns `None`
-/// if the call was interrupted or its process was killed in the meantime.
+/// Receives a notification. Call this only if [`poll_listener`] has returned [`ListenerState::Pending`]. Otherwise,
+/// kernels before 6.11 block forever, even if no process is left to make a call. Returns `None` if the call was
+/// interrupted or its process was killed in the meantime.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
@@ -80,7 +80,7 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still blocked. While the call is blocked, the thread id in its notification is
+/// Checks that a call is still blocked. While the call is blocked, the thread ID in its notification is
 /// valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])

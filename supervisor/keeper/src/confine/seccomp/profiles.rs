@@ -4,7 +4,7 @@
 //! back to other calls. Calls that only hostile programs make are fatal. Under `strict`, all unlisted calls
 //! are fatal.
 //!
-//! Access to files and to processes of other users is restricted by Landlock and by the worker's user id.
+//! Access to files and to processes of other users is restricted by Landlock and by the worker's user ID.
 
 use rustix::io::Errno;
 
@@ -24,7 +24,7 @@ const REFUSED_CALLS: &[&str] = &[
     // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // Enters another namespace. Flags of other calls that create namespaces are refused separately.
+    // Call that enters another namespace. Flags of other calls that create namespaces are refused separately.
     "setns",
     // Calls that access files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
@@ -39,9 +39,9 @@ const REFUSED_CALLS: &[&str] = &[
     "lookup_dcookie nfsservctl uselib",
 ];
 
-/// System calls for System V and POSIX IPC. Their objects are shared by all processes of a user, are not
-/// charged to any process, and outlive the processes that used them. Kernels can be built without these
-/// calls, so programs check whether they exist.
+/// System calls for System V and POSIX IPC. IPC objects are shared by all processes of a user, are not charged to any
+/// process, and outlive the processes that used them. Kernels can be built without these calls, so programs check
+/// whether they exist.
 const IPC_CALLS: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
@@ -59,8 +59,8 @@ pub(crate) fn default(network: NetworkAccess) -> Rules {
 }
 
 /// Returns the `strict` profile: an allow list for programs that only compute. The filter takes effect before
-/// `execve`, so it must let the program start and load its libraries and interpreter. [`sealed`] takes some
-/// of these rights away later.
+/// `execve`, so it must let the program start and load its libraries and interpreter. [`sealed`] later revokes some of
+/// these rights.
 pub(crate) fn strict(network: NetworkAccess) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
     for names in STRICT_ALLOWED_CALLS {
@@ -115,10 +115,10 @@ pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
 
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
-/// Error for a denied address family. Programs treat it like a kernel without this family.
+/// Error for a denied address family. Programs react as they do on a kernel that lacks the family.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
-/// Adds the rules that the `default` and the `strict` profile share.
+/// Adds the rules that the `default` and `strict` profiles share.
 fn deny(rules: &mut Rules) {
     rules.set(FATAL_CALLS, Verdict::Fatal);
     rules.set(UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
@@ -168,10 +168,10 @@ fn ptrace() -> Rule {
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Allows only the calling process or thread as the target. Otherwise, a process could kill another process
-/// of the supervisor's user by setting a limit, or starve it by changing its priority. Neither Landlock nor
-/// missing capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads
-/// of one process set the affinity of each other.)
+/// Allows only the calling process or thread as the target. Otherwise, a process could kill another process of the
+/// supervisor's user by setting a limit, or starve it by changing its priority. Neither Landlock nor missing
+/// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one process set
+/// each other's affinity.)
 fn only_self(argument: u8) -> Rule {
     const SELF_TARGET: u32 = 0;
     only_values(argument, &[SELF_TARGET], REFUSE)
@@ -206,9 +206,9 @@ const IOPRIO_WHO_PROCESS: u32 = 1;
 /// With [`NetworkAccess::Connections`], Landlock permits the ports. These rules deny all ways to reach another
 /// port, because Landlock only checks `connect` and `bind` of plain TCP sockets:
 ///
-/// - Sockets have no other protocol, such as MPTCP, and cannot change to one (`TCP_ULP`).
-/// - TCP fast open does not connect when it sends.
-/// - `listen` would choose a port for a socket that is not bound.
+/// - Sockets cannot use another protocol, such as MPTCP, or change to one (`TCP_ULP`).
+/// - Sends cannot open a connection with TCP fast open.
+/// - `listen` is refused, because it would choose a port for a socket that is not bound.
 fn restrict_network(rules: &mut Rules, network: NetworkAccess) {
     rules.set("socket", socket(network));
     match network {
@@ -266,8 +266,8 @@ fn only_connections(udp: bool) -> Rule {
     Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise }.into()
 }
 
-/// Denies replacing the protocol of a TCP socket. The call fails as on a kernel without the requested protocol, which
-/// libraries that use kernel TLS expect.
+/// Denies replacing the protocol of a TCP socket. The call fails as it does on a kernel without the requested
+/// protocol, a case that libraries with kernel TLS handle.
 fn deny_protocol_change(otherwise: Rule) -> Rule {
     let no_protocol = Verdict::Errno(Errno::NOENT).into();
     let cases = vec![(Is(libc::TCP_ULP as u32), no_protocol)];
@@ -297,7 +297,7 @@ fn routes_only() -> Rule {
     only_values(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
-/// Size of a netlink address, with which programs query addresses and routes.
+/// Size of a netlink address, which programs use to query addresses and routes.
 const ROUTES_ADDRESS_SIZE: u32 = size_of::<libc::sockaddr_nl>() as u32;
 
 /// Allows `bind` only with the address sizes of the internet families and netlink, or with a size larger than
@@ -391,7 +391,7 @@ const DESCRIPTOR_REQUESTS: Requests = (
     ],
 );
 
-/// Request that newer C libraries use in place of [`libc::TCGETS`].
+/// Request that newer C libraries use instead of [`libc::TCGETS`].
 const TCGETS2: u32 = 0x802c_542a;
 
 /// Calls needed for computing: memory, files, threads, time, and existing sockets.

@@ -193,7 +193,7 @@ fn seccomp_rules_reject_unknown_call_names() {
 
 // ---- Real processes.
 
-/// A child under a filter, with the filter's listener.
+/// A child process that runs under a filter, and the filter's listener.
 struct Confined {
     child: Child,
     listener: Option<OwnedFd>,
@@ -230,7 +230,7 @@ impl Confined {
             let start = Instant::now();
             while let Some(listener) = &listener {
                 if start.elapsed() > PATIENCE {
-                    // SAFETY: kills a child that has not been waited for, or uses a pid that is free.
+                    // SAFETY: kills a child that has not been waited for, or signals a PID that is not in use.
                     unsafe { libc::kill(pid, libc::SIGKILL) };
                 }
                 let Some(notification) = next_notification(listener) else { break };
@@ -321,7 +321,7 @@ const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: queries the process id, and changes nothing else.
+    // SAFETY: queries the process ID, and changes nothing else.
     unsafe {
         std::arch::asm!("int 0x80", inlateout("eax") 20 => _, out("r8") _, out("r9") _, out("r10") _, out("r11") _)
     };
@@ -367,7 +367,7 @@ const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
-/// Error with which the tests respond to seccomp notifications. No tested call returns this error by itself.
+/// Error with which the tests respond to seccomp notifications. No tested call returns this error on its own.
 const NOTIFIED: i32 = libc::EXDEV;
 
 /// Calls that both profiles deny, with and without the network.
@@ -417,7 +417,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Calls with and without set-user-id or set-group-id bits in the mode. Allowed calls fail because the path is
+/// Calls with and without set-user-ID or set-group-ID bits in the mode. Allowed calls fail because the path is
 /// missing.
 fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
     let here = libc::AT_FDCWD as u64;
@@ -428,7 +428,7 @@ fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
         all.push(("fchmodat", [here, 0, mode], errno));
         all.push(("open", [0, libc::O_CREAT as u64, mode], errno));
         all.push(("open", [0, (libc::O_TMPFILE | libc::O_WRONLY) as u64, mode], errno));
-        // Without flags that create a file, the value in place of the mode has no meaning.
+        // Unless the flags create a file, the mode argument has no meaning.
         all.push(("open", [0, libc::O_DIRECTORY as u64, mode], libc::EFAULT));
     }
     all.push(("fchmodat2", [here, 0, 0o4755], libc::EPERM));
@@ -525,7 +525,7 @@ fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
 /// Evaluates the rules directly, because the helper process of the other tests cannot set the fourth argument
 /// separately.
 #[test]
-fn fast_open_is_refused_in_all_calls_that_send() {
+fn all_calls_that_send_refuse_tcp_fast_open() {
     let flag = libc::MSG_FASTOPEN as u64;
     for (name, arguments) in [
         ("sendto", [3, 0, 0, flag, 0, 0]),
@@ -653,7 +653,7 @@ fn fatal_system_call_is_reported_with_arguments() {
     let mut confined = Confined::start(command, default(NetworkAccess::None).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
     let notification = loop {
-        if let Some(notification) = next_notification(listener).expect("the process has ended") {
+        if let Some(notification) = next_notification(listener).expect("the process has exited") {
             break notification;
         }
     };

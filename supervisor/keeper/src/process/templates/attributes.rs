@@ -85,7 +85,7 @@ impl RecordedAttributes {
     }
 
     /// Restores each attribute that has changed. Calls `is_template` before setting an attribute, because the
-    /// pid of an exited process can be reused. Returns the name of an attribute that could not be restored as
+    /// PID of an exited process can be reused. Returns the name of an attribute that could not be restored as
     /// the error.
     pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
@@ -135,7 +135,7 @@ mod tests {
             let recorded = recorded.as_ref().unwrap();
             let mut other = recorded.clone();
             match name {
-                // Changes the soft limit of open files, which any process can change.
+                // Changes the soft limit on open files, which any process can change.
                 "limits" => other[7 * 16..7 * 16 + 8].copy_from_slice(&17_u64.to_ne_bytes()),
                 "out-of-memory score" => other[..4].copy_from_slice(b"900\0"),
                 "timer slack" => other[..6].copy_from_slice(b"77000\0"),

@@ -1,4 +1,4 @@
-//! Pid namespaces of templates, each with one template and the workers that the template forks.
+//! PID namespaces of templates, each with one template and the workers that the template forks.
 //!
 //! The first process of a namespace (`spawn/init/template.rs`) is the parent of the template and the workers,
 //! and adopts all orphans. It reports each exit and the remaining children to the keeper. A child that is not
@@ -39,21 +39,21 @@ const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// State of a template's pid namespace.
+/// State of a template's PID namespace.
 pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
-    /// Orders that the first process has not read: at most one kill per worker, one of the template, and one
+    /// Orders that the first process has not read: at most one kill per worker, one kill of the template, and one
     /// order to kill leftover processes.
     outbox: Outbox,
-    /// The template's pid in the namespace, once it is known.
+    /// The template's PID in the namespace, once it is known.
     pub(crate) template: Option<u32>,
-    /// Workers in the namespace: maps the pid inside the namespace to the pid outside.
+    /// Workers in the namespace: maps the PID inside the namespace to the PID outside.
     workers: HashMap<u32, u32>,
     /// Other children of the first process, with the time at which each was discovered.
     unidentified: Vec<(u32, Instant)>,
     /// True if there may be more unidentified children than listed.
     has_more: bool,
-    /// Pids of unidentified processes that exited recently.
+    /// PIDs of unidentified processes that exited recently.
     recent_exits: VecDeque<u32>,
     /// Workers that have exited. They are reported as reaped when no unidentified process is left.
     exited: Vec<ExitedWorker>,
@@ -70,14 +70,14 @@ struct ExitedWorker {
     leaf: Option<Leaf>,
 }
 
-/// The namespace of a worker, and the worker's pid in this namespace.
+/// The namespace of a worker, and the worker's PID in this namespace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NamespaceMember {
-    /// Pid of the namespace's first process.
+    /// PID of the namespace's first process.
     pub(crate) namespace: u32,
-    /// The worker's pid in the namespace.
+    /// The worker's PID in the namespace.
     pub(crate) inner: u32,
-    /// Part of the name of the worker's temporary folder. Set only if the folder is inside of the namespace.
+    /// Part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
     pub(crate) secret: Option<u128>,
 }
 
@@ -100,12 +100,12 @@ impl TemplateNamespace {
         &self.socket
     }
 
-    /// Returns true if the template or a worker has this pid in the namespace.
+    /// Returns true if the template or a worker has this PID in the namespace.
     pub(crate) fn contains(&self, inner: u32) -> bool {
         self.template == Some(inner) || self.workers.contains_key(&inner)
     }
 
-    /// Returns true if an unidentified process with this pid has exited recently.
+    /// Returns true if an unidentified process with this PID has exited recently.
     pub(crate) fn has_ended(&self, inner: u32) -> bool {
         self.recent_exits.contains(&inner)
     }
@@ -138,7 +138,7 @@ impl EventLoop {
         self.children.get_mut(&pid)?.namespace.as_mut()
     }
 
-    /// Handles messages of a namespace's first process.
+    /// Handles messages from a namespace's first process.
     pub(crate) fn handle_namespace_messages(&mut self, pid: u32) {
         let has_more = self.handle_exits(pid);
         self.send_namespace_orders(pid, has_more);
@@ -169,7 +169,7 @@ impl EventLoop {
         has_more
     }
 
-    /// Reads some exit reports. The boolean is true if there may be more.
+    /// Reads some exit reports. The boolean is true if there may be more reports.
     fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
         let mut exits = Vec::new();
         let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };
@@ -212,7 +212,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles the exit of a template. Workers of the template continue.
+    /// Handles the exit of a template. The template's workers continue to run.
     fn template_exited(&mut self, pid: u32, exit_report: &ChildExit) {
         self.advance_start(pid);
         // The pending messages include the reason for the exit.
@@ -247,7 +247,8 @@ impl EventLoop {
     pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(namespace) = &mut child.namespace else { return };
-        // Forks began after this time. A child that was discovered earlier is not the result of a fork.
+        // All forks in progress began after this time. A child that was discovered earlier is not the result of one of
+        // these forks.
         let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
         let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
         if namespace.unidentified.is_empty() && !namespace.has_more {
@@ -320,7 +321,7 @@ impl EventLoop {
         }
     }
 
-    /// Kills a template. Workers of the template continue.
+    /// Kills a template. The template's workers continue to run.
     pub(crate) fn kill_template(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         match (&child.stage, &mut child.namespace) {

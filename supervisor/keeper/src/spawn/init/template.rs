@@ -1,4 +1,4 @@
-//! The first process of a pid namespace that contains a template and the workers forked by the template.
+//! The first process of a PID namespace that contains a template and the workers forked by the template.
 //!
 //! The template and the workers are children of this process, because a template forks siblings of itself.
 //! Processes that a worker leaves behind become children as well. This process reports each exit to the
@@ -27,10 +27,10 @@ use crate::wait;
 /// File in which the kernel lists the children of a thread. Some kernels are built without this file.
 const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 
-/// Maximum number of children listed in an exit report. The report contains a flag for further children.
+/// Maximum number of children listed in an exit report. A flag in the report indicates further children.
 const CHILDREN_MAX: usize = 4096;
 
-/// Size of the fixed part of an exit report, in bytes. This part contains the pid, the status and resource
+/// Size of the fixed part of an exit report, in bytes. This part contains the PID, the status and resource
 /// usage, and the kind of list that follows.
 const FIXED_BYTES: usize = 4 + STATUS_BYTES + 1;
 
@@ -56,7 +56,7 @@ const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
-/// An order of the keeper to the first process. All pids are those inside the namespace.
+/// An order from the keeper to the first process. All PIDs are those inside the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order<'a> {
     /// Kills these children, and their process groups.
@@ -70,7 +70,7 @@ pub(crate) enum Order<'a> {
 }
 
 impl Order<'_> {
-    /// Encodes the order. Leaves out children beyond [`NAMED_CHILDREN_MAX`].
+    /// Encodes the order. Omits children beyond [`NAMED_CHILDREN_MAX`].
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, named): (u8, &[u32]) = match self {
             Self::Kill(named) => (b'K', named),
@@ -85,11 +85,11 @@ impl Order<'_> {
 /// Report of a child's exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChildExit {
-    /// Pid of the child inside the namespace.
+    /// PID of the child inside the namespace.
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// Pids of the remaining children inside the namespace. `None` if another exit report of this iteration
+    /// PIDs of the remaining children inside the namespace. `None` if another exit report of this iteration
     /// follows.
     pub(crate) children: Option<Vec<u32>>,
     /// True if there may be more children than listed.
@@ -126,11 +126,11 @@ pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Runs the first process of the namespace. `template` is the pid of its child that becomes the template.
+/// Runs the first process of the namespace. `template` is the PID of its child that becomes the template.
 pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
-    // Killing requires CAP_KILL, because the processes in the namespace can run as another user. This process
-    // cannot kill processes outside, because it sees only the namespace.
+    // Killing requires CAP_KILL, because the processes in the namespace may run as another user. This process cannot
+    // kill processes outside, because it sees only the namespace.
     let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), sigchld.as_raw_fd()];
     become_init(CapabilitySet::KILL, &mut kept);
     let init = TemplateInit { template, socket, children, sigchld };
@@ -169,14 +169,15 @@ struct TemplateInit<'s> {
 }
 
 impl TemplateInit<'_> {
-    /// Clears the readiness of the `sigchld` descriptor. One read is enough, as at most one SIGCHLD is pending.
+    /// Clears the readiness of the `sigchld` descriptor. One read is enough, because at most one SIGCHLD can be
+    /// pending.
     fn clear_sigchld(&self) {
         let mut info = [0; size_of::<libc::signalfd_siginfo>()];
         let _ = rustix::io::read(&self.sigchld, &mut info);
     }
 
-    /// Reaps at most `EXITS_PER_ITERATION` exited children and reports their exits. Returns the number of
-    /// reaped children. Exits this process when no child is left.
+    /// Reaps at most `EXITS_PER_ITERATION` exited children and reports their exits. Returns the number of reaped
+    /// children. Exits when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
         let has_no_child = loop {
@@ -232,7 +233,7 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Fills `numbers` with the pids of remaining children. Returns the number of pids, and true if there may
+    /// Fills `numbers` with the PIDs of remaining children. Returns the number of PIDs, and true if there may
     /// be further children.
     fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
@@ -284,8 +285,8 @@ impl TemplateInit<'_> {
         true
     }
 
-    /// Kills all children except the template and the children in `named`. All processes are stopped
-    /// meanwhile and cannot fork, so each round removes one level of a process tree.
+    /// Kills all children except the template and the children in `named`. Meanwhile, all processes are stopped and
+    /// cannot fork, so each round removes one level of a process tree.
     fn kill_all_except(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STOP_TIME_MAX;
         let mut failed_waits = 0;
@@ -311,8 +312,8 @@ impl TemplateInit<'_> {
     }
 }
 
-/// Kills a child and, if it leads a process group, the whole group. Does nothing if the child has been
-/// reaped, because its pid can be reused.
+/// Kills a child and, if it leads a process group, the whole group. Does nothing if the child has been reaped, because
+/// its PID may have been reused.
 fn kill_child(pid: u32) {
     if pid > 1 && bulkhead_linux::wait::is_child(pid) {
         kill(-(pid as i32));

@@ -22,11 +22,11 @@ use bulkhead_linux::errno::{self, check};
 /// Maximum number of covered folders. Each covered folder needs a descriptor in the child.
 const COVERS_MAX: usize = 32;
 
-/// Maximum number of entries that are shown individually in place of a folder.
+/// Maximum number of entries that are shown individually instead of their folder.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of the file system that covers a folder. It contains only folders and mount points, and is
-/// finally made read-only.
+/// Mount options of the file system that covers a folder. The file system contains only folders and mount points, and
+/// is made read-only at the end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
 /// Layout of the mounts, decided before the fork.
@@ -52,7 +52,7 @@ struct Bind {
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
-    /// Decides the layout. Returns `None` if the user can reach everything. The error is a folder that cannot
+    /// Decides the layout. Returns `None` if the user can reach everything. On error, returns the folder that cannot
     /// be covered.
     pub(crate) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if unreachable.folders.is_empty() {
@@ -137,7 +137,7 @@ impl Covers {
         shown
     }
 
-    /// Adds the folders on the way from a covered folder to `folder`, and `folder` itself.
+    /// Adds `folder` and all folders between the covered folder and `folder`.
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()

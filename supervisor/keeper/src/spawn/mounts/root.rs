@@ -27,11 +27,11 @@ const OLD_ROOT: &CStr = c"/old";
 /// needed before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root. This file system is finally
-/// made read-only.
+/// Mount options of the file system with the folders and links of the new root. This file system is made read-only at
+/// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Bytes of a private `/tmp` per file that it can contain, and minimum number of files.
+/// Number of bytes of a private `/tmp` for each file that it can contain, and minimum number of files.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
@@ -73,7 +73,7 @@ pub(crate) struct PrivateRoot {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of entries shown individually in place of a folder. A larger folder is shown as a whole,
+/// Maximum number of entries that are shown individually instead of their folder. A larger folder is shown as a whole,
 /// and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
@@ -84,7 +84,7 @@ const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl PrivateRoot {
-    /// Decides the layout. The error is a configured path that does not exist.
+    /// Decides the layout. On error, returns the configured path that does not exist.
     pub(crate) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
@@ -148,7 +148,7 @@ impl PrivateRoot {
     }
 
     /// Makes this folder the root folder of the calling process, which must be the only process in its mount
-    /// namespace. In a new pid namespace, the calling process must be the first process.
+    /// namespace. In a new PID namespace, the calling process must be the first process.
     pub(crate) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
@@ -156,7 +156,7 @@ impl PrivateRoot {
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
         // `/proc` and `/tmp` are mounted before the system's paths are shown, because some of these paths can
-        // be inside of them.
+        // be inside them.
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -217,12 +217,12 @@ impl LayoutStep {
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders whose entries are shown individually in place of the whole folder.
+    /// Folders whose entries are shown individually instead of the whole folder.
     expanded: BTreeSet<PathBuf>,
 }
 
 impl Layout {
-    /// Adds a system folder. If the system has a link in place of the folder, adds the link.
+    /// Adds a system folder. If the system has a link instead of the folder, adds the link.
     fn add_system_folder(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
@@ -230,8 +230,8 @@ impl Layout {
         }
     }
 
-    /// Adds the granted paths. Returns the links in program folders, each with its target. The error is a
-    /// path that does not exist.
+    /// Adds the granted paths. Returns the links in program folders, each with its target. On error, returns the path
+    /// that does not exist.
     fn add_granted<'v>(
         &mut self,
         granted: &GrantedPaths<'v>,
@@ -270,7 +270,7 @@ impl Layout {
         }
     }
 
-    /// Adds a folder. If paths inside of the folder are withheld, adds the other entries individually. A
+    /// Adds a folder. If paths inside the folder are withheld, adds the other entries individually. A
     /// mount over a withheld path would not be enough, because replacing the path with another file would
     /// make it visible again. The entries are also added individually if the folder denies access to the
     /// worker's user. Returns the links in the folder, each with its target.
@@ -382,7 +382,7 @@ impl Layout {
     }
 }
 
-/// Returns the mount options of a memory file system with this size in bytes.
+/// Returns the mount options of an in-memory file system with this size in bytes.
 pub(crate) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
     let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
     let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
@@ -427,7 +427,7 @@ fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
-/// Mounts a new `/proc` over the system's `/proc`, for the pid namespace of this process. This process must
+/// Mounts a new `/proc` over the system's `/proc`, for the PID namespace of this process. This process must
 /// be the first process in the namespace. Only this process and its descendants see the new `/proc`.
 pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate

@@ -2,7 +2,7 @@
 //!
 //! A run scans all processes and stops each descendant that is not spared, until a scan finds no new descendant. Then
 //! it kills all stopped descendants. The killer remembers which processes earlier scans have found, so that the caller
-//! can tell whether a dead worker has left new ones behind.
+//! can tell whether a dead worker has left new processes behind.
 
 use std::collections::HashMap;
 use std::fs::ReadDir;
@@ -45,7 +45,7 @@ struct Found {
     parent: u32,
     /// Number of the scan that first found the process.
     first_seen: u64,
-    /// True if SIGSTOP was sent to the process, successfully or not.
+    /// True if the killer has tried to send SIGSTOP to the process.
     is_stopped: bool,
 }
 
@@ -179,8 +179,8 @@ impl DescendantKiller {
         Progress::ScanComplete
     }
 
-    /// Sends a signal to a process from a scan, unless its pid was reused since. Leaves a process to the next scan if
-    /// it is not stopped yet and has another parent now, because it may not be a descendant any more.
+    /// Sends a signal to a process from a scan, unless its PID has been reused. Leaves the process to the next scan if
+    /// it is not stopped yet and now has another parent, because it may no longer be a descendant.
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
@@ -192,7 +192,7 @@ impl DescendantKiller {
         };
         let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
         if found.is_stopped || has_its_parent {
-            // Fails if the process has exited. Also fails for a set-user-id program, which an unprivileged subreaper
+            // Fails if the process has exited. Also fails for a set-user-ID program, which an unprivileged subreaper
             // cannot signal; the next run finds it again.
             let _ = pidfd_send_signal(&descriptor, signal);
             found.is_stopped = true;

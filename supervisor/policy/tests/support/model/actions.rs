@@ -12,11 +12,10 @@ use crate::support::Tag;
 /// Maximum time for an idle worker to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Maximum number of replaced workers without jobs that are still exiting. If there are more, the oldest one
-/// is killed.
+/// Maximum number of replaced workers without jobs that are still exiting. If there are more, the oldest one is killed.
 const LEAVING_MAX: usize = 16;
 
-/// Maximum time between the request to start a process and the report that it runs.
+/// Maximum time between the request to start a process and the report that it is running.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Worker {
@@ -111,7 +110,7 @@ impl Model {
         let bound = (self.limits.processes * self.limits.max_in_flight) as usize;
         assert!(
             self.running() < bound,
-            "{job_id:?} was dispatched while {} jobs run and the limit is {bound}",
+            "{job_id:?} was dispatched while {} jobs were running and the limit was {bound}",
             self.running()
         );
         let job = self.jobs.get_mut(&job_id).expect("a waiting job must be in the model");
@@ -128,7 +127,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that a job that was recalled with others is sent to the same worker again.
+    /// Checks that a job that was recalled along with others is sent to the same worker again.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -160,8 +159,8 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // When a worker leaves its slot, the oldest exiting worker may be killed. A worker that has exceeded
-        // its own time limit is killed before that.
+        // When a worker leaves its slot, the oldest exiting worker may be killed. A worker that has exceeded its own
+        // time limit is killed before that.
         if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.release_slots();
         }
@@ -246,7 +245,7 @@ impl Model {
         }
     }
 
-    /// Checks that every worker that is due to be killed or drained has been.
+    /// Checks that every worker that is due to be killed or drained has been killed or drained.
     pub(super) fn update_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
@@ -257,7 +256,7 @@ impl Model {
             && !self.step.is_excused
             && let Some(worker) = self.live(id)
         {
-            // A worker without a dispatch thread need not send heartbeats if it was given a job since.
+            // A worker without a dispatch thread does not need to send heartbeats if it has been given a job since.
             let is_due = worker.was_checked && (worker.has_dispatch_thread || worker.jobs.is_empty());
             assert!(!is_due || worker.killed.is_some(), "{id:?} is hung but was not killed");
         }
@@ -297,7 +296,7 @@ impl Model {
             );
             assert!(
                 !self.is_surplus_standby(worker),
-                "{:?} is no longer needed on standby but was not killed",
+                "{:?} is no longer needed as a standby but was not killed",
                 worker.id
             );
         }
@@ -312,7 +311,7 @@ impl Model {
         for reason in [Deadline, NoHello, NotReady, ExitTimeout, NotNeeded] {
             assert!(
                 !self.is_kill_allowed(worker, &reason),
-                "{:?} was not killed in spite of {reason:?}",
+                "{:?} was not killed despite {reason:?}",
                 worker.id
             );
         }
@@ -330,6 +329,7 @@ impl Model {
         let is_late = is_same(&answer.verdict, &told(Verdict::DeadlineQueued));
         let is_poison = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Quarantined)));
         let is_quarantined = self.is_quarantined(self.jobs[&id].digest);
+        let (_, was_fixed) = self.can_be_recalled(id);
         let job = self.jobs.get_mut(&id).expect("an outcome was sent for an unknown job");
         assert!(!job.is_answered, "{id:?} has two outcomes");
         assert_eq!(answer.record.0, job.tag, "the outcome has the record of another job");
@@ -358,17 +358,17 @@ impl Model {
             None if is_evicted => panic!("{id:?} was evicted although another job must be evicted first"),
             None => panic!("{id:?} got the outcome {answer:?} too early"),
         }
-        // A prefetched job that gets its outcome has begun, which counts as an attempt.
+        // A prefetched job that gets its outcome has started, which counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
         assert_eq!(answer.run_limit, job.run_limits[0]);
-        job.is_answered = true;
+        (job.is_answered, job.was_fixed) = (true, was_fixed);
         self.leave(id, &answer.verdict);
     }
 
-    /// Removes a job with an outcome from the queue. A worker that has the job keeps it, and must be asked to
-    /// cancel it.
+    /// Removes a job with an outcome from the queue. A worker that has the job keeps it, and must be asked to cancel
+    /// it.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });

@@ -113,8 +113,8 @@ impl Model {
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
-    /// Returns the jobs that were recalled before the limit changed. They were recalled along with a job that
-    /// ended, not because another worker could begin them.
+    /// Returns the jobs that were recalled before the limit changed. They were recalled along with a job that ended,
+    /// not because another worker could start them.
     fn recalled_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];

@@ -14,7 +14,7 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Maximum number of workers that may die before reading a job. After that, the job is not requeued.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued any more.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
 /// Maximum number of consecutive silences that can be attributed to the machine.
@@ -54,7 +54,7 @@ impl Model {
             Event::ResultTooLarge { worker, job, failure } => self.oversized(*worker, *job, failure),
             Event::ChangeTenantLimits { .. } => {}
             Event::ForceBreaker { .. } => {}
-            // Not generated: `cases.rs` has the rules of upgrades.
+            // Not generated in the simulation. The rules for upgrades are in `cases.rs`.
             Event::CapPermits { .. } | Event::PredecessorHolds { .. } | Event::Quarantine { .. } => {}
             Event::LostWithKeeper { worker } => {
                 let is_dead =
@@ -227,7 +227,7 @@ impl Model {
         self.step.submission = Some(submitted);
     }
 
-    /// Returns the reason for rejecting a job that arrives now, or `None` if the job must be accepted.
+    /// Returns the reason why a job that arrives now must be rejected, or `None` if it must be accepted.
     fn rejection(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
         let has_share = !self.is_at_quota(tenant);
@@ -291,7 +291,7 @@ impl Model {
         None
     }
 
-    /// Finds the prefetched job that must be recalled and rejected if no queued job can make room.
+    /// Finds the prefetched job to recall and reject if no queued job can make room.
     fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -303,8 +303,8 @@ impl Model {
         None
     }
 
-    /// Returns the earliest time at which a worker can become available, which is now if there is a worker in
-    /// any state.
+    /// Returns the earliest time at which a worker can become available. If there is a worker in any state, this is the
+    /// current time.
     fn next_start(&self) -> Option<Time> {
         let at_work = self.slots.iter().filter(|slot| !slot.is_spare_slot);
         let starts = at_work.filter_map(|slot| match slot.state {
@@ -319,8 +319,8 @@ impl Model {
     pub(super) fn submitted(&mut self, taken: Option<JobId>) {
         let Some(id) = taken else { return };
         let submission = self.step.submission.take().expect("a job was accepted without a submission");
-        assert_eq!(submission.rejection, None, "a job was accepted that must be rejected");
-        assert!(id > self.newest_job, "a job id was used twice");
+        assert_eq!(submission.rejection, None, "a job that must be rejected was accepted");
+        assert!(id > self.newest_job, "a job ID was used twice");
         self.newest_job = id;
         self.step.preferred = submission.preferred_worker.map(|worker| (id, worker));
         let job = Job {
@@ -342,6 +342,7 @@ impl Model {
             attempts: 0,
             unread_returns: 0,
             is_answered: false,
+            was_fixed: false,
             is_overdue: false,
             is_oversized: false,
             queue_timeout_at: self.limits.queue_timeout.map(|kill_delay| self.now + kill_delay),
@@ -536,7 +537,7 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// The client gets its outcome now, and the job stays in its worker.
+    /// The client gets its outcome now, but the job stays in its worker.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -565,7 +566,7 @@ impl Model {
     }
 
     fn unread(&mut self, id: WorkerId, job: JobId, is_by_journal: bool) {
-        // The worker's own record is trusted once per job.
+        // The worker's own record is trusted only once per job.
         if is_by_journal && self.jobs.get(&job).is_some_and(|job| job.unread_returns > 0) {
             return;
         }
@@ -613,7 +614,7 @@ impl Model {
         {
             self.crashed_as_only_job(job);
         }
-        // Reversed, so that the oldest job ends up first.
+        // In reverse order, so that the oldest job ends up first.
         for &job in unread.iter().rev() {
             if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {
@@ -663,7 +664,7 @@ impl Model {
         }
     }
 
-    /// New workers run another program from now on.
+    /// From now on, new workers run another program.
     fn replace(&mut self) {
         self.restart();
         for worker in self.workers.values_mut() {
@@ -740,7 +741,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// Returns the verdict for jobs whose worker ended in this way.
+/// Returns the verdict for the jobs of a worker that ended in this way.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

@@ -1,4 +1,4 @@
-//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not begun.
+//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not started.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
@@ -30,13 +30,13 @@ impl Model {
         assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "prefetching is not allowed now");
         assert_eq!(self.limits.overflow, Overflow::Reject);
         let (in_use, limit) = self.permits();
-        assert!(in_use <= limit, "{in_use} jobs run although the limit is {limit}");
+        assert!(in_use <= limit, "{in_use} jobs are running although the limit is {limit}");
         let worker = self.live(id).expect("only a living worker can be sent jobs");
         let is_full = worker.jobs.len() >= self.capacity(worker);
         assert!(worker.has_journal && !worker.is_exclusive && self.is_available(worker) && is_full);
         assert!(
             worker.prefetched.len() < JOBS_MAX.min(self.jobs_left(worker)),
-            "too many jobs are prefetched"
+            "too many jobs were prefetched"
         );
         let tenant = self.jobs[&job].tenant;
         let is_of_same = |other: &JobId| self.jobs[other].tenant == tenant;
@@ -64,7 +64,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
-    /// Handles a worker's reply, after which its oldest prefetched job begins.
+    /// Handles a worker's reply. The worker's oldest prefetched job then starts.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -86,9 +86,9 @@ impl Model {
         self.begin(id);
     }
 
-    // Jobs that were sent to a worker but have not begun.
+    // Jobs that were sent to a worker but have not started.
 
-    /// Returns the jobs that a worker has not begun, newest first, which is the order of recalls.
+    /// Returns the jobs that a worker has not started, newest first. This is the order in which they are recalled.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -98,15 +98,15 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has an unbegun job, other than `other`, whose payload is not stored
+    /// Returns true if the worker has a job other than `other` that has not started and whose payload is not stored
     /// elsewhere.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns true if a job can end as if it were waiting, because its worker has not begun it. The second
-    /// value is true if this depends on the order in which several such jobs are handled.
+    /// Returns true if a job can end as if it were waiting, because its worker has not started it. The second value is
+    /// true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
@@ -123,7 +123,7 @@ impl Model {
         let returns_job = self.step.returned == Some((id, job));
         assert!(
             returns_job || self.jobs[&job].send_number > seen,
-            "{job:?} was recalled although it has begun"
+            "{job:?} was recalled although it has started"
         );
         assert!(
             worker.prefetched.contains(&job) || worker.jobs.contains(&job),
@@ -203,7 +203,7 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls the prefetched jobs of a dead worker, none of which has begun.
+    /// Recalls a dead worker's prefetched jobs. None of them has started.
     pub(super) fn requeue_prefetched(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
@@ -214,8 +214,7 @@ impl Model {
         }
     }
 
-    /// Returns the prefetched job that is recalled and rejected if the queue is full when a job of this class
-    /// arrives.
+    /// Returns the prefetched job to recall and reject if the queue is full when a job of this class arrives.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =
             |worker: &&Worker| worker.prefetched.iter().any(|id| self.jobs[id].priority < priority);
@@ -235,24 +234,28 @@ impl Model {
             if let Some(first) = unbegun.filter(|_| !self.is_fixed(worker, None)) {
                 assert!(
                     self.is_available(worker) && !worker.is_exclusive,
-                    "{first:?} is prefetched by {:?}, which takes no jobs",
+                    "{first:?} is prefetched to {:?}, which does not accept jobs",
                     worker.id
                 );
                 assert!(is_open || !is_tick, "{first:?} is prefetched although prefetching is not allowed");
-                assert!(!self.jobs[first].is_answered, "{first:?} has an outcome but is still prefetched");
+                let job = &self.jobs[first];
+                assert!(
+                    !job.is_answered || job.was_fixed,
+                    "{first:?} has an outcome but is still prefetched"
+                );
             }
         }
         for worker in self.workers.values() {
             let is_alone = worker.jobs.is_empty();
             assert!(
                 worker.prefetched.is_empty() || !is_alone,
-                "{:?} has prefetched jobs but runs none",
+                "{:?} has prefetched jobs but is not running any",
                 worker.id
             );
         }
     }
 
-    /// Handles the result of a job that was prefetched or recalled, which is a protocol violation.
+    /// Handles the result of a job that was prefetched or recalled. Such a result is a protocol violation.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);
@@ -263,7 +266,7 @@ impl Model {
         }
         self.coverage.see(if is_too_soon { "reply before the job began" } else { "reply after a recall" });
         self.step.sent_invalid_reply = lives.then_some(id);
-        // The job has run, and must not run again unless another worker already runs it.
+        // The job has run. It must not run again unless another worker is already running it.
         let reason = CrashReason::Protocol;
         let crash = Verdict::Crashed { reason, status: None, message: String::new() };
         if is_too_soon {

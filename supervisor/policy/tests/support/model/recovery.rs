@@ -39,7 +39,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// Records that a worker or program died while running only this job.
+    /// Records that a worker or program died while running this job and no other job.
     pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -57,8 +57,8 @@ impl Model {
         }
     }
 
-    /// Marks a job that lost its worker as retryable if its limits allow another attempt. The retry budget is
-    /// checked later.
+    /// Marks a job that lost its worker as retryable if its limits allow another attempt. The retry budget is checked
+    /// later.
     pub(super) fn allow_retry(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
@@ -95,7 +95,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict for the client. For a waiting job with an earlier attempt, this is the verdict of
+    /// Returns the verdict to send to the client. For a waiting job with an earlier attempt, this is the verdict on
     /// that attempt.
     pub(super) fn overall_verdict(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {
@@ -104,7 +104,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict for the client, for a job that is waiting or about to wait.
+    /// Returns the verdict to send to the client, for a job that is waiting or about to wait.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -119,8 +119,7 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_exclusive = view.is_exclusive;
-                // A worker that got a job in this step was not stalled before, so the job must have been
-                // recalled.
+                // A worker that got a job in this step was not stalled before, so the job must have been recalled.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_prefetched: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);
@@ -138,7 +137,7 @@ impl Model {
 
     pub(super) fn take_suspect(&mut self, id: WorkerId, job: JobId) {
         let worker = self.live(id).expect("only a living worker can be given a job");
-        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect does not run alone");
+        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect was not dispatched alone");
         self.coverage.see("suspect runs alone");
         if self.suspects.front() != Some(&job) {
             self.coverage.see("suspect at its quota");

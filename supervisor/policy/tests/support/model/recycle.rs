@@ -28,7 +28,7 @@ impl Model {
         places.into_iter().for_each(|place| self.reach_job_limit(place));
     }
 
-    /// Marks a worker as having been given its last job. A standby takes over the slot.
+    /// Marks a worker as having been given its last job. A standby then takes over the slot.
     fn reach_job_limit(&mut self, place: u32) {
         let worker = &self.workers[&place];
         let is_at_work = worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
@@ -60,8 +60,7 @@ impl Model {
         }
     }
 
-    /// Handles a report that a worker is being replaced. A standby takes over the slot, regardless of the
-    /// reason.
+    /// Handles a report that a worker is being replaced. A standby takes over the slot, regardless of the reason.
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
@@ -113,8 +112,8 @@ impl Model {
         is_counted && is_at_work && self.jobs_left(worker) > 0
     }
 
-    /// Checks that no worker from before a restart serves jobs when the restart is complete. The restart
-    /// continues while a worker is being replaced or a spare is starting, and ends if a replacement fails.
+    /// Checks that no worker from before a restart runs jobs once the restart is complete. The restart continues while
+    /// a worker is being replaced or a spare is starting, and ends if a replacement fails.
     pub(super) fn check_outdated(&self) {
         if !self.is_restarting || self.is_stopping() {
             return;
@@ -130,7 +129,7 @@ impl Model {
             |worker: &&Worker| worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
         let outdated = self.workers.values().filter(is_at_work).find(|worker| worker.is_outdated);
         let id = outdated.map(|worker| worker.id);
-        assert_eq!(id, None, "the worker is from before the restart, and is not being replaced");
+        assert_eq!(id, None, "the worker was started before the restart and is not being replaced");
     }
 
     fn is_successor(&self, worker: &Worker) -> bool {
@@ -143,7 +142,7 @@ impl Model {
         worker.phase == Phase::Ready && worker.is_alive() && self.is_successor(worker)
     }
 
-    /// Returns true if the worker is a spare or on standby, and is no longer needed.
+    /// Returns true if the worker is a spare or a standby and is no longer needed.
     pub(super) fn is_surplus_standby(&self, worker: &Worker) -> bool {
         let is_behind = self.step.is_resized && worker.sent_max_in_flight < self.limits.max_in_flight;
         let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;
@@ -158,7 +157,7 @@ impl Model {
         let is_other = |other: &&Worker| other.id != worker.id && Self::is_in(other, worker.slot);
         let others = self.workers.values().filter(is_other).count();
         let may_be = self.is_current(worker) && !self.is_stopping() && worker.next_replacement_at <= self.now;
-        // A silent worker gets no successor before the cause of the silence is known.
+        // A silent worker does not get a successor before the cause of the silence is known.
         let has_reserve = self.limits.start.spares > 0;
         worker.is_at_job_limit
             && is_exiting

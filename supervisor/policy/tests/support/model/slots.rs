@@ -7,12 +7,12 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// Time for which a worker must be ready before the failure history of its slot is cleared. The worker must
-/// also have completed a job.
+/// Time for which a worker must be ready before its slot's failure history is cleared. The worker must also have
+/// completed a job.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Minimum interval between starts in a bulkhead after more than ten consecutive workers died during their
-/// first jobs.
+/// Minimum interval between starts in a bulkhead after more than ten consecutive workers have died during their first
+/// jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
 /// Minimum interval between attempts to start a worker in a slot that has failed too often.
@@ -29,7 +29,7 @@ pub(super) struct Slot {
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// State of the slot before the bulkhead was scaled to zero, if the slot was waiting for its next worker.
+    /// State of the slot before the bulkhead was scaled to zero. Set if the slot was waiting for its next worker.
     saved_state: Option<SlotState>,
 }
 
@@ -85,7 +85,7 @@ impl Slot {
 }
 
 impl Model {
-    /// Returns the number of slots that have or will have a worker, without slots that have failed too often.
+    /// Returns the number of slots that have a worker or will get one, excluding slots that have failed too often.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
@@ -131,7 +131,7 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that was waiting can reach a slot whose worker is gone.
+            // A rolling restart that was waiting can now reach a slot whose worker is gone.
             SlotState::Vacant(_) if self.rolling.remove(&slot) => None,
             SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
@@ -245,8 +245,8 @@ impl Model {
         }
     }
 
-    /// Returns the next start after the end of a healthy worker. The start is immediate unless more than ten
-    /// consecutive workers of the bulkhead died during their first jobs.
+    /// Returns the next start after a healthy worker has ended. The start is immediate unless more than ten consecutive
+    /// workers in the bulkhead have died during their first jobs.
     fn next_fit(&mut self, is_early_death: bool) -> NextStart {
         self.early_deaths = if is_early_death { self.early_deaths + 1 } else { 0 };
         if self.early_deaths <= 10 {
@@ -261,15 +261,14 @@ impl Model {
         NextStart::At(at)
     }
 
-    /// Applies the restart rules after the failure of a worker. The first restart is immediate. Later
-    /// restarts are delayed by a random time whose maximum doubles. After more than `max` failures within
-    /// `within`, the slot stops.
+    /// Applies the restart rules after a worker has failed. The first restart is immediate. Later restarts are delayed
+    /// by a random time whose maximum doubles. After more than `max` failures within `within`, the slot stops.
     fn next(&mut self, slot: usize) -> NextStart {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // Failures beyond the previous `max` were dropped, and do not count under a higher `max` either.
+        // Failures beyond the previous `max` were dropped. They do not count under a higher `max` either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
@@ -323,7 +322,7 @@ impl Model {
             SlotState::Occupied { current, successor } if current == place || successor == Some(place))
     }
 
-    /// Allows workers in slots that were stopped by the previous restart policy.
+    /// Allows workers in slots that were stopped under the previous restart policy.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
@@ -358,7 +357,7 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Allows a worker in a slot, at once or after the worker that still occupies the slot is gone.
+    /// Allows a worker in a slot, either immediately or after the worker that still occupies the slot is gone.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;

@@ -11,7 +11,7 @@ impl Model {
         is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.is_alive()
     }
 
-    /// Returns true if the worker can take over a slot now. A silent worker cannot, because it may be hung.
+    /// Returns true if the worker can take over a slot now. A silent worker cannot, because it might be hung.
     fn can_take_over(&self, worker: &Worker) -> bool {
         let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
         self.is_ready_spare(worker) && others <= 1 && worker.observed_since.is_none()
@@ -103,7 +103,7 @@ impl Model {
         }
     }
 
-    /// Returns true if no spare is ready, but one is starting or has yet to start.
+    /// Returns true if no spare is ready, but one is starting or still has to be started.
     pub(super) fn is_waiting_for_spare(&self) -> bool {
         self.has_live_spare() && !self.workers.values().any(|worker| self.can_take_over(worker))
     }
@@ -113,8 +113,8 @@ impl Model {
         self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state))
     }
 
-    /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more
-    /// workers than slots and spares.
+    /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more workers
+    /// than slots plus spares.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         assert!(!self.has_live_spare(), "slot {slot} got a successor although there are spares");
     }
@@ -127,7 +127,7 @@ impl Model {
         let spare = self.workers.values().find(|worker| self.can_take_over(worker));
         for slot in 0..self.slots.len() as u32 {
             let needs_spare = !self.slots[slot as usize].is_spare_slot && self.needs_spare(slot);
-            assert!(spare.is_none() || !needs_spare, "slot {slot} waits although a spare is ready");
+            assert!(spare.is_none() || !needs_spare, "slot {slot} is waiting although a spare is ready");
         }
     }
 }

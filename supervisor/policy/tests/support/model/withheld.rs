@@ -1,4 +1,4 @@
-//! Places that are withheld from the quotas of tenants whose jobs have ended a worker.
+//! Places withheld from the quotas of tenants whose jobs have ended a worker.
 
 use bulkhead_policy::{KillReason, TenantId, WorkerId};
 use bulkhead_shared::JobId;
@@ -38,7 +38,7 @@ impl Model {
         self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
     }
 
-    /// Returns the number of withheld places of a tenant.
+    /// Returns the number of places withheld from a tenant.
     pub(super) fn withheld_from(&self, tenant: TenantId) -> usize {
         self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
     }
@@ -56,8 +56,8 @@ impl Model {
         entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
-    /// Releases the places of slots that have a ready worker again. When that worker ends later, these places
-    /// are not withheld again.
+    /// Releases the places of slots that have a ready worker again. If that worker ends later, the same places are not
+    /// withheld again.
     pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
