@@ -47,7 +47,7 @@ struct Scene {
     name: &'static str,
     /// Configuration of the bulkhead, without and with the attack.
     keys: [&'static str; 2],
-    /// The worker: the role of a Rust program, or the source of a Python module.
+    /// The worker: the role of a Rust program, or the source code of a Python module.
     worker: Worker,
     /// Operation and deadline of the attacker's jobs, without and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],

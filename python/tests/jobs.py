@@ -97,7 +97,7 @@ def spin(note: str | None = None) -> None:
 
 
 def handle_stack_signal() -> None:
-    """Replaces the worker's handler of the signal that requests stacks."""
+    """Replaces the worker's handler for the signal that requests stacks."""
     signal.signal(62, lambda *_: None)
 
 

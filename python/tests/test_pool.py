@@ -46,7 +46,7 @@ def channel_of(pool: BulkheadExecutor) -> Channel:
 
 
 class Interrupted:
-    """A socket that a raising signal handler interrupts after part of the data was sent."""
+    """A socket whose send is interrupted by a signal handler's exception after part of the data was sent."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

@@ -498,7 +498,7 @@ def _processors() -> int:
 
 
 def _check_keys(memory: int | str | None, sandbox: str | Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
-    """Raises ``TypeError`` or ``ValueError`` for options that the supervisor would reject at the first call."""
+    """Raises ``TypeError`` or ``ValueError`` for options that the supervisor would reject on the first call."""
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, str))):
         raise TypeError(f"memory must be a number of bytes or a size such as '512MiB', not {type(memory).__name__}")
     if isinstance(memory, int) and memory <= 0:

@@ -145,7 +145,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Tries to change the attributes in [`attributes`] of another process. Ignores errors.
+/// Tries to change another process's [`attributes`]. Ignores errors.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();

@@ -1,4 +1,4 @@
-//! `library`: each job is a call of a function in a C library, as described in `bulkhead.h`. Data from the
+//! `library`: each job is a call to a function in a C library, as described in `bulkhead.h`. Data from the
 //! library is checked as far as C allows.
 
 use std::cell::RefCell;

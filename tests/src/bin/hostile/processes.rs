@@ -87,7 +87,7 @@ fn look_at_descriptor(pid: i32) -> Tried {
     Ok(format!("{path} is {}", target.display()))
 }
 
-/// Opens the standard output of a sibling without writing to it.
+/// Opens a sibling's standard output without writing to it.
 fn write_result_of_sibling(to: &Targets) -> Tried {
     let path = format!("/proc/{}/fd/1", to.pid("sibling")?);
     fs::OpenOptions::new().write(true).open(path).at("write to a sibling's standard output")?;
