@@ -175,7 +175,7 @@ fn check_and_doctor_report_available_user_ids() {
     let none = row(without, &[]);
     assert!(none.contains("no ") && none.contains("share") && none.contains("no range"), "{none}");
     let barred = row(with, &["--no-new-privs"]);
-    assert!(barred.contains("newuidmap ended") && barred.contains("NoNewPrivileges"), "{barred}");
+    assert!(barred.contains("newuidmap failed") && barred.contains("NoNewPrivileges"), "{barred}");
 
     for (user, whom, started) in [(with, "a separate id", "(own)"), (without, "shared", "(shared)")] {
         let home = home(user);
