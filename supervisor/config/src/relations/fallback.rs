@@ -7,7 +7,7 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Checks the fallbacks of a bulkhead and returns the valid ones. `names` contains the names of all
+    /// Checks the fallbacks of a bulkhead, reports invalid ones, and returns all of them. `names` contains the names of all
     /// bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
