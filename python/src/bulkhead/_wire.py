@@ -420,7 +420,7 @@ class Reader:
             if metadata_length > length:
                 raise Malformed("the supervisor sent a frame with metadata longer than the frame")
             if flags & CRITICAL and kind not in KNOWN:
-                raise Malformed(f"the supervisor sent a critical frame of the unknown kind {kind}: update bulkhead-py")
+                raise Malformed(f"the supervisor sent a critical frame of unknown kind {kind}: update bulkhead-py")
             start = at + 16
             middle = start + metadata_length
             stop = start + length

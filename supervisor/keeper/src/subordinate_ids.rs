@@ -62,10 +62,10 @@ impl SubordinateIds {
     /// second thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
-            return Err("root does not need subordinate ids".to_owned());
+            return Err("root does not need subordinate IDs".to_owned());
         }
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
-            return Err(format!("{} disables subordinate ids", DISABLED_LAYERS));
+            return Err(format!("{} disables subordinate IDs", DISABLED_LAYERS));
         }
         // Listing the descriptors of another user's process would require a right that no namespace grants.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
@@ -83,7 +83,7 @@ impl SubordinateIds {
         };
         let common = largest_common(&ranges("/etc/subuid")?, &ranges("/etc/subgid")?);
         let IdRange { first, last } =
-            common.ok_or("/etc/subuid and /etc/subgid have no common id for this user")?;
+            common.ok_or("/etc/subuid and /etc/subgid have no common ID for this user")?;
         let namespace = create_namespace(&[("newuidmap", uid), ("newgidmap", gid)], IdRange { first, last })?;
         Ok(Self { first, last, namespace })
     }

@@ -16,7 +16,7 @@ table! {
     /// Keys of an `[[access]]` rule.
     AccessKeys, ACCESS;
 
-    /// User id that the rule applies to.
+    /// User ID that the rule applies to.
     uid: u32 as count(0, ID_MAX), without "none", such as "1001";
     /// Group id that the rule applies to.
     gid: u32 as count(0, ID_MAX), without "none", such as "1001";

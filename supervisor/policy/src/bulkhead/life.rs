@@ -787,7 +787,7 @@ fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> Strin
         _ if worker.ready_at.is_some() => format!("the worker terminated: {sentence}"),
         Some(status) => format!("the worker did not start: {sentence}; last status: {status}"),
         None if is_before_hello => format!(
-            "the worker did not start: {sentence} before the worker said hello; a program that is not built \
+            "the worker did not start: {sentence} before the worker sent HELLO; a program that is not built \
              with the worker SDK needs `exec` instead of `command`"
         ),
         None => format!("the worker did not start: {sentence}"),
