@@ -44,7 +44,7 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let what_to_do = if is_root {
         "grant root the missing ability, map the user IDs, or write `user = \"root\"` in `sandbox`"
     } else {
-        "add IDs to /etc/subuid and /etc/subgid (`usermod --add-subuids`) and install the package uidmap, or run the \
+        "add IDs to /etc/subuid and /etc/subgid (`usermod --add-subuids`) and install the uidmap package, or run the \
          supervisor as root"
     };
     LayerSupport::of("worker ids", found.map(Some), what_to_do)

@@ -756,7 +756,7 @@ class _Reader:
                     _refuse("a UUID without a number")
                 return stack.pop()
             else:
-                raise DataOnly(f"the opcode {chr(code)!r} is not used for data by protocol 4 or later of pickle")
+                raise DataOnly(f"the opcode {chr(code)!r} is not used for data by pickle protocol 4 or later")
         raise IndexError
 
     def _make(self, named: Any, arguments: Any, *, is_new: bool = False) -> Any:

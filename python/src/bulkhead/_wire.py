@@ -154,7 +154,7 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
         if at + size > len(data):
             raise Malformed("an extension extends beyond the frame")
         if tag & 0x8000 and tag != LEASE_REF:
-            raise Malformed(f"the supervisor requires the extension {tag:#x}, which this version does not know")
+            raise Malformed(f"the supervisor requires extension {tag:#x}, which this version does not support")
         found[tag] = data[at : at + size]
         at += size
     return found

@@ -197,7 +197,7 @@ impl<'c> Checker<'c> {
             let position = raw.admin.given().or(raw.socket.given()).map_or(&raw.heading, |given| &given.span);
             self.problems.report(
                 position.clone(),
-                format!("`socket` and `admin` are the same path: {}", socket.display()),
+                format!("`socket` and `admin` have the same path: {}", socket.display()),
                 "set different paths, or remove `admin` for the default path",
             );
         }

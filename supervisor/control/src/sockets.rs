@@ -159,7 +159,7 @@ impl BoundSocket {
         let Some(identity) = identity else {
             let at = at.map_or_else(|| "no path".to_owned(), |at| at.display().to_string());
             return Err(fail(format!(
-                "the service manager passed in a socket with another path ({at}); use the same path for \
+                "the service manager passed in a socket with a different path ({at}); use the same path for \
                  ListenStream= in the socket unit and in the configuration file"
             )));
         };

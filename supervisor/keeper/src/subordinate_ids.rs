@@ -147,7 +147,7 @@ fn run_map_program(
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
     let mut running = command.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
-            format!("{program} is not installed: install the package uidmap (shadow-utils)")
+            format!("{program} is not installed: install the uidmap package (shadow-utils)")
         }
         _ => format!("failed to run {program}: {error}"),
     })?;
@@ -252,7 +252,7 @@ mod tests {
     fn error_names_failed_id_map_program() {
         let range = IdRange { first: 5, last: 9 };
         let failed = |program| run_map_program(program, 1, 0, range).unwrap_err();
-        assert!(failed("newuidmap-of-nowhere").contains("install the package uidmap"));
+        assert!(failed("newuidmap-of-nowhere").contains("install the uidmap package"));
         let why = failed("false");
         assert!(why.starts_with("false failed with"), "{why}");
     }

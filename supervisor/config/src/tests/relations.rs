@@ -202,12 +202,12 @@ fn invalid_value_causes_no_second_error() {
 fn jobs_and_admin_sockets_must_differ() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nsocket = \"a.sock\"\nadmin = \"./a.sock\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (3, 9), "`socket` and `admin` have the same path", "");
     let text = format!("[supervisor]\nsocket = \"x/admin.sock\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (2, 10), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (2, 10), "`socket` and `admin` have the same path", "");
     std::os::unix::fs::symlink(folder.path("work"), folder.path("link")).unwrap();
     let text = format!("[supervisor]\nsocket = \"work/a.sock\"\nadmin = \"link/a.sock\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (3, 9), "`socket` and `admin` have the same path", "");
 }
 
 #[test]

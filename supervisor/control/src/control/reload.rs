@@ -93,7 +93,7 @@ enum ReloadError {
     #[error("{0}")]
     Config(#[from] ConfigErrors),
     #[error(
-        "failed to find the program bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
+        "failed to find bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
          install bulkhead-worker next to bulkhead-supervisor, or in PATH"
     )]
     HostNotFound(String),

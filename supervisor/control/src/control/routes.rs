@@ -208,7 +208,7 @@ async fn reject_query(request: Request, next: Next) -> Response {
         Some(query) => {
             let query = truncate(query, QUERY_BYTES_SHOWN);
             let detail = format!(
-                "{} takes no query, but the request has \"{}\"",
+                "{} does not accept a query, but the request has \"{}\"",
                 request.uri().path(),
                 query.escape_debug()
             );

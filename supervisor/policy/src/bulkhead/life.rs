@@ -698,7 +698,7 @@ impl<T> Bulkhead<T> {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
             (Activity::ScaledToZero, _) => {
-                "tenants.max_active is reached, and all tenants with workers are busy".into()
+                "tenants.max_active has been reached, and all tenants with workers are busy".into()
             }
             _ => format!("no worker is running: {}", self.last_failure),
         }
