@@ -110,7 +110,7 @@ fn check_secret(file: &Path) -> Result<(), ConnectError> {
 fn report(event: &Event) {
     match event {
         Event::Connected => tracing::info!("connected to a fleet server"),
-        Event::Disconnected => tracing::warn!("the connection to the server is lost; connecting again"),
+        Event::Disconnected => tracing::warn!("the connection to the server was lost; reconnecting"),
         other => tracing::warn!("server connection: {other}"),
     }
 }

@@ -332,7 +332,7 @@ class _LoopState:
         if kept is None or job not in self._waiting or not kept.is_overdue():
             return
         del self._waiting[job]
-        silent = Disconnected(f"the supervisor at {self._client.path} does not respond; the job was not sent")
+        silent = Disconnected(f"the supervisor at {self._client.path} is not responding; the job was not sent")
         job._fail_job(kept.unreachable(self._problem or silent))
 
     async def _connect(self) -> None:

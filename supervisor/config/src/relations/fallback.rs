@@ -56,7 +56,7 @@ fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[Strin
 fn suggest_name(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
     match others.as_slice() {
-        [] => "the configuration file has no other bulkhead: add a section [bulkhead.NAME], or remove this \
+        [] => "the configuration file has no other bulkhead: add a [bulkhead.NAME] section, or remove this \
                name"
             .to_owned(),
         others => Checker::suggest_name(name, others, "other bulkheads"),
