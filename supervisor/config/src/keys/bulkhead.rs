@@ -30,7 +30,7 @@ section! {
 
     /// Program built with the worker SDK, and its arguments.
     command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
-    /// C library that serves jobs. A host program loads the library and calls the function `entry` for each
+    /// C library that serves jobs. A host program loads the library and calls the `entry` function for each
     /// job.
     library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, no field;
     /// Function of `library` that serves a job.

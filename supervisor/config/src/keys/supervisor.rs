@@ -80,11 +80,11 @@ section! {
     /// of each bulkhead, sorted by name, in the order of the bulkheads in the file, and then to the tenants
     /// in `[[access]]`. All other tenants share the label `_other`.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload NeedsRestart;
-    /// First and last user id of the range from which workers with `sandbox.user = "auto"` get their ids.
-    /// From 1 to 4294967294, at most 1000000 ids. Ids that belong to existing users, to processes or to other
-    /// supervisors on this host are skipped. If the supervisor is unprivileged, the ids must be in the range
+    /// First and last user ID of the range from which workers with `sandbox.user = "auto"` get their IDs.
+    /// From 1 to 4294967294, at most 1000000 IDs. IDs that belong to existing users, to processes or to other
+    /// supervisors on this host are skipped. If the supervisor is unprivileged, the IDs must be in the range
     /// that `/etc/subuid` assigns to the supervisor's user.
-    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
+    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the IDs in `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
 }
 
 /// Settings of `[supervisor]`: sockets, and limits that all bulkheads share.
