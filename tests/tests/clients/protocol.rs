@@ -839,13 +839,13 @@ fn protocol_page_lists_every_worker_capability() {
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "sends heartbeats from a separate thread"),
         (capability::RESIZE, "understands LIMITS"),
-        (capability::PREFETCH, "takes [prefetched jobs]"),
+        (capability::PREFETCH, "accepts [prefetched jobs]"),
         (capability::JOURNAL_HEARTBEATS, "can write heartbeats into its journal"),
     ] {
         assert!(page.contains(&format!("| {number} | {meaning}")), "{number}");
     }
     assert!(page.contains(&format!(
-        "capabilities ({}: it takes the extension 5",
+        "capabilities ({}: accepts extension 5",
         bulkhead_shared::client_protocol::capability::RUN_LIMIT
     )));
     assert!(page.contains(&format!("(The SDK runs up to {IN_FLIGHT_CEILING} at once")));
