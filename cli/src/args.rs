@@ -16,7 +16,7 @@ use crate::times;
 
 /// Heading of the options that all subcommands share. Without a heading, the help would mix them with the subcommand's
 /// own options.
-const GLOBAL: &str = "Options of all commands";
+const GLOBAL: &str = "Options for all commands";
 
 /// Submit jobs to a bulkhead-supervisor, and operate the supervisor
 #[derive(Debug, Parser)]
@@ -516,7 +516,7 @@ fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
 fn event_kind(text: &str) -> Result<String, String> {
     match EventKind::KINDS.contains(&text) {
         true => Ok(text.to_owned()),
-        false => Err(format!("no such kind of event; valid kinds: {}", EventKind::KINDS.join(", "))),
+        false => Err(format!("unknown event kind; valid kinds: {}", EventKind::KINDS.join(", "))),
     }
 }
 
@@ -530,7 +530,7 @@ fn cause(text: &str) -> Result<String, String> {
     match is_signal || is_kind && (detail.is_empty() || is_detailed) {
         true => Ok(text.to_owned()),
         false => Err(format!(
-            "no such cause; use a signal such as SIGSEGV, a status such as exit:3, or a kind: {}",
+            "unknown cause; use a signal such as SIGSEGV, an exit status such as exit:3, or a kind: {}",
             CauseKind::WORDS.join(", ")
         )),
     }
@@ -575,7 +575,7 @@ impl Args {
         let has_flag = |option: &str| source(option) == Some(ValueSource::CommandLine);
         let socket_flag = has_flag("socket") || has_flag("admin");
         if socket_flag && has_flag("host") {
-            let message = "--host cannot be combined with --socket or --admin: name a single supervisor";
+            let message = "--host cannot be combined with --socket or --admin: specify only one supervisor";
             return Err(Self::command().error(ErrorKind::ArgumentConflict, message));
         }
         args.given = Given { socket_flag, jobs_socket: has_flag("socket") || source("socket").is_some() };

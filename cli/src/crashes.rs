@@ -64,7 +64,7 @@ async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
         several => {
             let list: String = several.iter().map(|id| format!("\n  {id}")).collect();
             let count = several.len();
-            let message = format!("'{selector}' is ambiguous: {count} ids begin with this text:{list}");
+            let message = format!("'{selector}' is ambiguous: {count} IDs begin with this text:{list}");
             Err(Failure::new(exit::USAGE, message))
         }
     }
@@ -201,13 +201,14 @@ fn native(native: &NativeCrash) -> String {
     lines
 }
 
-/// Formats a thread, such as `thread 4711 (decoder) of process 4710 (thumbnail), state S, waits in futex_do_wait`.
+/// Formats a thread, such as `thread 4711 (decoder) of process 4710 (thumbnail), state S, waiting in futex_do_wait`.
 fn thread_title(thread: &NativeThread) -> String {
     let name =
         |name: &Option<String>| name.as_ref().map(|it| format!(" ({})", shown(it))).unwrap_or_default();
     let process = thread.process.map(|process| format!(" of process {process}")).unwrap_or_default();
     let state = thread.state.as_ref().map(|state| format!(", state {}", shown(state))).unwrap_or_default();
-    let wait = thread.waits_in.as_ref().map(|wait| format!(", waits in {}", shown(wait))).unwrap_or_default();
+    let wait =
+        thread.waits_in.as_ref().map(|wait| format!(", waiting in {}", shown(wait))).unwrap_or_default();
     format!("thread {}{}{process}{}{state}{wait}", thread.id, name(&thread.name), name(&thread.program))
 }
 
@@ -286,7 +287,7 @@ fn preview(payload: &[u8]) -> String {
         None => start.chunks(HEX_LINE_BYTES).map(hex_line).collect::<Vec<_>>().join("\n"),
     };
     if payload.len() > start.len() {
-        lines.push_str(&format!("\n[{} bytes more: see --output]", payload.len() - start.len()));
+        lines.push_str(&format!("\n[{} more bytes: use --output]", payload.len() - start.len()));
     }
     lines
 }
@@ -315,9 +316,7 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
         (_, count) => {
             return Err(Failure::new(
                 exit::INVALID,
-                format!(
-                    "the report does not contain the selected job: it contains {count} jobs, counted from 0"
-                ),
+                format!("the report has no such job: it contains {count} jobs, numbered from 0"),
             ));
         }
     };
@@ -358,9 +357,9 @@ fn describe_replay(result: &Replay) -> String {
     let mut lines = String::new();
     let mut add = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
     let verdict = match &result.verdict {
-        Word::Known(ReplayVerdict::Same) => "same: the job crashes in the same way",
-        Word::Known(ReplayVerdict::Different) => "different: the job crashes, but in a different way",
-        Word::Known(ReplayVerdict::NoCrash) => "no crash: the job does not crash in a fresh worker",
+        Word::Known(ReplayVerdict::Same) => "same: the job crashed in the same way",
+        Word::Known(ReplayVerdict::Different) => "different: the job crashed, but in a different way",
+        Word::Known(ReplayVerdict::NoCrash) => "no crash: the job did not crash in a fresh worker",
         Word::Known(ReplayVerdict::NotRun) => "not run: no worker was available for the job",
         Word::Other(word) => &escape(word),
     };
@@ -439,7 +438,7 @@ mod tests {
         assert!(preview(b"\x00GIF").starts_with("00 47 49 46 "));
         assert!(preview(b"\x00GIF").ends_with(".GIF"));
         let long = preview(&"ß".repeat(1000).into_bytes());
-        assert!(long.starts_with("ßß") && long.ends_with("[1744 bytes more: see --output]"), "{long}");
+        assert!(long.starts_with("ßß") && long.ends_with("[1744 more bytes: use --output]"), "{long}");
         let odd = preview(format!("x{}", "ß".repeat(1000)).as_bytes());
         assert!(odd.starts_with("xßß"), "{odd}");
     }

@@ -41,7 +41,9 @@ pub(crate) async fn list(args: &Args, list: &ListJobs) -> Result<u8, Failure> {
     output::line(&table.trim_fmt())?;
     let omitted = total.saturating_sub(jobs.len() as u64);
     if omitted > 0 {
-        output::to_stderr(&format!("{omitted} newer jobs are not listed; use -n, a name or --state"));
+        output::to_stderr(&format!(
+            "{omitted} newer jobs are not listed; use -n, a bulkhead name or --state"
+        ));
     }
     Ok(exit::OK)
 }
@@ -77,7 +79,7 @@ pub(crate) async fn cancel(args: &Args, cancel: &Cancel) -> Result<u8, Failure> 
     if args.json {
         output::json(String::from_utf8_lossy(&body).trim_end())?;
     } else {
-        output::line(&format!("{}: job {} is cancelled", escape(&cancel.name), cancel.job))?;
+        output::line(&format!("{}: job {} was cancelled", escape(&cancel.name), cancel.job))?;
     }
     Ok(exit::OK)
 }

@@ -90,7 +90,9 @@ async fn failure_of(target: &Target, response: Response<Incoming>) -> Failure {
     let body = read(response).await.unwrap_or_default();
     let problem: Problem = serde_json::from_slice(&body).unwrap_or_default();
     let detail = match problem.detail.is_empty() {
-        true => format!("the response from {target} has status {status}: check that this is a supervisor"),
+        true => format!(
+            "the response from {target} has status {status}: check that this address belongs to a supervisor"
+        ),
         false => problem.detail,
     };
     let code = match status {

@@ -35,7 +35,7 @@ impl WaitLimit {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);
         tokio::time::timeout_at(end, response).await.unwrap_or_else(|_| {
-            let message = "the supervisor did not respond in time: check that the process is not stopped";
+            let message = "the supervisor did not respond in time: check that its process is not suspended";
             Err(Failure::new(exit::UNREACHABLE, message))
         })
     }

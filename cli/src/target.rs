@@ -52,9 +52,11 @@ impl Host {
         match uri.scheme_str() {
             Some("http") => {}
             Some("https") => {
-                return Err("the supervisor does not speak TLS; connect to a forwarded port, such as by \
+                return Err(
+                    "the supervisor does not speak TLS; connect to a forwarded port, for example with \
                             `ssh -L 9464:127.0.0.1:9464 HOST`, or to a proxy on this machine"
-                    .into());
+                        .into(),
+                );
             }
             _ => return Err(format!("http:// is missing; {example}")),
         }
@@ -65,7 +67,7 @@ impl Host {
         }
         let port = uri.port_u16().ok_or_else(|| format!("the port is missing; {example}"))?;
         if port == 0 {
-            return Err("port 0 is not a usable port; the supervisor's log shows the port".into());
+            return Err("port 0 cannot be used; the supervisor's log shows the actual port".into());
         }
         let name = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         Ok(Self { name, port, authority: authority.as_str().to_owned(), token_file })

@@ -41,11 +41,11 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
             let why = known(&last.message);
             Err(Failure::new(
                 exit::FAILED,
-                format!("the upgrade has failed, and the old program continues to serve: {why}"),
+                format!("the upgrade failed, and the old program continues to serve: {why}"),
             ))
         }
         "stopped" => {
-            let message = "a signal has stopped the supervisor during the upgrade";
+            let message = "a signal stopped the supervisor during the upgrade";
             Err(Failure::new(exit::FAILED, message.to_owned()))
         }
         step => {
@@ -61,7 +61,9 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
 fn sentence(step: &UpgradeStep) -> String {
     let (pid, version) = (known(&step.pid), known(&step.version));
     match &*step.step {
-        "started" => format!("started: the new program runs as process {pid} and starts its workers"),
+        "started" => {
+            format!("started: the new program is running as process {pid} and is starting its workers")
+        }
         "ready" => "ready: every bulkhead has started in the new program".to_owned(),
         "switched" => {
             format!("switched: process {pid}, version {version}, is serving; watching for failures for 10 s")

@@ -425,7 +425,10 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     })?;
     let protocol = |message: String| ConnectError::Protocol { path: path.to_owned(), message };
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake(&transport)).await {
-        Err(_) => Err(protocol(format!("the supervisor sent no welcome frame within {HANDSHAKE_TIMEOUT:?}"))),
+        Err(_) => {
+            let message = format!("the supervisor did not send a welcome frame within {HANDSHAKE_TIMEOUT:?}");
+            Err(protocol(message))
+        }
         Ok(Err(HandshakeError::Protocol(message))) => Err(protocol(message)),
         Ok(Err(HandshakeError::Refused { reason, message })) => {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
@@ -506,7 +509,7 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
                     codec::decode::<ClientWelcome<'_>>(&metadata, &[]).map_err(|error| text(&error))?;
                 if welcome.version != PROTOCOL_VERSION {
                     return Err(format!(
-                        "the supervisor chose version {} of the protocol, but this client speaks only \
+                        "the supervisor chose protocol version {}, but this client supports only \
                          version {PROTOCOL_VERSION}",
                         welcome.version
                     )

@@ -80,8 +80,8 @@ impl Job {
     pub fn payload_file(mut self, file: File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         if !metadata.is_file() {
-            let reason = "the payload is not a regular file, so the size is unknown: read the file, and send \
-                       the content";
+            let reason = "the payload is not a regular file, so its size is unknown: read the file, and send \
+                       the contents";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         match usize::try_from(metadata.len()).map_err(io::Error::other)? {

@@ -227,7 +227,7 @@ impl JobRequest {
                 Ok(())
             }
             Some(source) => source.fill(target).map_err(|error| {
-                let message = format!("the payload's file cannot be read: {error}");
+                let message = format!("the payload file cannot be read: {error}");
                 self.rejection(RejectReason::Invalid, message)
             }),
         }

@@ -42,9 +42,7 @@ impl MappedResult {
         if self.is_whole() {
             Ok(())
         } else {
-            Err(std::io::Error::other(
-                "the supervisor revoked the result before this program read the result",
-            ))
+            Err(std::io::Error::other("the supervisor revoked the result before this program read it"))
         }
     }
 

@@ -149,8 +149,8 @@ impl JobError {
         match self {
             Self::Rejected(outcome) | Self::DeadlineExceeded(outcome) => {
                 let message = format!(
-                    "the connection to the supervisor was lost while the job was in progress; sent again, the job \
-                     ended as {outcome}"
+                    "the connection to the supervisor was lost while the job was in progress; the job was sent \
+                     again and ended as {outcome}"
                 );
                 let verdict = Verdict::Crashed { reason: CrashReason::Stopped, status: None, message };
                 Self::Crashed(Box::new(Outcome { verdict, ..*outcome }))
@@ -167,7 +167,7 @@ impl JobError {
     /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
     pub(crate) fn result_revoked() -> Self {
         let message = "the job succeeded, but the supervisor revoked the result because this program did not \
-                       read it for several seconds; send the job again only if a second run is safe";
+                       read it for several seconds; send the job again only if a rerun is safe";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 

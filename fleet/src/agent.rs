@@ -127,7 +127,7 @@ async fn wait_until_prepared(client: &async_nats::Client) -> Result<(), AgentErr
         match api::<Value>(client, &format!("STREAM.INFO.{JOBS}"), Value::Null).await {
             Ok(_) => return Ok(()),
             Err(error) if error.err_code == STREAM_NOT_FOUND => {
-                let message = format!("the fleet has no stream {JOBS}; run: bulkhead fleet init");
+                let message = format!("the fleet has no {JOBS} stream; run: bulkhead fleet init");
                 return Err(AgentError::NotPrepared(message));
             }
             Err(error) => tracing::warn!("the servers are not ready: {}; trying again", error.description),
@@ -143,8 +143,8 @@ async fn drain(shared: &Shared) {
     if tokio::time::timeout(timeout, shared.held.until_empty()).await.is_err() {
         tracing::warn!(
             held = shared.held.len(),
-            "jobs are still held at the end of drain_timeout: they run again if idempotent, and end as host_lost \
-             otherwise"
+            "drain_timeout has expired, and jobs are still held: idempotent jobs run again, and others end as \
+             host_lost"
         );
     }
     let _ = tokio::time::timeout(Duration::from_secs(1), shared.client.flush()).await;

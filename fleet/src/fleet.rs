@@ -95,8 +95,8 @@ impl fmt::Display for FleetError {
             ),
             Self::Unreachable { id, message } => write!(
                 f,
-                "the fleet's servers do not respond: {message}; whether the job was accepted is unknown; submit \
-                 again with the same id ({id}), and the job runs once"
+                "the fleet's servers are not responding: {message}; whether the job was accepted is unknown; \
+                 submit the job again with the same ID ({id}): it runs only once"
             ),
         }
     }
@@ -274,7 +274,9 @@ impl FleetJob {
                     (RejectReason::TenantQuota, "the tenant has too many waiting jobs".into())
                 }
                 Published::StreamFull => (RejectReason::QueueFull, "the job stream is full".into()),
-                Published::TooLarge => (RejectReason::TooLarge, "the server refuses the size".into()),
+                Published::TooLarge => {
+                    (RejectReason::TooLarge, "the payload is larger than the server accepts".into())
+                }
                 Published::Refused(message) => (RejectReason::Forbidden, message),
                 Published::Unavailable(message) => (RejectReason::Unavailable, message),
                 Published::NoStream => match self.is_missing(has_time).await {

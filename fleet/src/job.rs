@@ -70,7 +70,7 @@ impl JobOptions {
     /// Validates the options. Returns a description of the first error.
     pub fn check(&self) -> Result<(), String> {
         let lengths = [
-            ("the id", &self.id, 1, ID_BYTES_MAX),
+            ("the ID", &self.id, 1, ID_BYTES_MAX),
             ("the name of the bulkhead", &self.bulkhead, 1, BULKHEAD_NAME_BYTES_MAX),
             ("the operation", &self.operation, 0, OPERATION_BYTES_MAX),
             ("the tenant", &self.tenant, 0, TENANT_BYTES_MAX),
@@ -80,14 +80,14 @@ impl JobOptions {
                 return Err(format!("{name} has {} bytes; use {min} to {max}", text.len()));
             }
             if text.chars().any(char::is_control) {
-                return Err(format!("{name} contains a control character; remove the character"));
+                return Err(format!("{name} contains a control character; remove it"));
             }
         }
         if self.traceparent.as_ref().is_some_and(|text| text.chars().any(char::is_control)) {
-            return Err("the traceparent contains a control character; remove the character".into());
+            return Err("the traceparent contains a control character; remove it".into());
         }
         if self.deadline.is_some_and(|deadline| deadline < Duration::from_millis(1)) {
-            return Err("the deadline is below 1 ms; allow more time".into());
+            return Err("the deadline is below 1 ms; use a longer one".into());
         }
         Ok(())
     }

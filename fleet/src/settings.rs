@@ -319,7 +319,7 @@ impl Bulkhead {
             );
         }
         if self.deadline_max.is_zero() {
-            errors.push("deadline_max is zero: allow some time".into());
+            errors.push("deadline_max is zero: use a longer time".into());
         }
         errors
     }

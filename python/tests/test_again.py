@@ -293,7 +293,7 @@ def test_rejection_after_reconnect_leaves_execution_unknown(fake: FakeSupervisor
         call_of(way, path, idempotent=True)
     error = caught.value
     assert (error.executed, error.retryable, error.retry_after) == ("unknown", True, 0.05)
-    assert "sent again, the job ended as rejected (queue_full)" in str(error)
+    assert "the job was sent again and ended as rejected (queue_full)" in str(error)
 
 
 @WAYS

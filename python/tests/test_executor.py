@@ -314,7 +314,7 @@ def test_env_files_override_the_callers_variables(
     with BulkheadExecutor(1, **both) as pool, pytest.raises(RuntimeError, match="both"):
         pool.submit(jobs.pid)
     secret.chmod(0o644)
-    with BulkheadExecutor(1, config=config) as pool, pytest.raises(RuntimeError, match="has the mode 0644") as caught:
+    with BulkheadExecutor(1, config=config) as pool, pytest.raises(RuntimeError, match="has mode 0644") as caught:
         pool.submit(jobs.pid)
     assert "sesame" not in str(caught.value)
 

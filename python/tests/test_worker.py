@@ -127,7 +127,7 @@ def test_job_without_a_matching_handler_fails() -> None:
         assert client.call("one", operation="a").payload == b"A"
         error = failure(client, "one", "b")
         assert (error.outcome.reason, error.outcome.fault) == ("unknown_operation", "caller")
-        assert "no operation 'b'; the operations are 'a'" in str(error)
+        assert "no operation 'b'; available operations: 'a'" in str(error)
 
 
 def test_crash_report_contains_the_python_stack(client: Client, supervisor: Supervisor) -> None:

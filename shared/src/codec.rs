@@ -71,7 +71,7 @@ pub enum CodecError {
     #[error("{0} unexpected bytes follow the metadata")]
     LeftOver(usize),
     /// The peer sent a critical extension that this version does not know.
-    #[error("the peer requires the extension {0:#06x}, which this version does not support")]
+    #[error("the peer requires extension {0:#06x}, which this version does not support")]
     UnknownCritical(u16),
     /// The metadata does not fit in a frame.
     #[error("the metadata would be longer than {METADATA_BYTES_MAX} bytes")]

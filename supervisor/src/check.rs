@@ -358,15 +358,15 @@ enum StartFailure {
 fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), StartFailure> {
     let timeout_error = |deadline: Instant, what: &'static str| {
         move |error: io::Error| match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => StartFailure::Other(format!(
-                "does not {what} in time; a program without the SDK needs `exec`"
-            )),
-            _ if Instant::now() > deadline => StartFailure::Other(format!("does not {what} in time")),
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                StartFailure::Other(format!("did not {what} in time; a program without the SDK needs `exec`"))
+            }
+            _ if Instant::now() > deadline => StartFailure::Other(format!("did not {what} in time")),
             _ => StartFailure::Closed(None),
         }
     };
     let deadline = Instant::now() + bulkhead.start.handshake;
-    let first = frame(&mut link, deadline).map_err(timeout_error(deadline, "say hello"));
+    let first = frame(&mut link, deadline).map_err(timeout_error(deadline, "send HELLO"));
     let (header, metadata) = first.map_err(|failure| match (failure, &bulkhead.program) {
         (StartFailure::Closed(_), bulkhead_config::Program::Command { .. }) => StartFailure::Closed(Some(
             "a program without the worker SDK needs `exec` instead of `command`".to_owned(),
@@ -377,11 +377,11 @@ fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig)
     let Ok((hello, _)) = hello.map_err(|_| ()).and_then(|hello| {
         if header.kind == kind::HELLO && header.number == MAGIC { Ok(hello) } else { Err(()) }
     }) else {
-        return Err(StartFailure::Other("does not say hello; a program without the SDK needs `exec`".into()));
+        return Err(StartFailure::Other("did not send HELLO; a program without the SDK needs `exec`".into()));
     };
     if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
         return Err(StartFailure::Other(format!(
-            "speaks protocol versions {} to {}, not {PROTOCOL_VERSION}: build it with a matching SDK",
+            "supports protocol versions {} to {}, not {PROTOCOL_VERSION}: build it with a matching SDK",
             hello.version_min, hello.version_max
         )));
     }

@@ -25,9 +25,8 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
-        None => {
-            IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids from the range {WORKER_UIDS}"))
-        }
+        None => IdAllocator::new(None, IdUse::Check)
+            .map(|_| format!("separate user IDs from the range {WORKER_UIDS}")),
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
         Some(_) => {
             let missing = |part: &str| {
@@ -36,16 +35,16 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
             };
             match find_subordinate(missing, || SubordinateIds::find().map(Arc::new), None, IdUse::Check) {
                 Ok((ids, _)) => {
-                    Ok(format!("separate ids from the range {}-{} (/etc/subuid)", ids.first, ids.last))
+                    Ok(format!("separate user IDs from the range {}-{} (/etc/subuid)", ids.first, ids.last))
                 }
                 Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
             }
         }
     };
     let what_to_do = if is_root {
-        "grant root the missing ability, map the ids, or write `user = \"root\"` in `sandbox`"
+        "grant root the missing ability, map the user IDs, or write `user = \"root\"` in `sandbox`"
     } else {
-        "add ids to /etc/subuid and /etc/subgid (`usermod --add-subuids`) and install the package uidmap, or run the \
+        "add IDs to /etc/subuid and /etc/subgid (`usermod --add-subuids`) and install the uidmap package, or run the \
          supervisor as root"
     };
     LayerSupport::of("worker ids", found.map(Some), what_to_do)

@@ -107,8 +107,8 @@ fn configuration_page() -> Roff {
         "FILES",
         &[
             "`/etc/bulkhead/workers.toml`: the configuration file of root. Other users have \
-             `~/.config/bulkhead/workers.toml`. The option `--config` and the variable `BULKHEAD_CONFIG` name another \
-             file.",
+             `~/.config/bulkhead/workers.toml`. To use another file, set `--config` or the \
+             `BULKHEAD_CONFIG` environment variable.",
             "`conf.d/*.toml`, next to the configuration file: further files with [bulkhead.NAME] and [[access]], in the \
              order of their names. They must not be writable by any user except root and the supervisor's user.",
         ],
@@ -125,7 +125,7 @@ fn configuration_page() -> Roff {
     section(
         &mut page,
         "SEE ALSO",
-        &["`bulkhead`(1), `bulkhead-supervisor`(8), and the page configuration.md in the documentation"],
+        &["`bulkhead`(1), `bulkhead-supervisor`(8), and configuration.md in the documentation"],
     );
     page
 }

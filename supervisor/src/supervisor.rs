@@ -169,7 +169,7 @@ fn successor_program(ends_with_other: bool) -> Result<SuccessorProgram, String> 
     if std::process::id() == 1 {
         return Err(
             "the first process of a container cannot be upgraded, because the container stops with it: start \
-                    another container, or start the supervisor under an init"
+                    another container, or start the supervisor under an init process"
                 .to_owned(),
         );
     }
@@ -407,7 +407,7 @@ fn bind_tcp(
             std::io::ErrorKind::AddrNotAvailable => {
                 "the address does not belong to this machine: choose another address"
             }
-            std::io::ErrorKind::PermissionDenied => "ports below 1024 need root: choose another port",
+            std::io::ErrorKind::PermissionDenied => "only root can use ports below 1024: choose another port",
             _ => "choose another address",
         };
         RunError::Tcp { served, key, address, problem: format!("{error}; {hint}") }
@@ -422,8 +422,8 @@ fn warn_about_closed_folder(socket: &Path) {
     let mode = std::fs::metadata(folder).map_or(OTHERS_SEARCH, |found| found.permissions().mode());
     if mode & OTHERS_SEARCH == 0 {
         tracing::warn!(
-            "the directory {} has the mode {:04o}, so other users cannot reach the jobs socket: run `chmod 755` on \
-             the directory to let in the users in [[access]]",
+            "the directory {} has mode {:04o}, so other users cannot reach the jobs socket: run `chmod 755` \
+             on the directory to admit the users in [[access]]",
             folder.display(),
             mode & 0o7777
         );

@@ -89,7 +89,7 @@ impl Link {
             if !wait_until_readable(&self.0, left)? {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    "the previous supervisor does not respond",
+                    "the previous supervisor is not responding",
                 ));
             }
             let (length, descriptors) = match packets::receive(&self.0, &mut buffer)? {
@@ -190,7 +190,7 @@ impl TakeOver {
         link: Link,
         config: &SupervisorConfig,
     ) -> io::Result<(Listeners, Predecessor)> {
-        let missing = || io::Error::other("the previous supervisor did not pass on all descriptors");
+        let missing = || io::Error::other("the previous supervisor did not pass all descriptors");
         let path = |path: &Path| path.display().to_string();
         let jobs_lock = self.take_same(inherited::JOBS_LOCK, "socket", Some(&path(&config.socket)))?;
         let admin_lock = self.take_same(inherited::ADMIN_LOCK, "admin", Some(&path(&config.admin)))?;

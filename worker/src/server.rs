@@ -232,7 +232,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         // descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
         if let Some(call) = self.repeated.take() {
-            let message = format!("`{call}` of `Server` is called twice: remove one of the calls");
+            let message = format!("`{call}` of `Server` was called twice: remove one of the calls");
             self.init = Box::new(|_| Err(HandlerError::new("server", message)));
         }
         let claimed = ownership::mark_worker().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
@@ -286,7 +286,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
                 None => {
                     let known: Vec<String> = operations.keys().map(|name| format!("{name:?}")).collect();
                     let message = format!(
-                        "this worker has no operation {:?}; the operations are {}",
+                        "this worker has no operation {:?}; available operations: {}",
                         ctx.operation(),
                         if known.is_empty() { "none".into() } else { known.join(", ") }
                     );

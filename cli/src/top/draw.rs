@@ -25,13 +25,13 @@ const HELP: &[(&str, &str)] = &[
     ("PgUp PgDn", "a page"),
     ("Home End", "the first or last row"),
     ("Enter", "open a bulkhead: workers, tenants, rejections, events"),
-    ("Esc", "go back, clear the filter, or leave"),
+    ("Esc", "go back, clear the filter, or quit"),
     ("/", "filter by name; Enter applies the filter, Esc cancels"),
     ("s", "switch to the next sort order"),
     ("w n u r c", "sort: worst first, by name, utilisation, rejections, crashes"),
     ("p", "pause, continue"),
     ("Ctrl-Z", "suspend and return to the shell; `fg` continues"),
-    ("q Ctrl-C", "leave"),
+    ("q Ctrl-C", "quit"),
 ];
 
 /// Draws the screen, and stores the number of rows per page in `app`.
@@ -95,10 +95,10 @@ fn footer(buffer: &mut Buffer, row: Rect, app: &App) {
         (Mode::Browse, Some(error), _) => error.to_owned(),
         (Mode::Browse, None, Page::List) => {
             let by = app.sort.name();
-            format!("↑↓ select  Enter open  / filter  s sort: {by}  p pause  ? help  q leave")
+            format!("↑↓ select  Enter open  / filter  s sort: {by}  p pause  ? help  q quit")
         }
         (Mode::Browse, None, Page::Bulkhead { .. }) => {
-            "↑↓ scroll  Esc back  p pause  ? help  q leave".to_owned()
+            "↑↓ scroll  Esc back  p pause  ? help  q quit".to_owned()
         }
     };
     draw_line(buffer, row, &text, Style::new().add_modifier(Modifier::DIM));

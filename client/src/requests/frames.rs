@@ -245,7 +245,7 @@ impl Requests {
                 Err(format!("the supervisor ended the connection: {message}"))
             }
             unknown if header.is_critical() => Err(format!(
-                "the supervisor sent a critical frame of the unknown kind {unknown}: update this program"
+                "the supervisor sent a critical frame of unknown kind {unknown}: update this program"
             )),
             _ => Ok(()),
         }

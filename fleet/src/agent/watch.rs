@@ -43,7 +43,7 @@ fn apply_ratio(shared: &Shared, ratio: f64) {
     if !has_space {
         tracing::error!(
             "the ledger is {:.0} % full: no new jobs are accepted, so that running jobs can still be recorded; raise \
-             max_bytes of the stream {LEDGER}, or wait until records expire",
+             max_bytes of the {LEDGER} stream, or wait until records expire",
             ratio * 100.0
         );
     }

@@ -50,7 +50,7 @@ async fn one(operator: &Operator, id: &str, tenant: Option<&str>) -> Result<Dead
         1 => Ok(letters.remove(0)),
         count => Err(Failure::new(
             exit::USAGE,
-            format!("{count} dead letters have the id {id}: select a tenant with --tenant"),
+            format!("{count} dead letters have the ID {id}: select a tenant with --tenant"),
         )),
     }
 }

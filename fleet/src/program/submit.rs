@@ -35,7 +35,7 @@ pub(crate) async fn run(settings: &Settings, submit: &Submit, is_json: bool) -> 
     tokio::select! {
         result = run.all(&fleet, &payload) => result?,
         _ = tokio::signal::ctrl_c() => {
-            let message = "interrupted; accepted jobs continue, and `result ID` prints the outcomes";
+            let message = "interrupted; accepted jobs continue, and `result ID` prints their outcomes";
             return Err(Failure::new(exit::CANCELLED, message));
         }
     }

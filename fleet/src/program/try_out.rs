@@ -104,7 +104,7 @@ impl Demo {
         }
         let demo = Self { folder: folder.to_owned(), settings, agents, _others: others };
         demo.wait_for_agents().await?;
-        output::line("agents:     host-a and host-b take jobs for one supervisor")?;
+        output::line("agents:     host-a and host-b pull jobs for one supervisor")?;
         Ok(demo)
     }
 
@@ -139,7 +139,7 @@ impl Demo {
             if number == KILLED_AFTER {
                 // The process may have exited already.
                 let _ = self.agents[0].kill().await;
-                output::line("killed:     the agent of host-a, along with the jobs it held")?;
+                output::line("killed:     host-a's agent, along with the jobs it held")?;
             }
             *outcomes.entry(outcome(&job.result().await)).or_default() += 1;
         }

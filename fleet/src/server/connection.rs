@@ -1,4 +1,4 @@
-//! The connection to the servers.
+//! Connects to the NATS servers.
 
 use std::fmt;
 use std::os::unix::fs::PermissionsExt;
@@ -35,7 +35,7 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
     Ok(connect_with_refusals(nats, name, waits).await?.0)
 }
 
-/// Like [`connect`], but passes permission errors from the server to `refusals`.
+/// Connects like [`connect`]. The second result receives the errors that the server reports.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,
@@ -92,7 +92,7 @@ async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {
     Ok(options)
 }
 
-/// Returns an error if other users can read a file that contains secrets.
+/// Returns an error if the mode of a file with secrets grants any permission to the group or to others.
 fn check_secret(file: &Path) -> Result<(), ConnectError> {
     let metadata = std::fs::metadata(file)
         .map_err(|error| ConnectError(format!("failed to read {}: {error}", file.display())))?;
@@ -110,7 +110,7 @@ fn check_secret(file: &Path) -> Result<(), ConnectError> {
 fn report(event: &Event) {
     match event {
         Event::Connected => tracing::info!("connected to a fleet server"),
-        Event::Disconnected => tracing::warn!("the connection to the server is lost; connecting again"),
+        Event::Disconnected => tracing::warn!("the connection to the server was lost; reconnecting"),
         other => tracing::warn!("server connection: {other}"),
     }
 }

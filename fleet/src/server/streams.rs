@@ -62,7 +62,7 @@ impl std::error::Error for InitError {}
 impl InitError {
     fn of(object: &str, error: &ApiError) -> Self {
         let hint = match error.code {
-            503 => "; with replicas, all servers must run and have elected a leader: try again",
+            503 => "; with replicas, all servers must be running and have elected a leader: try again",
             _ => "",
         };
         Self::Server(format!("failed to prepare {object}: {}{hint}", error.description))
@@ -294,7 +294,7 @@ async fn remove_other_lanes(
         create(client, &call, Value::Null, consumer).await?;
     }
     findings.push(Finding::Changed(format!(
-        "{JOBS}: removed the consumers of {name}, which were for another number of lanes"
+        "{JOBS}: removed the consumers of {name}, which were created for a different number of lanes"
     )));
     Ok(())
 }

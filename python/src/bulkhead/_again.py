@@ -128,7 +128,7 @@ class Job:
         if isinstance(error, (Rejected, DeadlineExceeded)):
             message = (
                 "the connection to the supervisor was lost while the job was in progress; "
-                f"sent again, the job ended as {error.outcome}"
+                f"the job was sent again and ended as {error.outcome}"
             )
             fields = {"outcome": "crashed", "reason": "stopped", "message": message, "executed": "unknown"}
             return Crashed(Outcome(**{**error.outcome.to_dict(), **fields}))
@@ -141,7 +141,7 @@ class Job:
         if not self.losses:
             return _copy(error)
         text = error.outcome.message.removesuffix("; the job was not sent")
-        advice = "whether the job ran is unknown: send the job again only if a second run is safe"
+        advice = "whether the job ran is unknown: send the job again only if a rerun is safe"
         return Disconnected(f"{text}; {advice}", "unknown")
 
 

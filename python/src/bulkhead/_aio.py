@@ -1,6 +1,6 @@
-"""The asyncio client. All jobs of an event loop share one connection.
+"""The asyncio client. All jobs of an event loop share one connection, which is replaced after a loss.
 
-Frames that are queued in the same iteration of the loop are sent together. Only the handshake blocks, so it runs in an
+Jobs that are submitted in the same iteration of the loop are sent together. Only the handshake blocks, so it runs in an
 executor thread.
 """
 
@@ -332,7 +332,7 @@ class _LoopState:
         if kept is None or job not in self._waiting or not kept.is_overdue():
             return
         del self._waiting[job]
-        silent = Disconnected(f"the supervisor at {self._client.path} does not respond; the job was not sent")
+        silent = Disconnected(f"the supervisor at {self._client.path} is not responding; the job was not sent")
         job._fail_job(kept.unreachable(self._problem or silent))
 
     async def _connect(self) -> None:
@@ -392,7 +392,7 @@ class _LoopState:
                 job._fail_job(job._job.unreachable(error))
 
     def lose(self, reason: str) -> None:
-        """Closes the connection, if there is one. All jobs fail."""
+        """Closes all connections. The jobs on them fail. Does nothing without a connection."""
         if self.connection is not None:
             for connection in (*self.leaving, self.connection):
                 connection.lose(reason, is_replaced=False)

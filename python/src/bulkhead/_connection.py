@@ -32,7 +32,7 @@ HANDSHAKE_SECONDS_MAX = 10.0
 
 def lost_error(reason: str, executed: str = "unknown") -> Disconnected:
     """Returns the error for a job whose connection was lost."""
-    advice = "whether the job ran is unknown: send the job again only if a second run is safe"
+    advice = "whether the job ran is unknown: send the job again only if a rerun is safe"
     if executed == "no":
         advice = "the job was not sent: send the job again"
     return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", executed)

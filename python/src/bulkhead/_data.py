@@ -421,7 +421,7 @@ def _build_exception(reader: _Reader, error: Exception, state: dict[Any, Any]) -
             _refuse(f"an exception that replaces the method {name}")
         if name == "__notes__":
             if type(value) is not list or not {str}.issuperset(map(type, value)):
-                _refuse("notes that are not a list of texts")
+                _refuse("notes that are not a list of strings")
             reader.work(len(value))
             value = value.copy()
         if name in taken and type(value) in (str, type(None)):
@@ -756,7 +756,7 @@ class _Reader:
                     _refuse("a UUID without a number")
                 return stack.pop()
             else:
-                raise DataOnly(f"the opcode {chr(code)!r} is not used for data by protocol 4 or later of pickle")
+                raise DataOnly(f"the opcode {chr(code)!r} is not used for data by pickle protocol 4 or later")
         raise IndexError
 
     def _make(self, named: Any, arguments: Any, *, is_new: bool = False) -> Any:
@@ -841,7 +841,7 @@ class _Reader:
 
     def _named(self, module: Any, name: Any) -> _Name:
         if type(module) is not str or type(name) is not str:
-            _refuse("a name that is not a text")
+            _refuse("a name that is not a string")
         make = (
             _MAKERS.get((module, name))
             or self._allowed.get(_name_of(module, name))

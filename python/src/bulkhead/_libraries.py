@@ -163,7 +163,7 @@ def make_array(descr: Any, shape: Any, is_fortran: Any, data: Any) -> Any:
     dtype, sizes = _dtype(descr), _shape(shape or ())
     size = len(_bytes(data))
     if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != size or (not size and max(sizes) > _EMPTY_MAX):
-        _refuse(f"an array of the shape {sizes} with {size} bytes")
+        _refuse(f"an array of shape {sizes} with {size} bytes")
     array = _library("numpy").ndarray(sizes, dtype, data, order="F" if is_fortran else "C")
     _check_bools(array)
     return array[()] if shape is None else array
@@ -179,7 +179,7 @@ def make_image(mode: Any, size: Any, data: Any, palette: Any, info: Any) -> Any:
     if palette is not None:
         image.putpalette(_bytes(palette[1]), palette[0] if palette[0] in ("RGB", "RGBA") else _refuse("a palette"))
     _cells(list(info.values()))
-    image.info = info if {str}.issuperset(map(type, info)) else _refuse("an image with names that are not texts")
+    image.info = info if {str}.issuperset(map(type, info)) else _refuse("an image with names that are not strings")
     return image
 
 
@@ -189,10 +189,10 @@ def _bytes(data: Any) -> Any:
 
 def _cells(cells: Any) -> Any:
     if type(cells) is not list or not _CELLS.issuperset(map(type, cells)):
-        _refuse("a frame with values other than numbers, texts and dates")
+        _refuse("a frame with values other than numbers, strings and dates")
     sizes = [(id(cell), len(cell)) for cell in cells if type(cell) in (str, bytes)]
     if sum(size for _, size in sizes) > _TEXT_BYTES_MAX + _TEXT_TIMES_MAX * sum(dict(sizes).values()):
-        _refuse("a frame that repeats a text too often")
+        _refuse("a frame that repeats a string too often")
     return cells
 
 
@@ -214,7 +214,7 @@ def _made(kind: Any, values: Any, *fields: Any) -> Any:
 
 def _hashable(values: Any) -> Any:
     if len(values) > _HASHED_MAX and sys.modules["pandas"].api.types.infer_dtype(values) != "string":
-        _refuse(f"more than {_HASHED_MAX} categories or multi-level labels that are not texts")
+        _refuse(f"more than {_HASHED_MAX} categories or multi-level labels that are not strings")
     return values
 
 

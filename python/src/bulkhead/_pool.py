@@ -894,7 +894,7 @@ class Pool:
         """Returns the running supervisor. Raises ``RuntimeError`` if no supervisor is running."""
         supervisor = self._supervisor
         if supervisor is None:
-            raise RuntimeError("the pool has no supervisor: it starts with the first call and stops with the pool")
+            raise RuntimeError("the supervisor is not running: it starts with the first call and stops with the pool")
         return supervisor
 
 

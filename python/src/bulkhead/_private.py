@@ -68,7 +68,7 @@ def find_supervisor() -> str:
     if found:
         return found
     raise SupervisorNotFound(
-        "the program bulkhead-supervisor is neither installed nor in PATH: in a checkout of Bulkhead, run "
+        "bulkhead-supervisor is neither installed nor in PATH: in a checkout of Bulkhead, run "
         "`pip install ./python/supervisor ./python`, or set $BULKHEAD_SUPERVISOR to the path of the program"
     )
 

@@ -358,7 +358,7 @@ class Server:
             handler = self._operations.get(job.operation, self._handler)
             if handler is None:
                 known = ", ".join(map(repr, sorted(self._operations))) or "none"
-                sentence = f"this worker has no operation {job.operation!r}; the operations are {known}"
+                sentence = f"this worker has no operation {job.operation!r}; available operations: {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
             if type(result) is not bytes and hasattr(result, "__await__"):

@@ -154,7 +154,7 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
         if at + size > len(data):
             raise Malformed("an extension extends beyond the frame")
         if tag & 0x8000 and tag != LEASE_REF:
-            raise Malformed(f"the supervisor requires the extension {tag:#x}, which this version does not know")
+            raise Malformed(f"the supervisor requires extension {tag:#x}, which this version does not support")
         found[tag] = data[at : at + size]
         at += size
     return found
@@ -420,7 +420,7 @@ class Reader:
             if metadata_length > length:
                 raise Malformed("the supervisor sent a frame with metadata longer than the frame")
             if flags & CRITICAL and kind not in KNOWN:
-                raise Malformed(f"the supervisor sent a critical frame of the unknown kind {kind}: update bulkhead-py")
+                raise Malformed(f"the supervisor sent a critical frame of unknown kind {kind}: update bulkhead-py")
             start = at + 16
             middle = start + metadata_length
             stop = start + length

@@ -253,7 +253,7 @@ def _sentence(outcome: Outcome) -> str:
     if outcome.outcome == "crashed":
         if outcome.retryable:
             return f"{text}; the job can be sent again{see}"
-        return f"{text}; whether the job ran is unknown: send the job again only if a second run is safe{see}"
+        return f"{text}; whether the job ran is unknown: send the job again only if a rerun is safe{see}"
     return text
 
 

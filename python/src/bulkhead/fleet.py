@@ -160,8 +160,8 @@ class AsyncFleet:
             await asyncio.sleep(0.25)
         if may_be_stored:
             raise Disconnected(
-                f"the servers do not respond: {cause}; whether the job was accepted is unknown; submit the job again "
-                f"with the same id ({headers['Bulkhead-Id']}), and it runs only once",
+                f"the servers are not responding: {cause}; whether the job was accepted is unknown; submit the job "
+                f"again with the same ID ({headers['Bulkhead-Id']}): it runs only once",
                 "unknown",
             )
         raise _rejected(bulkhead, "not_found", "the fleet has no such bulkhead")
@@ -238,14 +238,14 @@ async def _ignore(_error: Exception) -> None:
 
 
 def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[str, str]) -> None:
-    limits = [("the id", id, 1, 128), ("the name of the bulkhead", bulkhead, 1, 64)]
+    limits = [("the ID", id, 1, 128), ("the name of the bulkhead", bulkhead, 1, 64)]
     limits += [("the operation", operation, 0, 256), ("the tenant", tenant, 0, 256)]
     for name, text, least, most in limits:
         if not least <= len(text.encode()) <= most:
             raise _rejected(bulkhead, "invalid", f"{name} has {len(text.encode())} bytes; use {least} to {most}")
     for text in (bulkhead, tenant, *headers.values()):
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
-            raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove the character")
+            raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove it")
 
 
 def _reason(error: dict[str, Any]) -> str | None:

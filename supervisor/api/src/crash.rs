@@ -61,7 +61,7 @@ pub struct InvalidCrashId;
 
 impl fmt::Display for InvalidCrashId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("this is not the id of a crash report; such an id looks like 20260307T101530123-0001")
+        f.write_str("this is not a crash report ID; such an ID looks like 20260307T101530123-0001")
     }
 }
 

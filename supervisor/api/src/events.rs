@@ -212,7 +212,7 @@ events! {
     /// The upgrade is complete. The old program reports that the new program is the main process; the new
     /// program reports that the old program has exited.
     UpgradeFinished = "upgrade_finished" { pid: u32, version: String };
-    /// The upgrade has failed at the step in `step`. The old program continues to serve, unless it is stopping.
+    /// The upgrade failed at the step in `step`. The old program continues to serve, unless it is stopping.
     UpgradeFailed = "upgrade_failed" { step: Text, message: String };
     /// Some crashes were not reported, because too many occurred in a short time.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };

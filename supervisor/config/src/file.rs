@@ -91,7 +91,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let names = bulkheads_table.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
     if missing || bulkheads_table.is_some_and(|bulkheads_table| bulkheads_table.is_empty()) {
         let position = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
-        let help = "add a section [bulkhead.NAME] with a program, as in `command = [\"./worker\"]`";
+        let help = "add a [bulkhead.NAME] section with a program, as in `command = [\"./worker\"]`";
         problems.report(position, "the configuration file contains no bulkheads", help);
     }
     RawFile { supervisor, access, bulkheads, names }
@@ -137,7 +137,7 @@ fn check_name(name: &Spanned<toml::de::DeString<'_>>, problems: &mut Problems) {
             .to_owned(),
         false => format!("use 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
     };
-    problems.report(name.span(), format!("`{}` cannot name a bulkhead", shown(name.get_ref())), help);
+    problems.report(name.span(), format!("`{}` is not a valid bulkhead name", shown(name.get_ref())), help);
 }
 
 fn name_char(c: char) -> char {
@@ -153,7 +153,7 @@ fn report_not_a_bulkhead(
     let help = match schema::find(key::BULKHEAD, name.get_ref()) {
         Some(_) => "set a key for all bulkheads in [defaults], or for a single bulkhead in [bulkhead.NAME]"
             .to_owned(),
-        None => format!("write a section [bulkhead.{}]", shown(name.get_ref())),
+        None => format!("write a [bulkhead.{}] section", shown(name.get_ref())),
     };
     let found = values::type_name(value.get_ref());
     problems.report(

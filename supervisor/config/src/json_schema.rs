@@ -31,7 +31,7 @@ pub fn json_schema() -> Value {
     }
     let shared = |key: &Key| !file::is_not_allowed_in_defaults(key.name);
     definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", key::BULKHEAD, shared));
-    let mut whole = table_of("The configuration of a bulkhead-supervisor", key::TOP_LEVEL, |_| true);
+    let mut whole = table_of("Configuration for bulkhead-supervisor", key::TOP_LEVEL, |_| true);
     whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");
     whole["required"] = json!(["bulkhead"]);
     whole["definitions"] = Value::Object(definitions);

@@ -281,7 +281,7 @@ impl fmt::Display for Kind {
             Self::Program => f.write_str("array of strings"),
             Self::Names(max) => write!(f, "array of names, at most {max}"),
             Self::Paths(max) => write!(f, "array of paths, at most {max}"),
-            Self::Ids => f.write_str("range of ids as a string"),
+            Self::Ids => f.write_str("range of IDs as a string"),
             Self::Environment => f.write_str("table of strings"),
             Self::Statuses => f.write_str("array of numbers, 0 to 255"),
             Self::Limit(resource) => f.write_str(match meaning(resource).0 {

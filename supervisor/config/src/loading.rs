@@ -180,11 +180,11 @@ fn report_unmergeable(name: &str, value: &DeValue<'_>, span: Range<usize>, probl
         ("bulkhead", DeValue::Table(_)) | ("access", DeValue::Array(_)) => {}
         ("bulkhead", _) => {
             let message = format!("`bulkhead` must be a table, not {found}");
-            problems.report(span, message, "write a section [bulkhead.NAME] for each bulkhead");
+            problems.report(span, message, "write a [bulkhead.NAME] section for each bulkhead");
         }
         ("access", _) => {
             let message = format!("`access` must be an array of tables, not {found}");
-            problems.report(span, message, "write a section [[access]] for each entry");
+            problems.report(span, message, "write one [[access]] section for each entry");
         }
         _ => problems.report(
             span,
@@ -267,7 +267,7 @@ fn open(path: &Path) -> io::Result<File> {
     let what = if kind.is_dir() {
         "the path is a directory"
     } else {
-        "the path is not a regular file; a pipe such as `<(...)` cannot be read again at a reload"
+        "the path is not a regular file; a pipe such as `<(...)` cannot be read again on reload"
     };
     Err(io::Error::new(io::ErrorKind::InvalidInput, what))
 }
@@ -288,14 +288,14 @@ fn who_can_change(found: &Metadata) -> Option<String> {
     let (own_user, own_group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let (mode, uid, gid) = (found.mode() & 0o7777, found.uid(), found.gid());
     if ![0, own_user].contains(&uid) {
-        return Some(format!("the user {uid} owns the file"));
+        return Some(format!("user {uid} owns the file"));
     }
     if mode & OTHERS_WRITE != 0 {
         return Some(format!("every user can change the file (mode {mode:04o})"));
     }
     let is_group_foreign = ![0, own_group].contains(&gid);
     (mode & GROUP_WRITE != 0 && is_group_foreign)
-        .then(|| format!("the group {gid} can change the file (mode {mode:04o})"))
+        .then(|| format!("group {gid} can change the file (mode {mode:04o})"))
 }
 
 /// Text that is not UTF-8.

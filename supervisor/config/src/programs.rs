@@ -169,7 +169,7 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     if bytes > defaults::SOCKET_PATH_BYTES_MAX {
         return Err(ValueError::new(
             format!(
-                "`{label}`: the path of a Unix socket has at most {} bytes, but this path has {bytes}: {}",
+                "`{label}`: the path of a Unix socket can have at most {} bytes, but this path has {bytes}: {}",
                 defaults::SOCKET_PATH_BYTES_MAX,
                 path.display()
             ),

@@ -211,7 +211,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             }
             _ => {}
         }
-        format!("the valid keys are {}", here.join(", "))
+        format!("valid keys: {}", here.join(", "))
     }
 
     fn key_with_value(&self, name: &str) -> Option<(LabelledKey, &'t Spanned<DeValue<'t>>)> {
@@ -284,7 +284,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let message = format!("`{}` has more than {max} entries", key.label);
             self.report_error(
                 excess.span(),
-                ValueError::new(message, "grant access to groups instead of single users"),
+                ValueError::new(message, "grant access to groups instead of individual users"),
             );
         }
         for (index, element) in array.iter().take(max).enumerate() {
@@ -329,12 +329,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
             format!("`{}` must be a table, not {}", key.label, values::type_name(value.get_ref())),
             match (self.schema, name) {
                 (key::TOP_LEVEL, "bulkhead") => {
-                    "write a section [bulkhead.NAME] for each bulkhead".to_owned()
+                    "write a [bulkhead.NAME] section for each bulkhead".to_owned()
                 }
-                (key::TOP_LEVEL, _) => format!("write a section [{name}]"),
+                (key::TOP_LEVEL, _) => format!("write a [{name}] section"),
                 _ => match candidates.zip(values::literal(value.get_ref())) {
                     Some(((_, key, _), value)) => format!("write `{name} = {{ {key} = {value} }}`"),
-                    None => format!("write `{name} = {{ … }}` or a section [{}]", self.title_of(name)),
+                    None => format!("write `{name} = {{ … }}` or a [{}] section", self.title_of(name)),
                 },
             },
         );

@@ -197,7 +197,7 @@ impl<'c> Checker<'c> {
             let position = raw.admin.given().or(raw.socket.given()).map_or(&raw.heading, |given| &given.span);
             self.problems.report(
                 position.clone(),
-                format!("`socket` and `admin` are the same path: {}", socket.display()),
+                format!("`socket` and `admin` have the same path: {}", socket.display()),
                 "set different paths, or remove `admin` for the default path",
             );
         }
@@ -287,7 +287,7 @@ impl<'c> Checker<'c> {
             |several| {
                 ValueError::new(
                     format!("bulkhead `{name}` has {several}, but can run only a single program"),
-                    "keep a single key, and add a [bulkhead.NAME] section for each other program",
+                    "keep only one key, and add a [bulkhead.NAME] section for each other program",
                 )
             },
         );
@@ -346,7 +346,7 @@ impl<'c> Checker<'c> {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
             None if !names.is_empty() && names.len() <= LISTED_MAX => {
                 let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
-                format!("the {which} are {names}")
+                format!("{which}: {names}")
             }
             None => "write the name of a bulkhead in this configuration file".to_owned(),
         }
@@ -433,7 +433,8 @@ impl<'c> Checker<'c> {
             self.problems.report(
                 position,
                 format!(
-                    "`{in_flight_name}` ({}) with a queue (`{queue_name}` is {}): queued jobs would never run",
+                    "`{in_flight_name}` ({}) conflicts with the queue (`{queue_name}` is {}): queued jobs would never \
+                     run",
                     in_flight.with_origin(0),
                     queue.with_origin(queue.value)
                 ),

@@ -206,7 +206,7 @@ impl Lines {
         if sandbox.profile == Profile::Default && sandbox.tmp_bytes > 0 {
             self.comment(match self.ids {
                 WorkerIds::Subordinate if sandbox.wants_own_ids() => {
-                    "sandbox.tmp: in memory, for ids from /etc/subuid"
+                    "sandbox.tmp: in memory, for user IDs from /etc/subuid"
                 }
                 _ => "sandbox.tmp: a directory on disk, which is checked every second",
             });
@@ -377,9 +377,9 @@ fn network_access(network: &Network) -> String {
 /// Describes the user IDs that workers run with if `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
-        (true, true) => "sandbox.user: auto, a separate id for each worker",
+        (true, true) => "sandbox.user: auto, a separate user ID for each worker",
         (true, false) => {
-            "sandbox.user: auto, a fixed id for the bulkhead, because `write` leaves files behind"
+            "sandbox.user: auto, a fixed user ID for the bulkhead, because `write` leaves files behind"
         }
         (false, _) => {
             "sandbox.user: shared, the supervisor's own user, because starting workers as other users is not possible"

@@ -259,7 +259,7 @@ pub(super) fn statuses(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Ve
             ValueError::new(message, write_help(key, &key.example()))
         })?;
         if statuses.contains(&status) {
-            return Err(ValueError::new(format!("`{}` names {status} twice", key.label), "remove one"));
+            return Err(ValueError::new(format!("`{}` lists {status} twice", key.label), "remove one"));
         }
         statuses.push(status);
     }
@@ -463,7 +463,7 @@ fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -
 /// Reads a range of user IDs, such as `"200000-200999"`. Rejects ID 0, which is root.
 pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRange> {
     let DeValue::String(text) = value else {
-        return Err(wrong_type(key, "the first and the last id as a string", value));
+        return Err(wrong_type(key, "the first and the last ID as a string", value));
     };
     let help = || write_help(key, &key.example());
     let number = |digits: &str| {
@@ -475,11 +475,11 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
     let Some((first, last)) =
         text.split_once('-').and_then(|(first, last)| Some((number(first)?, number(last)?)))
     else {
-        let message = format!("`{}` is not a range of ids: \"{}\"", key.label, shown(text));
+        let message = format!("`{}` is not a range of IDs: \"{}\"", key.label, shown(text));
         return Err(ValueError::new(message, help()));
     };
     if first > last {
-        let message = format!("`{}` has a first id above the last id: \"{}\"", key.label, shown(text));
+        let message = format!("`{}` has a first ID above its last ID: \"{}\"", key.label, shown(text));
         return Err(ValueError::new(message, write_help(key, &format!("\"{last}-{first}\""))));
     }
     if first == 0 || last > defaults::ID_MAX {
@@ -489,7 +489,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
     }
     let max = defaults::WORKER_UIDS_MAX;
     if last - first >= max {
-        let message = format!("`{}` has {} ids, more than {max}", key.label, last - first + 1);
+        let message = format!("`{}` has {} IDs, more than {max}", key.label, last - first + 1);
         let fewer = (first + max - 1).min(last);
         return Err(ValueError::new(
             message,
@@ -503,8 +503,8 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
 /// Returns the error for a value that is not an array of tables.
 pub(super) fn not_tables(key: &LabelledKey, value: &DeValue<'_>) -> ValueError {
     let help = match value {
-        DeValue::Table(_) => format!("write [[{}]], with two brackets, for each entry", key.name),
-        _ => format!("write a section [[{}]] for each entry", key.name),
+        DeValue::Table(_) => format!("write [[{}]], with double brackets, for each entry", key.name),
+        _ => format!("write one [[{}]] section for each entry", key.name),
     };
     ValueError::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
 }
@@ -514,7 +514,7 @@ pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_
     let found = type_name(value);
     ValueError::new(
         format!("`{}[{index}]` must be a table, not {found}", key.label),
-        format!("write a section [[{}]] for each entry, or `{} = {}`", key.name, key.name, key.example()),
+        format!("write one [[{}]] section for each entry, or `{} = {}`", key.name, key.name, key.example()),
     )
 }
 

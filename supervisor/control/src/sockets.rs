@@ -159,7 +159,7 @@ impl BoundSocket {
         let Some(identity) = identity else {
             let at = at.map_or_else(|| "no path".to_owned(), |at| at.display().to_string());
             return Err(fail(format!(
-                "the service manager passed in a socket with another path ({at}); use the same path for \
+                "the service manager passed in a socket with a different path ({at}); use the same path for \
                  ListenStream= in the socket unit and in the configuration file"
             )));
         };
@@ -194,7 +194,7 @@ impl BoundSocket {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
         if self.is_inherited {
             return Err(fail(
-                "the file of the service manager's socket was removed; restart the socket unit".to_owned(),
+                "the service manager's socket file was removed; restart the socket unit".to_owned(),
             ));
         }
         create_folders(&self.path, self.folder_mode).map_err(fail)?;
@@ -265,7 +265,7 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
     set_refusal(&listener)?;
     std::fs::set_permissions(first, Permissions::from_mode(mode))
-        .map_err(|error| format!("the mode of the socket cannot be set: {error}"))?;
+        .map_err(|error| format!("the socket's mode cannot be set: {error}"))?;
     if is_short {
         std::fs::rename(first, path).map_err(|error| format!("the socket cannot be renamed: {error}"))?;
     }
@@ -316,7 +316,7 @@ fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
         LockError::Held => {
-            "another supervisor uses this socket; stop that supervisor, or configure another path".into()
+            "another supervisor is using this socket; stop that supervisor, or configure another path".into()
         }
         LockError::Open(error) => {
             format!("the lock file {} cannot be opened: {error}", name.display())
@@ -348,9 +348,11 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
         }
         Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Ok(error) => Err(format!("failed to check whether the existing socket is in use: {error}")),
-        Err(()) => Err("another program already listens on this socket; stop that program, or configure \
+        Err(()) => {
+            Err("another program is already listening on this socket; stop that program, or configure \
                         another path"
-            .into()),
+                .into())
+        }
     }
 }
 
@@ -379,7 +381,7 @@ mod tests {
         drop(removed);
         assert!(path.exists(), "the socket of another process was removed");
         let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
-        assert!(error.contains("already listens on this socket"), "{error}");
+        assert!(error.contains("is already listening on this socket"), "{error}");
 
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();

@@ -157,8 +157,8 @@ impl CrashContext {
         (file, program): (Option<OwnedFd>, Arc<Program>),
         hang: Option<Hang>,
     ) -> Option<Self> {
-        const WHY: &str =
-            "the worker's library does not record crashes, or the worker died before it was welcomed";
+        const WHY: &str = "the worker's library does not record crashes, or the worker died before the \
+                           handshake was complete";
         let cause = crash_cause(post, death)?;
         let signal = recorded_signal(&Ending { death, killed: post.killed.clone() });
         let record = file.zip(signal).map(|(file, signal)| CrashRecord {

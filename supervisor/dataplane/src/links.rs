@@ -396,7 +396,7 @@ impl Link {
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
             Phase::Welcomed { unknown_replies, .. } if unknown_replies > UNKNOWN_REPLIES_MAX => {
-                Err(format!("the worker sent more than {UNKNOWN_REPLIES_MAX} replies to unknown jobs"))
+                Err(format!("the worker sent more than {UNKNOWN_REPLIES_MAX} replies for unknown jobs"))
             }
             _ => Ok(()),
         }

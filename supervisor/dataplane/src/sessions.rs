@@ -772,7 +772,7 @@ impl Sessions {
             {
                 late.push((index, None));
             } else if over(hello_since, HELLO_TIMEOUT) {
-                late.push((index, Some("the client did not say hello in time")));
+                late.push((index, Some("the client did not send HELLO in time")));
             } else if !session.is_paused && over(session.mid_frame_since, FRAME_TIMEOUT) {
                 late.push((index, Some("the client did not finish sending a frame in time")));
             }

@@ -53,7 +53,7 @@ pub(super) fn check_form(
         );
     }
     let leased = match extensions.get(tag::LEASE).map(LeaseRef::from_bytes) {
-        Some(None) => return invalid("the name of a lease must have 16 bytes".into()),
+        Some(None) => return invalid("a lease name must have 16 bytes".into()),
         leased => leased.flatten(),
     };
     Ok(SubmitExtensions { traceparent: traceparent(extensions), run_limit: run_limit.flatten(), leased })

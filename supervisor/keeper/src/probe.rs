@@ -85,7 +85,7 @@ fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
         None => Ok(Some("by the kernel: each worker has a separate pid namespace".to_owned())),
         Some(layer) => Err(format!(
             "{layer} is missing: under `default`, as under `none`, the keeper kills the processes that a worker leaves \
-             behind; if keeper and supervisor are killed in the same instant, processes that left their session \
+             behind; if keeper and supervisor are killed at the same instant, processes that left their session \
              survive"
         )),
     };

@@ -62,10 +62,10 @@ impl SubordinateIds {
     /// second thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
-            return Err("root does not need subordinate ids".to_owned());
+            return Err("root does not need subordinate IDs".to_owned());
         }
         if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
-            return Err(format!("{} disables subordinate ids", DISABLED_LAYERS));
+            return Err(format!("{} disables subordinate IDs", DISABLED_LAYERS));
         }
         // Listing the descriptors of another user's process would require a right that no namespace grants.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
@@ -83,7 +83,7 @@ impl SubordinateIds {
         };
         let common = largest_common(&ranges("/etc/subuid")?, &ranges("/etc/subgid")?);
         let IdRange { first, last } =
-            common.ok_or("/etc/subuid and /etc/subgid have no common id for this user")?;
+            common.ok_or("/etc/subuid and /etc/subgid have no common ID for this user")?;
         let namespace = create_namespace(&[("newuidmap", uid), ("newgidmap", gid)], IdRange { first, last })?;
         Ok(Self { first, last, namespace })
     }
@@ -147,7 +147,7 @@ fn run_map_program(
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
     let mut running = command.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
-            format!("{program} is not installed: install the package uidmap (shadow-utils)")
+            format!("{program} is not installed: install the uidmap package (shadow-utils)")
         }
         _ => format!("failed to run {program}: {error}"),
     })?;
@@ -252,7 +252,7 @@ mod tests {
     fn error_names_failed_id_map_program() {
         let range = IdRange { first: 5, last: 9 };
         let failed = |program| run_map_program(program, 1, 0, range).unwrap_err();
-        assert!(failed("newuidmap-of-nowhere").contains("install the package uidmap"));
+        assert!(failed("newuidmap-of-nowhere").contains("install the uidmap package"));
         let why = failed("false");
         assert!(why.starts_with("false failed with"), "{why}");
     }

@@ -70,7 +70,7 @@ impl fmt::Display for SecretFileError {
             Self::Unreadable(error) => write!(f, "cannot be read: {error}"),
             Self::NotRegular => f.write_str("is not a regular file"),
             Self::Mode(mode) => {
-                write!(f, "has the mode {mode:04o}, so other users can read or change it")
+                write!(f, "has mode {mode:04o}, so other users can read or change it")
             }
             Self::TooLarge(max) => write!(f, "is larger than {max} bytes"),
             Self::Nul => f.write_str("contains a NUL byte, which an environment variable cannot contain"),

@@ -410,7 +410,7 @@ fn warnings(
     if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
         warnings.push(
             "workers run as root, without capabilities, and can change root's files where the sandbox \
-             permits writing; without `user` in `sandbox`, workers have separate UIDs"
+             permits writing; without `user` in `sandbox`, workers have separate user IDs"
                 .to_owned(),
         );
     }
@@ -597,7 +597,7 @@ impl LayerResolver<'_> {
     fn named_identity(&mut self, name: &str) -> WorkerIdentity {
         let found = nix::unistd::User::from_name(name).ok().flatten();
         let Some(user) = found else {
-            self.record_missing(Layer::Identity, format!("the user {name} no longer exists"));
+            self.record_missing(Layer::Identity, format!("user {name} no longer exists"));
             return WorkerIdentity::Own;
         };
         let identity = Identity { uid: user.uid.as_raw(), gid: user.gid.as_raw() };
@@ -669,8 +669,8 @@ impl LayerResolver<'_> {
         let why = self.support.why_missing(Layer::ProgramScopes)?;
         let is_allowed = self.allowed.contains(&Layer::ProgramScopes);
         if is_allowed || runs_several_at_once(bulkhead) {
-            let advice = "concurrent programs in a worker could reach each other; `max_in_flight = 1` with more \
-                          `processes` isolates the programs from each other";
+            let advice = "concurrent programs in a worker would not be isolated from each other; to isolate them, \
+                          set `max_in_flight = 1` and raise `processes`";
             self.record_missing(Layer::ProgramScopes, format!("{why}: {advice}"));
         }
         (!is_allowed).then_some(why)
@@ -752,7 +752,7 @@ impl LayerResolver<'_> {
             profile => format!("`best_effort = [{names}]`, or a `profile` other than \"{}\"", profile.name()),
         };
         Some(format!(
-            "the layer {} of the sandbox is not available here: {why}; see the requirements in \
+            "the sandbox layer {} is not available here: {why}; see the requirements in \
              `bulkhead-supervisor doctor`, or run without the layer: {without}",
             first.name(),
         ))

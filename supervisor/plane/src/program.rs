@@ -261,7 +261,7 @@ const HOST: &str = "bulkhead-worker";
 /// Error returned if the configuration needs the host program for `exec` or `library`, but it cannot be found.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "failed to find the program bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
+    "failed to find bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
      install bulkhead-worker next to bulkhead-supervisor, or in PATH; in an application, set the path with \
      `Builder::host`"
 )]

@@ -109,7 +109,7 @@ impl IdAllocator {
         if (range.first..=range.last).any(|id| ids.is_mapped(id)) {
             return Ok(ids);
         }
-        Err(format!("none of the ids {range} is mapped in this user namespace (/proc/self/uid_map)"))
+        Err(format!("none of the user IDs {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
     /// Creates an allocator for the range that `/etc/subuid` assigns to an unprivileged user, or for the part of that
@@ -122,7 +122,7 @@ impl IdAllocator {
         let whole = UidRange { first: found.first, last: found.last };
         let range = worker_uids.unwrap_or(whole);
         if range.first < whole.first || range.last > whole.last {
-            return Err(format!("`worker_uids` must be within {whole}, the ids of this user in /etc/subuid"));
+            return Err(format!("`worker_uids` must be within {whole}, this user's IDs in /etc/subuid"));
         }
         let lock_path = own_lock_file(id_use)?;
         let ids = Self { range, maps: Vec::new(), id_use, lock_path, state: Mutex::default() };
@@ -202,7 +202,7 @@ impl IdAllocator {
                 return Ok(id);
             }
         }
-        Err(self.exhausted_error("a bulkhead with a fixed id", "set `user` in `sandbox`"))
+        Err(self.exhausted_error("a bulkhead with a fixed user ID", "set `user` in `sandbox`"))
     }
 
     /// Returns the permanent IDs, by bulkhead name.
@@ -234,9 +234,9 @@ impl IdAllocator {
 
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
-            "no id of {} is free for {wanted_by}, because users of this system, processes, and workers of this and \
-             other supervisors use the whole range: set another or a larger range in `worker_uids` in [supervisor], \
-             or {or}",
+            "no user ID of {} is free for {wanted_by}, because users of this system, processes, and workers of this \
+             and other supervisors use the whole range: set another or a larger range in `worker_uids` in \
+             [supervisor], or {or}",
             self.range
         ))
     }
@@ -305,7 +305,7 @@ impl IdAllocator {
     fn set_lock(&self, state: &mut State, id: u32, kind: libc::c_int) -> io::Result<bool> {
         let why = |error: io::Error| {
             io::Error::other(format!(
-                "worker ids cannot be locked in the file {}: {error}; make the file writable, or set \
+                "worker user IDs cannot be locked in the file {}: {error}; make the file writable, or set \
                  `user` in `sandbox`",
                 self.lock_path.display()
             ))
@@ -383,7 +383,7 @@ fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
     let useless = |why: &str| {
         format!(
-            "a file in the user's home directory locks ids, so that no two workers share an id, but {} {why}",
+            "a file in the user's home directory locks user IDs, so that no two workers share an ID, but {} {why}",
             home.display()
         )
     };

@@ -578,7 +578,8 @@ impl<T> Bulkhead<T> {
             && let Some(index) = self.jobs.find(id)
         {
             let message =
-                "the memory for waiting jobs is used up, and the client of this job uses most of that memory"
+                "the memory for waiting jobs (max_buffered) is full, and this job's user, connection \
+                           or bulkhead holds more than an equal share"
                     .to_owned();
             self.leave_queue(now, index, Verdict::Rejected { reason: RejectReason::Overloaded, message });
         }

@@ -135,11 +135,11 @@ impl KillReason {
                 .into(),
             Self::Hung => "the worker stopped sending heartbeats".into(),
             Self::Protocol(how) => format!("protocol violation: {how}"),
-            Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
+            Self::NoHello => "the worker did not send HELLO within start.handshake; a program that is not \
                               built with the worker SDK needs `exec` instead of `command`"
                 .into(),
             Self::NotReady => "the worker was not ready within start.ready".into(),
-            Self::ExitTimeout => "the worker was asked to stop but did not exit".into(),
+            Self::ExitTimeout => "the worker was asked to stop but was still running".into(),
             Self::NotNeeded => "the worker had not started a job and is no longer needed".into(),
             Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
         }

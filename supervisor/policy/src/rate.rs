@@ -39,7 +39,7 @@ pub(crate) enum Excess {
 }
 
 /// Time at which the bucket will be empty, in nanoseconds on the clock of [`Time`]. Has 128 bits, so that it cannot
-/// overflow. Zero means an empty bucket.
+/// overflow. The bucket is empty if this time has passed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bucket(u128);
 
@@ -74,7 +74,7 @@ impl Bucket {
 
 impl RateLimit {
     /// Returns the time in which a job of this cost drains from the bucket. The time per unit of cost is rounded up to
-    /// whole nanoseconds, so that the rate is never exceeded. The maximum is about six centuries.
+    /// whole nanoseconds, so that the rate is never exceeded. The maximum per unit of cost is about six centuries.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }

@@ -821,7 +821,7 @@ fn start_fails_if_socket_path_is_in_use() {
     assert_eq!(std::fs::read_to_string(path.join("admin.sock")).unwrap(), "precious");
     std::fs::remove_file(path.join("admin.sock")).unwrap();
     let other = UnixListener::bind(path.join("admin.sock")).unwrap();
-    refused(&[], "already listens on this socket");
+    refused(&[], "is already listening on this socket");
     drop(other);
     let second = Started::start(path, &[]);
     second.wait_ready();

@@ -255,7 +255,7 @@ fn dashboard_summarises_problems_and_folds_healthy_bulkheads() {
     browser.wait("document.querySelector('#dialog').open");
     assert!(site.supervisor.events("crash_replayed").is_empty(), "the user has not confirmed the replay");
     browser.click("#dialog .primary");
-    browser.wait("document.querySelector('#crashes .verdict').textContent.startsWith('The job crashes in the same way.')");
+    browser.wait("document.querySelector('#crashes .verdict').textContent.startsWith('The job crashed in the same way.')");
     check(&site, &browser);
 }
 

@@ -506,7 +506,7 @@ fn connect_fails_without_valid_welcome() {
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),
         ("metadata, but only", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
-        ("version 9 of the protocol", welcome(9)),
+        ("protocol version 9", welcome(9)),
     ];
     for (expected, answer) in no_welcome {
         against(
@@ -536,8 +536,8 @@ fn protocol_violation_by_supervisor_fails_the_job() {
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0; 20], b"")),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0xff; 200], b"")),
         ("cannot be read", frame(kind::PROGRESS, 0, 1 << 32, &[0xff; 20], b"")),
-        ("the unknown kind 200", critical),
-        ("the unknown kind 200", large),
+        ("unknown kind 200", critical),
+        ("unknown kind 200", large),
         ("your frames are odd", refused("your frames are odd")),
         ("in the middle of a frame", outcome(1 << 32, b"result")[..60].to_vec()),
         ("in the middle of a frame", outcome(1 << 32, &vec![7; 1 << 20])[..100_000].to_vec()),

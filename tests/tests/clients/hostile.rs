@@ -237,19 +237,19 @@ impl Attack {
 }
 
 fn silent(attack: &Attack) {
-    is_refused(&dial(&attack.path), "did not say hello in time");
+    is_refused(&dial(&attack.path), "did not send HELLO in time");
 }
 
 fn half_a_header(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &hello(role::CLIENT)[..7]);
-    is_refused(&socket, "did not say hello in time");
+    is_refused(&socket, "did not send HELLO in time");
 }
 
 fn half_a_hello(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &hello(role::CLIENT)[..40]);
-    is_refused(&socket, "did not say hello in time");
+    is_refused(&socket, "did not send HELLO in time");
 }
 
 fn four_gibibytes_first(attack: &Attack) {

@@ -336,7 +336,7 @@ fn rejection_after_lost_connection_leaves_execution_unknown() {
                     (Verdict::Cancelled { .. }, Verdict::Cancelled { .. }) => {}
                     (_, Verdict::Crashed { reason: CrashReason::Stopped, message, .. }) => {
                         assert!(
-                            error.is_retryable() && message.contains("sent again, the job ended as"),
+                            error.is_retryable() && message.contains("the job was sent again and ended as"),
                             "{error}"
                         );
                     }

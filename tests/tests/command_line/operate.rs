@@ -413,8 +413,8 @@ fn response_from_another_program_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let host = format!("http://{}", listener.local_addr().unwrap());
     for (arguments, status, part) in [
-        (&["status"][..], "502 Bad Gateway", "check that this is a supervisor"),
-        (&["jobs"][..], "302 Found", "check that this is a supervisor"),
+        (&["status"][..], "502 Bad Gateway", "check that this address belongs to a supervisor"),
+        (&["jobs"][..], "302 Found", "check that this address belongs to a supervisor"),
         (&["status"][..], "200 OK", "failed to parse"),
         (&["logs", "b"][..], "200 OK", "failed to parse"),
         (&["events"][..], "200 OK", "failed to parse"),

@@ -183,7 +183,7 @@ fn passed_sockets_with_wrong_names_are_rejected() {
         ),
         ("http:jobs", "`http` must be a TCP socket"),
         ("jobs:jobs_http", "`jobs_http` is not set in the configuration"),
-        ("admin:http", "already listens on this socket"),
+        ("admin:http", "is already listening on this socket"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let units = SocketUnits::listen(folder.path());

@@ -179,7 +179,7 @@ fn unisolated_programs_run_one_at_a_time() {
     };
     let (status, body) = resize("single");
     assert!(status == 422 || status == 400 || status == 409, "{status}: {body}");
-    assert!(body.contains("max_in_flight must be at most 1"), "{body}");
+    assert!(body.contains("max_in_flight must not exceed 1"), "{body}");
     assert_eq!(resize("risk").0, 200);
 }
 

@@ -177,7 +177,7 @@ fn check_and_doctor_report_available_user_ids() {
     let barred = row(with, &["--no-new-privs"]);
     assert!(barred.contains("newuidmap failed") && barred.contains("NoNewPrivileges"), "{barred}");
 
-    for (user, whom, started) in [(with, "a separate id", "(own)"), (without, "shared", "(shared)")] {
+    for (user, whom, started) in [(with, "a separate user ID", "(own)"), (without, "shared", "(shared)")] {
         let home = home(user);
         let config =
             format!("{SOCKETS}[bulkhead.worker]\ncommand = [\"bin/misbehave\"]\ncwd = \"scripts\"\n");

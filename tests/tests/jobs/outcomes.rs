@@ -367,7 +367,7 @@ fn unknown_operation_error_lists_the_operations() {
     assert_eq!(failure.code, "unknown_operation");
     assert_eq!(
         failure.message,
-        "this worker has no operation \"whom\"; the operations are \"template\", \"who\", \"worker\""
+        "this worker has no operation \"whom\"; available operations: \"template\", \"who\", \"worker\""
     );
 }
 
@@ -380,7 +380,7 @@ fn registering_an_operation_twice_fails_the_start() {
         let snapshot = supervisor.snapshot("b");
         snapshot["detail"]
             .as_str()?
-            .contains("`operation(\"turn\")` of `Server` is called twice")
+            .contains("`operation(\"turn\")` of `Server` was called twice")
             .then_some(())
     });
 }

@@ -290,7 +290,7 @@ fn operator_requests_are_rejected_during_an_upgrade() {
     assert!(matches!(manager.stop(), WaitStatus::Exited(_, 0)));
     let (code, text) = upgrading.end();
     assert_eq!(code, Some(1));
-    assert!(text.contains("a signal has stopped") && !text.contains("continues to serve"), "{text}");
+    assert!(text.contains("a signal stopped") && !text.contains("continues to serve"), "{text}");
 }
 
 /// Stops the service while both programs have a running job. The signal is sent to the main process, or to both

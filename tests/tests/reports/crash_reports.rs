@@ -568,7 +568,7 @@ fn supervisor_rejects_readable_or_occupied_crash_folder() {
     std::fs::set_permissions(&crash_dir, std::fs::Permissions::from_mode(0o700)).unwrap();
     let _first = Supervisor::start_with(&keys, B);
     let log = refused();
-    assert!(log.contains("another supervisor uses the directory"), "{log}");
+    assert!(log.contains("another supervisor is using the directory"), "{log}");
 }
 
 #[test]

@@ -203,13 +203,13 @@ fn workers_that_kill_each_other_are_replaced() {
 fn failed_starts_stop_the_bulkhead_with_a_reason() {
     let cases = [
         ("exit-at-start", "exited with status 3"),
-        ("hang-at-start", "did not say hello"),
+        ("hang-at-start", "did not send HELLO"),
         ("init-fails", "exited with status"),
         ("init-hangs", "not ready within"),
-        ("raw never-hello", "did not say hello"),
+        ("raw never-hello", "did not send HELLO"),
         ("raw wrong-version", "versions 99 to 99"),
-        ("raw rubbish-first", "hello"),
-        ("raw text-first", "did not say hello: "),
+        ("raw rubbish-first", "HELLO"),
+        ("raw text-first", "did not send HELLO: "),
     ];
     let bulkheads: String = cases
         .iter()

@@ -243,7 +243,7 @@ fn invalid_secret_fails_the_start_until_it_is_corrected() {
     };
     spoil(&|path| fs::remove_file(path).unwrap(), "No such file or directory");
     let set_mode = |path: &Path| fs::set_permissions(path, Permissions::from_mode(0o644)).unwrap();
-    spoil(&set_mode, "has the mode 0644");
+    spoil(&set_mode, "has mode 0644");
     spoil(&|path| write(path, "sesame".repeat(11_000)), "is larger than 65536 bytes");
     spoil(&|path| write(path, "sesame\0"), "contains a NUL byte");
     assert!(!supervisor.log().contains("sesamesesame"));
@@ -392,7 +392,7 @@ fn check_reports_an_invalid_secret() {
     let ended = check();
     let told = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert_eq!(ended.status.code(), Some(2), "{told}");
-    assert!(told.contains("`env_files.SECRET`") && told.contains("has the mode 0644"), "{told}");
+    assert!(told.contains("`env_files.SECRET`") && told.contains("has mode 0644"), "{told}");
     assert_hidden("the error", told);
     fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
     assert!(check().status.success());

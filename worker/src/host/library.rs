@@ -117,7 +117,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
         if code != 0 {
             let end = message.iter().position(|&b| b == 0).unwrap_or(message.len());
             let text = String::from_utf8_lossy(&message[..end]);
-            return Err(failed(format!("bulkhead_init of {path} returned {code}: {text}")));
+            return Err(failed(format!("bulkhead_init in {path} returned {code}: {text}")));
         }
     }
     Ok(Loaded { handle: *handle, _library: library })

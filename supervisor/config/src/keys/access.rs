@@ -16,9 +16,9 @@ table! {
     /// Keys of an `[[access]]` rule.
     AccessKeys, ACCESS;
 
-    /// User id that the rule applies to.
+    /// User ID that the rule applies to.
     uid: u32 as count(0, ID_MAX), without "none", such as "1001";
-    /// Group id that the rule applies to.
+    /// Group ID that the rule applies to.
     gid: u32 as count(0, ID_MAX), without "none", such as "1001";
     /// Name of the user that the rule applies to. The user must exist when the supervisor reads the file.
     user: String as Kind::Text, without "none", such as "\"www-data\"";

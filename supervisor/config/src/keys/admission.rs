@@ -32,7 +32,7 @@ section! {
     /// `pressure`: queue levels at which the supervisor warns and rejects jobs before the queue is full.
     PressureKeys => Pressure, "bulkhead.NAME.pressure";
 
-    /// Share of `max_queue` at which the supervisor emits the event `queue_pressure`. Must not exceed
+    /// Share of `max_queue` at which the supervisor emits the `queue_pressure` event. Must not exceed
     /// `reject`. If `reject` is below the default, `warn` defaults to the value of `reject`.
     warn: f64 as POSITIVE_SHARE, default 0.8;
     /// Share of `max_queue` above which normal and best-effort jobs are rejected as `backpressure`.

@@ -30,7 +30,7 @@ section! {
 
     /// Program built with the worker SDK, and its arguments.
     command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
-    /// C library that serves jobs. A host program loads the library and calls the function `entry` for each
+    /// C library that serves jobs. A host program loads the library and calls the `entry` function for each
     /// job.
     library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, no field;
     /// Function of `library` that serves a job.
@@ -62,7 +62,7 @@ section! {
     queue_timeout: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"5s\"";
     /// Maximum run time of an attempt, counted from its dispatch, not including time in the queue. A client can request
     /// a shorter limit. After this time, the worker is stopped as after a missed `deadline`, even if it is running
-    /// other jobs. At most `deadline_max`. In `[defaults]` the value applies only to bulkheads whose jobs can run that
+    /// other jobs. At most `deadline_max`. In `[defaults]`, the value applies only to bulkheads whose jobs can run that
     /// long.
     run_limit: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"1s\"";
     /// Maximum time from the receipt of a job to its outcome, including the time in the queue. A client can

@@ -27,14 +27,14 @@ table! {
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and directories that the workers can write to, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
-    /// Maximum size of each worker's private `/tmp`; 0 for none. With the profile `default`, the private
+    /// Maximum size of each worker's private `/tmp`; 0 for none. With the `default` profile, the private
     /// `/tmp` is a directory on disk whose path is in `TMPDIR`. Its size is checked every second, and a
-    /// worker that exceeds the maximum is killed as `crashed`/`violation`. For workers with user ids from
+    /// worker that exceeds the maximum is killed as `crashed`/`violation`. For workers with user IDs from
     /// `/etc/subuid`, `/tmp` is in memory.
     tmp: u64 as size(0, NUMBER_MAX), default 64 * 1024 * 1024, reload ReplacesWorkers;
-    /// User that the workers run as. `"auto"`: an unprivileged user id for each worker, or one id for the
+    /// User that the workers run as. `"auto"`: an unprivileged user ID for each worker, or one ID for the
     /// whole bulkhead if `write` is set; available if the supervisor can start workers as other users, or has
-    /// ids in `/etc/subuid`. `"shared"`: the supervisor's own user. Any other value is the name of a user. If
+    /// IDs in `/etc/subuid`. `"shared"`: the supervisor's own user. Any other value is the name of a user. If
     /// the supervisor runs as root, workers run as root only with `"root"` or `"shared"`.
     user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
     /// Layers of the profile that workers can start without if this machine does not support them. If any

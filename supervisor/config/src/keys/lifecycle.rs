@@ -22,7 +22,7 @@ section! {
     /// Maximum pause between restarts. Also the interval at which a worker is started in a failed slot to
     /// test whether the slot works again. At least `backoff`.
     backoff_max: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
-    /// Maximum number of deaths in a worker slot within the period `within`. One more death marks the slot as
+    /// Maximum number of deaths in a worker slot during the `within` period. One more death marks the slot as
     /// failed. Only deaths that suggest a faulty worker count.
     max: u32 as count(1, RESTART_CEILING), default 5;
     /// Period over which deaths are counted for `max`.

@@ -20,7 +20,7 @@ fn row(resource: Resource) -> Key {
             Resource::Core => DefaultValue::Count(0),
             Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox, the supervisor's own limit"),
             Resource::Nproc => DefaultValue::Described(
-                "1024 if the limit applies per worker (separate user id or user namespace); otherwise the \
+                "1024 if the limit applies per worker (separate user ID or user namespace); otherwise the \
                  supervisor's own limit",
             ),
             _ => DefaultValue::Described("the supervisor's own limit"),

@@ -20,7 +20,7 @@ section! {
 
     /// Path of the Unix socket for jobs, at most 107 bytes.
     socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload NeedsRestart;
-    /// File mode of `socket`, in octal digits. With `[[access]]` the default is 0666. If the socket's
+    /// File mode of `socket`, in octal digits. With `[[access]]`, the default is 0666. If the socket's
     /// directory does not exist, it is created with mode 0700, or with mode 0755 if `[[access]]` and the
     /// socket's mode let other users connect.
     socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload NeedsRestart;
@@ -38,7 +38,7 @@ section! {
     /// [behind a load balancer](load-balancer.md).
     jobs_http: String as Kind::Text, without "off", such as "\"0.0.0.0:9465\"", reload NeedsRestart;
     /// Maximum number of connections to `jobs_http`. At the limit, the longest-idle connection is closed to
-    /// make room for a new connection. If no connection is idle, the new connection gets the response 503
+    /// make room for a new connection. If no connection is idle, the new connection receives 503
     /// `overloaded`.
     jobs_http_max: usize as count(1, CLIENTS_CEILING), default 1024, reload NeedsRestart;
     /// Time between the signal to stop and the drain. `/readyz` responds 503, and jobs are still accepted, so that
@@ -65,12 +65,12 @@ section! {
     /// `overloaded`.
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// Directory for crash reports. If the directory does not exist, it is created with mode 0700. A crash
-    /// report contains the payload of the job.
+    /// report contains the job's payload.
     crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
     /// Number of crash reports to keep. Older reports are deleted. Reports about workers that failed to start
     /// do not count. The same number of such reports is kept separately.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;
-    /// True if crash reports contain the payloads of jobs. Otherwise a report contains only the sizes of the
+    /// True if crash reports contain job payloads. Otherwise, a report contains only the sizes of the
     /// payloads, and the jobs cannot be replayed.
     crash_payloads: bool as Kind::Boolean, default true, reload NeedsRestart;
     /// Paths with separate debug information for [backtraces](operations/incidents.md#backtraces), in the layout of
@@ -78,13 +78,13 @@ section! {
     crash_symbols: Arguments as Kind::Paths(CRASH_SYMBOLS_MAX), without "`[]`", such as "[\"/srv/debug\"]", reload NeedsRestart;
     /// Maximum number of tenants with a separate label in the metrics. Labels are given first to the tenants
     /// of each bulkhead, sorted by name, in the order of the bulkheads in the file, and then to the tenants
-    /// in `[[access]]`. All other tenants share the label `_other`.
+    /// in `[[access]]`. All other tenants share the `_other` label.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload NeedsRestart;
-    /// First and last user id of the range from which workers with `sandbox.user = "auto"` get their ids.
-    /// From 1 to 4294967294, at most 1000000 ids. Ids that belong to existing users, to processes or to other
-    /// supervisors on this host are skipped. If the supervisor is unprivileged, the ids must be in the range
+    /// First and last user ID of the range from which workers with `sandbox.user = "auto"` get their IDs.
+    /// From 1 to 4294967294, at most 1000000 IDs. IDs that belong to existing users, to processes or to other
+    /// supervisors on this host are skipped. If the supervisor is unprivileged, the IDs must be in the range
     /// that `/etc/subuid` assigns to the supervisor's user.
-    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
+    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the IDs in `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
 }
 
 /// Settings of `[supervisor]`: sockets, and limits that all bulkheads share.

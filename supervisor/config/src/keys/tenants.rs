@@ -193,8 +193,8 @@ pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     }
     if name.len() > TENANT_BYTES_MAX {
         return Err(ValueError::new(
-            format!("`{}` cannot name a tenant: the name has {} bytes", shown(name), name.len()),
-            format!("shorten the name; in a job, a tenant's name has at most {TENANT_BYTES_MAX} bytes"),
+            format!("`{}` is not a valid tenant name: the name has {} bytes", shown(name), name.len()),
+            format!("shorten the name; in a job, a tenant's name can have at most {TENANT_BYTES_MAX} bytes"),
         ));
     }
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
@@ -207,7 +207,7 @@ fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> ValueError
         true => "set a key for all tenants in [bulkhead.NAME.tenants], or for a single tenant in \
              [bulkhead.NAME.tenant.TENANT]"
             .to_owned(),
-        false => format!("write a section [bulkhead.NAME.tenant.{}]", shown_key(name)),
+        false => format!("write a [bulkhead.NAME.tenant.{}] section", shown_key(name)),
     };
     let found = values::type_name(value);
     ValueError::new(format!("`tenant.{}` must be a table, not {found}", shown_key(name)), help)

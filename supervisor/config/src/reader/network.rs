@@ -27,7 +27,7 @@ impl TableReader<'_, '_> {
         for (name, _) in table.iter().filter(|(name, _)| ![TCP_PORTS, UDP].contains(&&**name.get_ref())) {
             let help = match nearest(name.get_ref(), [TCP_PORTS, UDP]) {
                 Some(key) => format!("did you mean `{key}`?"),
-                None => format!("the valid keys are {TCP_PORTS}, {UDP}"),
+                None => format!("valid keys: {TCP_PORTS}, {UDP}"),
             };
             let message = format!("unknown key `{}` in `{}`", shown(name.get_ref()), key.label);
             self.report_error(name.span(), ValueError::new(message, help));
@@ -52,7 +52,7 @@ impl TableReader<'_, '_> {
                 return Ok(None);
             }
             let message = format!("`{}` has no `{TCP_PORTS}`", key.label);
-            let help = "write `network = { tcp_ports = [443] }`; `[]` permits no TCP connection, and `network = true` \
+            let help = "write `network = { tcp_ports = [443] }`; `[]` permits no TCP connections, and `network = true` \
                         permits all connections";
             return Err(ValueError::new(message, help));
         };

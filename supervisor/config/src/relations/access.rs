@@ -49,16 +49,14 @@ impl Checker<'_> {
                 raw.token_file.present_key("token_file"),
             ],
             ValueError::new(
-                "an entry of `access` does not name a user, group or token",
+                "an `access` entry does not name a user, group or token",
                 "add `uid = 1001`, `gid = 1001`, `user = \"www-data\"`, `group = \"www-data\"` or \
                  `token_file = \"/etc/bulkhead/jobs-token\"`",
             ),
             |several| {
                 ValueError::new(
-                    format!(
-                        "an entry of `access` has {several}, but must name a single user, group or token"
-                    ),
-                    "keep a single key, and add an [[access]] entry for each other user, group or token",
+                    format!("an `access` entry has {several}, but must name a single user, group or token"),
+                    "keep only one key, and add an [[access]] entry for each other user, group or token",
                 )
             },
         );
@@ -94,7 +92,7 @@ impl Checker<'_> {
                 "`access.bulkheads` contains `{}`, but there is no bulkhead of that name",
                 shown(&name.value)
             );
-            let help = Self::suggest_name(&name.value, &names, "bulkheads");
+            let help = Self::suggest_name(&name.value, &names, "available bulkheads");
             self.problems.report(name.span.clone(), message, help);
         }
         Some(strings(given))

@@ -169,7 +169,7 @@ impl Checker<'_> {
                     "`sandbox.syscalls.deny` contains `{}`, which every worker needs to start",
                     denied.value
                 ),
-                "remove the name; with the profile \"strict\", a worker drops execve automatically when it \
+                "remove the name; with the \"strict\" profile, a worker drops execve automatically when it \
                  is ready",
             );
         }

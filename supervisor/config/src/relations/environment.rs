@@ -102,7 +102,7 @@ impl Checker<'_> {
             ValueError::new(
                 format!("`{label}` names a credential, but {variable} is not set"),
                 format!(
-                    "add `LoadCredential={0}:PATH` to the unit; to check the file outside of the unit, set \
+                    "add `LoadCredential={0}:PATH` to the unit; to check the file outside the unit, set \
                      {variable} to a directory with the file {0}",
                     shown(name)
                 ),

@@ -22,8 +22,7 @@ impl Checker<'_> {
         for (name, given) in lists.into_iter().filter_map(|(name, field)| Some((name, field.given()?))) {
             for &status in &given.value {
                 if let Some((_, before)) = written.iter().find(|(other, _)| *other == status) {
-                    let message =
-                        format!("`exit_status` has the status {status} in `{before}` and in `{name}`");
+                    let message = format!("`exit_status` lists {status} in both `{before}` and `{name}`");
                     self.problems.report(
                         given.span.clone(),
                         message,
@@ -101,7 +100,7 @@ impl Checker<'_> {
             let position = raw.sandbox.tmp.given().map_or(&files.span, |tmp| &tmp.span);
             self.problems.report(
                 position.clone(),
-                "`files` needs a temporary directory, and `sandbox.tmp` is 0",
+                "`files` needs a temporary directory, but `sandbox.tmp` is 0",
                 "write `tmp = \"64MiB\"` or more, so that a payload and a result fit",
             );
         }

@@ -7,7 +7,7 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Checks the fallbacks of a bulkhead and returns the valid ones. `names` contains the names of all
+    /// Checks the fallbacks of a bulkhead, reports invalid ones, and returns all of them. `names` contains the names of all
     /// bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
@@ -56,7 +56,7 @@ fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[Strin
 fn suggest_name(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
     match others.as_slice() {
-        [] => "the configuration file has no other bulkhead: add a section [bulkhead.NAME], or remove this \
+        [] => "the configuration file has no other bulkhead: add a [bulkhead.NAME] section, or remove this \
                name"
             .to_owned(),
         others => Checker::suggest_name(name, others, "other bulkheads"),

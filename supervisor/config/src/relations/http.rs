@@ -92,7 +92,7 @@ impl Checker<'_> {
             self.problems.report(
                 jobs_http.span.clone(),
                 "`jobs_http` needs an [[access]] entry with `token_file`: without a token, no job would be accepted",
-                "add a section [[access]] with `token_file = \"/etc/bulkhead/jobs-token\"`",
+                "add an [[access]] section with `token_file = \"/etc/bulkhead/jobs-token\"`",
             );
         }
         self.check_token_uses(raw, entries, access);
@@ -104,7 +104,7 @@ impl Checker<'_> {
             if let Some(role) = entry.role.given() {
                 self.problems.report(
                     role.span.clone(),
-                    "`role` needs `token_file`: a role is the use of a token",
+                    "`role` needs `token_file`: only a token has a role",
                     "add `token_file`, or remove `role`",
                 );
             }
@@ -152,9 +152,13 @@ impl Checker<'_> {
                     && other.who.token_file().is_some_and(|other| other.token == file.token)
             };
             if admin.as_ref() == Some(&file.token) {
-                conflicts.push((given.span.clone(), "`token_file` holds the token of `http_token_file`"));
+                conflicts
+                    .push((given.span.clone(), "`token_file` contains the same token as `http_token_file`"));
             } else if access[..index].iter().any(has_other_role) {
-                conflicts.push((given.span.clone(), "`token_file` holds a token that has another role"));
+                conflicts.push((
+                    given.span.clone(),
+                    "`token_file` contains a token that already has another role",
+                ));
             }
         }
         for (span, message) in conflicts {

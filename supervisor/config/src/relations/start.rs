@@ -16,7 +16,9 @@ impl Checker<'_> {
         let name = &bulkhead.name;
         let error = match &bulkhead.program {
             Program::Exec { .. } => ValueError::new(
-                format!("bulkhead `{name}` cannot fork its workers: with `exec` each job runs a new program"),
+                format!(
+                    "bulkhead `{name}` cannot fork its workers: with `exec`, each job runs a new program"
+                ),
                 "remove `mode`: each job already has a fresh process",
             ),
             Program::Library { .. } => ValueError::new(

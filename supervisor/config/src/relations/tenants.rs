@@ -81,7 +81,7 @@ impl Checker<'_> {
                     isolate.with_origin(true)
                 ),
                 format!(
-                    "remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"
+                    "remove one of the two keys; with `isolate`, the bulkhead's own `{name}` applies to each tenant"
                 ),
             );
         }

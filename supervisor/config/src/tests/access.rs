@@ -71,14 +71,14 @@ fn access_rule_must_name_exactly_one_user_or_group() {
     folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
         (3, 1),
-        "an entry of `access` does not name a user, group or token",
+        "an `access` entry does not name a user, group or token",
         "add `uid = 1001`",
     );
     folder.reject_one(
         &entry("group = \"root\"\ntenants = [\"t\"]\nuid = 3"),
         (6, 7),
-        "an entry of `access` has `uid` and `group`, but must name a single user, group or token",
-        "keep a single key",
+        "an `access` entry has `uid` and `group`, but must name a single user, group or token",
+        "keep only one key",
     );
     folder.reject_one(
         &entry("usr = \"root\""),
@@ -133,7 +133,7 @@ fn access_rule_must_name_existing_bulkheads() {
         "`access.bulkheads` contains `thumb`, but there is no bulkhead of that name",
         "did you mean `thumbs`?",
     );
-    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "contains `pdf`", "the bulkheads are thumbs");
+    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "contains `pdf`", "available bulkheads: thumbs");
     folder.reject_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "contains `thumbs` twice", "remove one");
     folder.reject_one(
         &text("\"thumbs\""),
@@ -172,19 +172,19 @@ fn access_is_array_of_at_most_1024_tables() {
         &bulkhead("[access]\nuid = 1"),
         (3, 1),
         "`access` must be an array of tables, not a table",
-        "write [[access]], with two brackets, for each entry",
+        "write [[access]], with double brackets, for each entry",
     );
     folder.reject_one(
         &format!("access = 3\n{}", bulkhead("")),
         (1, 10),
         "`access` must be an array of tables, not a number",
-        "write a section [[access]] for each entry",
+        "write one [[access]] section for each entry",
     );
     folder.reject_one(
         &format!("access = [{{ uid = 1 }}, 3]\n{}", bulkhead("")),
         (1, 24),
         "`access[1]` must be a table, not a number",
-        "write a section [[access]] for each entry, or `access = [{ uid = 1001 }]`",
+        "write one [[access]] section for each entry, or `access = [{ uid = 1001 }]`",
     );
     let entries = "[[access]]\nuid = 1\n".repeat(1024);
     folder.accept(&bulkhead(&entries));

@@ -166,7 +166,7 @@ fn invalid_ports_are_rejected_with_help() {
             "`sandbox.network.tcp_ports` must be an array of numbers, not a number",
             write,
         ),
-        ("udp = true", -2, "`sandbox.network` has no `tcp_ports`", "`[]` permits no TCP connection"),
+        ("udp = true", -2, "`sandbox.network` has no `tcp_ports`", "`[]` permits no TCP connections"),
         (
             "tcp_ports = [443], udp = \"no\"",
             25,
@@ -180,7 +180,7 @@ fn invalid_ports_are_rejected_with_help() {
             "`tcp_ports`?",
         ),
         ("tcp_port = [443]", 0, "unknown key `tcp_port` in `sandbox.network`", "did you mean `tcp_ports`?"),
-        ("tcp_ports = [443], hosts = []", 19, "unknown key `hosts`", "the valid keys are tcp_ports, udp"),
+        ("tcp_ports = [443], hosts = []", 19, "unknown key `hosts`", "valid keys: tcp_ports, udp"),
     ] {
         let column = column("network = { ") as i32 + at;
         let text = sandbox(&format!("network = {{ {value} }}"));
@@ -302,19 +302,19 @@ fn worker_uids_must_be_valid_range() {
     }
     let example = "write `worker_uids = \"200000-200999\"`";
     for (value, message, help) in [
-        ("\"200000\"", "is not a range of ids: \"200000\"", example),
-        ("\"\"", "is not a range of ids", example),
-        ("\"a-b\"", "is not a range of ids: \"a-b\"", example),
-        ("\"-5-7\"", "is not a range of ids", example),
-        ("\"+5-7\"", "is not a range of ids", example),
-        ("\"5-7-9\"", "is not a range of ids", example),
-        ("\"9-5\"", "has a first id above the last id: \"9-5\"", "write `worker_uids = \"5-9\"`"),
+        ("\"200000\"", "is not a range of IDs: \"200000\"", example),
+        ("\"\"", "is not a range of IDs", example),
+        ("\"a-b\"", "is not a range of IDs: \"a-b\"", example),
+        ("\"-5-7\"", "is not a range of IDs", example),
+        ("\"+5-7\"", "is not a range of IDs", example),
+        ("\"5-7-9\"", "is not a range of IDs", example),
+        ("\"9-5\"", "has a first ID above its last ID: \"9-5\"", "write `worker_uids = \"5-9\"`"),
         ("\"0-5\"", "must be from 1 to 4294967294, not \"0-5\"", example),
         ("\"5-4294967295\"", "must be from 1 to 4294967294", example),
         ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
         (
             "\"1-1000001\"",
-            "has 1000001 ids, more than 1000000",
+            "has 1000001 IDs, more than 1000000",
             "write `worker_uids = \"1-1000000\"` or fewer",
         ),
         ("[200000, 200999]", "must be the first and the last id as a string, not an array", example),

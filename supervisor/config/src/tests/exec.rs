@@ -32,7 +32,7 @@ fn exit_statuses_must_be_valid_and_in_only_one_list() {
         (
             "ok = [0, 1], caller = [1]",
             39,
-            "has the status 1 in `ok` and in `caller`",
+            "lists 1 in both `ok` and `caller`",
             "remove the status from one of the two lists",
         ),
         ("ok = []", 22, "`exit_status.ok` is empty, so no job could succeed", "ok = [0]"),

@@ -37,12 +37,17 @@ fn fallback_must_name_existing_bulkheads() {
         "`fallback` contains `thumbnial-safe`, but there is no bulkhead of that name",
         "did you mean `thumbnail-safe`?",
     );
-    folder.reject_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "contains `xyzzy`", "bulkheads are b, c");
+    folder.reject_one(
+        &file("[\"xyzzy\"]", &["b", "c"]),
+        (3, 13),
+        "contains `xyzzy`",
+        "other bulkheads: b, c",
+    );
     folder.reject_one(
         &file("[\"b\"]", &[]),
         (3, 13),
         "contains `b`",
-        "the configuration file has no other bulkhead: add a section",
+        "the configuration file has no other bulkhead: add a [bulkhead.NAME] section",
     );
     folder.reject_one(&file("[\"\"]", &["b"]), (3, 13), "contains ``", "");
     let many: Vec<String> = (0..11).map(|number| format!("other-{number}")).collect();

@@ -41,7 +41,7 @@ fn token_file_must_be_private_and_hold_valid_token() {
     }
     for mode in [0o644, 0o604, 0o602, 0o620, 0o601] {
         folder.token("open", "0123456789abcdef", mode);
-        folder.reject_one(&with("open"), (3, 19), &format!("has the mode {mode:04o}"), "chmod 600");
+        folder.reject_one(&with("open"), (3, 19), &format!("has mode {mode:04o}"), "chmod 600");
     }
     for text in [
         "",
@@ -135,8 +135,8 @@ fn token_requires_the_listener_for_its_role() {
     folder.reject_one(
         &with_token("token_file = \"jobs-token\"\nuid = 5"),
         (8, 7),
-        "an entry of `access` has `uid` and `token_file`",
-        "keep a single key",
+        "an `access` entry has `uid` and `token_file`",
+        "keep only one key",
     );
 }
 
@@ -152,9 +152,19 @@ fn token_can_have_only_one_role() {
     // Several entries for the same token are combined.
     folder.accept(&with(&format!("{jobs}tenants = [\"t\"]\n{jobs}bulkheads = [\"a\"]\n")));
     let twice = format!("{jobs}{jobs}role = \"read\"\n");
-    folder.reject_one(&with(&twice), (11, 14), "holds a token that has another role", "create another token");
+    folder.reject_one(
+        &with(&twice),
+        (11, 14),
+        "contains a token that already has another role",
+        "create another token",
+    );
     let admin = jobs.replace("jobs-token", "token");
-    folder.reject_one(&with(&admin), (9, 14), "holds the token of `http_token_file`", "create another token");
+    folder.reject_one(
+        &with(&admin),
+        (9, 14),
+        "contains the same token as `http_token_file`",
+        "create another token",
+    );
     for list in ["bulkheads = [\"a\"]", "tenants = [\"t\"]"] {
         let reader = format!("{jobs}[[access]]\ntoken_file = \"read-token\"\nrole = \"read\"\n{list}\n");
         let (key, _) = list.split_once(' ').unwrap();
@@ -174,7 +184,7 @@ fn access_tokens_are_checked_like_the_admin_token() {
     let text = with_token("token_file = \"mine\"");
     folder.reject_one(&text, (7, 14), "`access.token_file`: ", "create a token");
     folder.token("mine", "a-token-of-sixteen-or-more", 0o644);
-    folder.reject_one(&text, (7, 14), "has the mode 0644", "chmod 600");
+    folder.reject_one(&text, (7, 14), "has mode 0644", "chmod 600");
     folder.token("mine", "short", 0o600);
     folder.reject_one(&text, (7, 14), "does not contain a token", "create a token");
     folder.token("mine", "a-token-of-sixteen-or-more", 0o600);

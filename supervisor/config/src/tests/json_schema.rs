@@ -55,12 +55,12 @@ fn is_of_shape(problem: &Problem) -> bool {
             .any(|found| message.ends_with(&format!(", not{found}")));
     let words = [
         "unknown key `",
-        " cannot name a bulkhead",
+        " is not a valid bulkhead name",
         " is not allowed in [defaults]",
         " is not a duration: ",
         " is not a size: ",
         " is not a mode of ",
-        " is not a range of ids: ",
+        " is not a range of IDs: ",
         " has no effect: the limit of a tenant always applies per tenant",
         " must be one of ",
         " must be a duration with a unit, not a bare number",

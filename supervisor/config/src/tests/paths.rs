@@ -114,11 +114,11 @@ fn socket_path_has_at_most_107_bytes() {
     folder.reject_one(
         &at(108),
         (2, 10),
-        "has at most 107 bytes, but this path has 108",
+        "can have at most 107 bytes, but this path has 108",
         "choose a shorter path",
     );
     let text = format!("[supervisor]\nadmin = \"{}\"\n{}", "y".repeat(100), bulkhead(""));
-    folder.reject_one(&text, (2, 9), "`admin`: the path of a Unix socket has at most 107", "");
+    folder.reject_one(&text, (2, 9), "`admin`: the path of a Unix socket can have at most 107", "");
     let text = format!("[supervisor]\nsocket = \"work\"\n{}", bulkhead(""));
     folder.reject_one(&text, (2, 10), "is a directory, not a socket", "jobs.sock");
 }

@@ -35,11 +35,11 @@ nonsense = true
         (7, "`deadline` must be a duration with a unit, not a bare number"),
         (10, "`exec[1]` must be a string, not a number"),
         (11, "`processes` must be from 1 to 1024, not 0"),
-        (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): queued jobs would never run"),
+        (12, "`max_in_flight` (0) conflicts with the queue (`max_queue` is 5): queued jobs would never run"),
         (14, "`adaptive` needs `max`"),
         (14, "`adaptive` needs `target`"),
         (14, "`adaptive.mode` cannot be \"observe\""),
-        (16, "`TWO` cannot name a bulkhead"),
+        (16, "`TWO` is not a valid bulkhead name"),
         (17, "`command` must be an array of strings, not a string"),
         (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
         (19, "unknown key `nonsense` in [bulkhead.TWO]"),
@@ -201,11 +201,11 @@ fn invalid_bulkhead_names_are_rejected() {
     folder.reject_one(
         &named("PDF to Text"),
         (1, 11),
-        "`PDF to Text` cannot name a bulkhead",
+        "`PDF to Text` is not a valid bulkhead name",
         "as in `pdf-to-text`",
     );
-    folder.reject_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of the characters a-z");
-    folder.reject_one(&named(&"x".repeat(65)), (1, 11), "cannot name a bulkhead", "1 to 64");
+    folder.reject_one(&named(""), (1, 11), "is not a valid bulkhead name", "1 to 64 of the characters a-z");
+    folder.reject_one(&named(&"x".repeat(65)), (1, 11), "is not a valid bulkhead name", "1 to 64");
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn error_suggests_table_for_misplaced_key() {
         &bulkhead("colour = 1"),
         (3, 1),
         "unknown key `colour`",
-        "the valid keys are command, library",
+        "valid keys: command, library",
     );
     folder.reject_one(
         &bulkhead("ratelimit = 1"),

@@ -96,7 +96,7 @@ fn queue_requires_permits() {
     folder.reject_one(
         &bulkhead("max_queue = 10\nmax_in_flight = 0"),
         (4, 17),
-        "`max_in_flight` (0) with a queue (`max_queue` is 10)",
+        "`max_in_flight` (0) conflicts with the queue (`max_queue` is 10)",
         "set `max_in_flight` to at least 1",
     );
     let text = format!("[defaults]\nmax_queue = 3\n{}", bulkhead("max_in_flight = 0"));
@@ -183,7 +183,7 @@ fn bulkhead_requires_exactly_one_program() {
         &bulkhead("library = \"libthumb.so\"\ncommand = [\"./thumbnail-worker\"]"),
         (4, 11),
         "bulkhead `a` has `command` and `library` and `exec`",
-        "keep a single key",
+        "keep only one key",
     );
     folder.reject_one(&bulkhead("entry = \"handle\""), (3, 9), "`entry` needs `library`", "");
 }
@@ -202,12 +202,12 @@ fn invalid_value_causes_no_second_error() {
 fn jobs_and_admin_sockets_must_differ() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nsocket = \"a.sock\"\nadmin = \"./a.sock\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (3, 9), "`socket` and `admin` have the same path", "");
     let text = format!("[supervisor]\nsocket = \"x/admin.sock\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (2, 10), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (2, 10), "`socket` and `admin` have the same path", "");
     std::os::unix::fs::symlink(folder.path("work"), folder.path("link")).unwrap();
     let text = format!("[supervisor]\nsocket = \"work/a.sock\"\nadmin = \"link/a.sock\"\n{}", bulkhead(""));
-    folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (3, 9), "`socket` and `admin` have the same path", "");
 }
 
 #[test]

@@ -192,8 +192,7 @@ fn fragments_writable_by_others_are_rejected() {
         std::os::unix::fs::chown(file("2.toml"), Some(owner.unwrap_or(0)), group).unwrap();
         assert_eq!(load(&path).is_err(), refused, "{owner:?} {group:?}");
         if let Err(errors) = load(&path) {
-            let name =
-                if owner.is_some() { "the user 9 owns the file" } else { "the group 9 can change the file" };
+            let name = if owner.is_some() { "user 9 owns the file" } else { "group 9 can change the file" };
             assert!(errors.to_string().contains(name), "{errors}");
         }
     }

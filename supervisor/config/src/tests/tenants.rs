@@ -127,7 +127,7 @@ fn isolation_rejects_limits_on_shared_workers() {
             &format!(
                 "`tenants.{name}` (2) limits a tenant's share of shared workers, but with `tenants.isolate` (true)"
             ),
-            &format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
+            &format!("remove one of the two keys; with `isolate`, the bulkhead's own `{name}` applies to each tenant"),
         );
     }
     let text = format!("[defaults]\ntenants = {{ max_queue = 2 }}\n{}", bulkhead("tenants.isolate = true"));
@@ -267,7 +267,7 @@ fn error_suggests_tenants_table_for_misplaced_keys() {
         &bulkhead("[bulkhead.a.tenant]\nacme = 3"),
         (4, 8),
         "`tenant.acme` must be a table, not a number",
-        "write a section [bulkhead.NAME.tenant.acme]",
+        "write a [bulkhead.NAME.tenant.acme] section",
     );
     folder.reject_one(&bulkhead("tenant = 3"), (3, 10), "`tenant` must be a table, not a number", "");
     folder.reject_one(
@@ -325,7 +325,7 @@ fn bulkhead_rules_apply_to_isolated_tenants() {
     folder.reject_one(
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
         (6, 13),
-        "`max_in_flight` (0) with a queue (`tenant.acme.max_queue` is 5): queued jobs would never run",
+        "`max_in_flight` (0) conflicts with the queue (`tenant.acme.max_queue` is 5): queued jobs would never run",
         "set `max_in_flight` to at least 1",
     );
     folder.accept(&isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5\nmax_in_flight = 1"));
@@ -342,7 +342,12 @@ fn bulkhead_rules_apply_to_isolated_tenants() {
         "write `max_in_flight = 1000` or less",
     );
     let both = "max_in_flight = 0\nmax_queue = 3\n[bulkhead.a.tenant.x]\n[bulkhead.a.tenant.y]";
-    folder.reject_one(&isolated(both), (4, 17), "`max_in_flight` (0) with a queue (`max_queue` is 3)", "");
+    folder.reject_one(
+        &isolated(both),
+        (4, 17),
+        "`max_in_flight` (0) conflicts with the queue (`max_queue` is 3)",
+        "",
+    );
 }
 
 #[test]

@@ -252,7 +252,7 @@ fn env_files_must_name_private_files() {
     for (file, message, help) in [
         ("none", "cannot be read: No such file or directory", "create the file"),
         ("work", "is not a regular file", "write the path of a regular file"),
-        ("open", "has the mode 0644, so other users can read or change it", "run `chmod 600`"),
+        ("open", "has mode 0644, so other users can read or change it", "run `chmod 600`"),
         ("nul", "contains a NUL byte", ""),
         ("large", "is larger than 65536 bytes", "shorten the content"),
     ] {

@@ -41,16 +41,16 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
     let is_late = latency > *target_ms;
     let verdict = match &adaptive.mode {
         mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
-            format!("with mode = \"enforce\" the limit would let {limit} jobs run concurrently")
+            format!("with mode = \"enforce\", the limit would let {limit} jobs run concurrently")
         }
-        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" no jobs would be delayed".to_owned(),
+        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\", no jobs would be delayed".to_owned(),
         _ if is_late && *limit <= min => {
-            "although the limit is at the minimum: the job time does not depend on the number of concurrent jobs, so \
-             check why jobs wait, or set a longer target"
+            "jobs take too long although the limit is at the minimum, so the job time does not depend on the number of \
+             concurrent jobs: check why jobs wait, or set a longer target"
                 .to_owned()
         }
-        _ if !is_below_max(adaptive) => format!("so all {max} jobs can run concurrently"),
-        _ => format!("and {limit} jobs can run concurrently"),
+        _ if !is_below_max(adaptive) => format!("all {max} jobs can run concurrently"),
+        _ => format!("{limit} jobs can run concurrently"),
     };
     format!("{took}; {verdict}; {steps}")
 }

@@ -185,7 +185,7 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
     let mut why = format!(
         "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only reflect the \
-         limit; including waiting jobs there were {demand}"
+         limit; including waiting jobs, demand was {demand}"
     );
     if in_all > 0 {
         why +=
@@ -222,7 +222,7 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
         (processors, memory) if processors <= memory => format!(
-            "; but a running job uses {} of a processor, so with {} processors more than {processors} \
+            "; but a running job uses {} of a processor, so with {} processors, more than {processors} \
              concurrent jobs would only compete for processor time",
             percent(seen.processors_per_job.unwrap_or(1.0)),
             machine.processors

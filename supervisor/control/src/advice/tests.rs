@@ -205,7 +205,7 @@ fn proposed_processes_fit_processors_and_memory() {
     let hot = Observations { processors_per_job: Some(0.95), ..overloaded() };
     let reason = kept(hot.clone(), &Settings { processes: 5, ..settings() }, "processes");
     assert!(
-        reason.contains("95 % of a processor") && reason.contains("with 4 processors more than 5"),
+        reason.contains("95 % of a processor") && reason.contains("with 4 processors, more than 5"),
         "{reason}"
     );
     let (processes, reason) = proposed(hot, &settings(), "processes").unwrap();

@@ -148,7 +148,7 @@ async fn identify(
         None => {
             control.jobs_http.unauthenticated.fetch_add(1, Ordering::Relaxed);
             let detail =
-                "send the header `Authorization: Bearer TOKEN` with the token of an [[access]] entry";
+                "send the `Authorization: Bearer TOKEN` header with the token of an [[access]] entry";
             let mut response = reject_request(&request, RejectReason::Unauthenticated, detail);
             let challenge = HeaderValue::from_static("Bearer realm=\"bulkhead\"");
             response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);

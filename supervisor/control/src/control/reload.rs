@@ -93,13 +93,13 @@ enum ReloadError {
     #[error("{0}")]
     Config(#[from] ConfigErrors),
     #[error(
-        "failed to find the program bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
+        "failed to find bulkhead-worker, which runs `exec` and `library` for bulkhead '{0}': \
          install bulkhead-worker next to bulkhead-supervisor, or in PATH"
     )]
     HostNotFound(String),
     #[error("{0}")]
     Steer(#[from] SteerError),
-    #[error("the data plane does not respond")]
+    #[error("the data plane is not responding")]
     Stuck,
     #[error(
         "reading the configuration and the files that it names did not finish within {READ_TIMEOUT:?}: check \
@@ -306,7 +306,7 @@ async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prep
     match tokio::time::timeout(READ_TIMEOUT, read_file).await {
         Ok(Ok(prepared)) => prepared,
         Ok(Err(_)) => {
-            Err(ReloadError::Internal("the thread that reads the configuration has panicked".to_owned()))
+            Err(ReloadError::Internal("the thread that reads the configuration panicked".to_owned()))
         }
         Err(_) => Err(ReloadError::ReadTimeout),
     }

@@ -64,7 +64,7 @@ pub(super) fn is_retryable(status: StatusCode) -> bool {
 }
 
 pub(super) fn stuck() -> Response {
-    problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane does not respond")
+    problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane is not responding")
 }
 
 pub(super) fn not_found(name: &str) -> Response {

@@ -102,7 +102,7 @@ const ROUTES: &[Route] = &[
                 "Maximum number of jobs, 100 by default and at most 1000; the oldest are returned."),
         ], problems: &[404]),
     route!(post "/v1/bulkheads/{name}/jobs/{job}/cancel" "cancelJob" bulkheads::cancel,
-        "Cancels a job in this bulkhead. The client gets the outcome `cancelled`.", (200, &[json::<Done>()]),
+        "Cancels a job in this bulkhead. The client receives the outcome `cancelled`.", (200, &[json::<Done>()]),
         problems: &[404]),
     route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "The output of the workers: stdout and stderr.",
         (200, &[(NDJSON, Schema::Text)]),
@@ -208,7 +208,7 @@ async fn reject_query(request: Request, next: Next) -> Response {
         Some(query) => {
             let query = truncate(query, QUERY_BYTES_SHOWN);
             let detail = format!(
-                "{} takes no query, but the request has \"{}\"",
+                "{} does not accept a query, but the request has \"{}\"",
                 request.uri().path(),
                 query.escape_debug()
             );

@@ -29,14 +29,14 @@ pub(super) async fn run(control: Shared, predecessor: Predecessor) {
     let prepared = async {
         let (reply, receiver) = oneshot::channel();
         send(&control, HandoverCommand::Restore { bulkheads, tenants, reply })?;
-        receiver.await.map_err(|_| "the data plane has ended".to_owned())??;
+        receiver.await.map_err(|_| "the data plane has stopped".to_owned())??;
         control.handover.started.notified().await;
         if is_forced { Ok(()) } else { check_states(&control, &was_ready).await }
     };
     let prepared = tokio::select! {
         prepared = prepared => prepared,
         () = ended(&link) => Err("the previous supervisor has exited".to_owned()),
-        () = control.handover.stopping() => Err("a signal has stopped the new program".to_owned()),
+        () = control.handover.stopping() => Err("a signal stopped the new program".to_owned()),
     };
     if let Err(why) = prepared {
         let _ = link.send(kind::FAILED, &Failed { message: &why }, None).await;
@@ -82,7 +82,7 @@ fn send(control: &Shared, command: HandoverCommand) -> Result<(), String> {
 
 /// Stops this supervisor, and makes the process exit with an error.
 fn give_up(control: &Shared, why: &str) {
-    tracing::error!("the upgrade has failed: {why}");
+    tracing::error!("the upgrade failed: {why}");
     control.handover.end.fail();
     for _ in 0..2 {
         let _ = control.commands.stop();
@@ -96,7 +96,7 @@ async fn ended(link: &Link) {
 
 /// Returns an error if a bulkhead that was ready in the predecessor has no worker here.
 async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), String> {
-    let snapshots = control.snapshots(None).await.ok_or("the data plane does not respond")?;
+    let snapshots = control.snapshots(None).await.ok_or("the data plane is not responding")?;
     let has_failed = |state: &Word<BulkheadState>| {
         [BulkheadState::Failed, BulkheadState::Degraded].iter().any(|failed| *state == *failed)
     };
@@ -110,7 +110,7 @@ async fn check_states(control: &Shared, was_ready: &[String]) -> Result<(), Stri
             let detail = snapshot.detail.map(|detail| format!(": {detail}")).unwrap_or_default();
             Err(format!(
                 "the bulkhead '{}' is ready in the previous supervisor, but no worker has started in the new one{detail}; \
-                 use --force to upgrade nevertheless",
+                 use --force to upgrade anyway",
                 snapshot.name
             ))
         }
@@ -124,9 +124,9 @@ async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Resu
     let switch: Switch = loop {
         let message = tokio::select! {
             message = link.receive() => message?,
-            () = control.handover.stopping() => return Err(io::Error::other("a signal has stopped the new program")),
+            () = control.handover.stopping() => return Err(io::Error::other("a signal stopped the new program")),
         };
-        let message = message.ok_or_else(|| io::Error::other("the previous supervisor has ended"))?;
+        let message = message.ok_or_else(|| io::Error::other("the previous supervisor has exited"))?;
         match message.kind {
             kind::HELD_AT_SWITCH => held.push(message.message()?),
             kind::QUARANTINED => quarantined.push(message.message()?),
@@ -139,7 +139,7 @@ async fn take_over(control: &Shared, link: &Link, transfer: OwnedFd) -> io::Resu
     let tokens = control.tokens.all();
     let command = HandoverCommand::TakeOver { held, quarantined, switch, transfer, tokens, reply };
     send(control, command).map_err(io::Error::other)?;
-    receiver.await.map_err(|_| io::Error::other("the data plane has ended"))
+    receiver.await.map_err(|_| io::Error::other("the data plane has stopped"))
 }
 
 /// Answers a PING once the data plane has responded. Runs as a separate task, so that a data plane that hangs does not

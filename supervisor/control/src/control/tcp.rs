@@ -161,7 +161,7 @@ impl RequestCheck {
         let is_change = changes_state(request.method());
         let is_job = request.uri().path().ends_with("/jobs");
         if is_change && has_body(request.headers()) && !is_job && !is_json(request.headers()) {
-            let detail = "the body must be JSON, with the header `Content-Type: application/json`";
+            let detail = "the body must be JSON, with the `Content-Type: application/json` header";
             return Err(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail).into());
         }
         Ok(permission)
@@ -176,7 +176,7 @@ impl RequestCheck {
         }
         match tokens.find(&secret).map(|token| token.role) {
             Some(Role::Read) if changes_state(request.method()) => {
-                forbid("this token can only read: send the token of http_token_file")
+                forbid("this token can only read: send the token from http_token_file")
             }
             Some(Role::Read) => Ok(Permission::Read),
             Some(Role::Jobs) => forbid("this token only submits jobs, at the address of jobs_http"),
@@ -227,7 +227,7 @@ impl RequestCheck {
 }
 
 fn unauthorized(request: &Request) -> Response {
-    let detail = "send the header `Authorization: Bearer TOKEN` with the token of http_token_file; in a browser, \
+    let detail = "send the `Authorization: Bearer TOKEN` header with the token from http_token_file; in a browser, \
                   enter any user name and the token as the password";
     let mut response = jobs::reject_request(request, RejectReason::Unauthenticated, detail);
     for challenge in CHALLENGES {

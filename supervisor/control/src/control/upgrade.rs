@@ -142,7 +142,7 @@ fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<Upgrade
     if std::env::var_os("NOTIFY_SOCKET").is_none() && query.unmanaged != Some(true) {
         return impossible(
             "this supervisor was started without NOTIFY_SOCKET, and a service manager that watches the \
-             process id would mistake the change of the main process for a crash; if none watches it, use \
+             process ID would mistake the new main process for a crash; if none does, use \
              `bulkhead upgrade --unmanaged`",
         );
     }
@@ -329,7 +329,7 @@ impl Upgrade {
     ) -> Result<(Vec<BulkheadState>, Vec<TenantState>, Option<UnixListener>), StepFailure> {
         let request = |reply| Command::Handover(Box::new(HandoverCommand::Prepare { lifeline, reply }));
         let prepared = self.control.commands.request(request).await;
-        let stuck = || StepFailure("start", "the data plane does not respond".to_owned());
+        let stuck = || StepFailure("start", "the data plane is not responding".to_owned());
         let prepared = prepared.ok_or_else(stuck)?;
         let (mut bulkheads, mut tenants, listener) = prepared.map_err(|error| StepFailure("start", error))?;
         let config = self.control.config();
@@ -372,7 +372,7 @@ impl Upgrade {
             let help = match error.raw_os_error() {
                 Some(libc::EINVAL) => {
                     "; the first process of a container or PID namespace cannot be upgraded, because nothing could \
-                     become the parent of the new program: start the supervisor under an init"
+                     become the parent of the new program: start the supervisor under an init process"
                 }
                 _ => "",
             };
@@ -536,7 +536,7 @@ impl Upgrade {
         let requests = async {
             if timeout(limit, ended).await.is_err() {
                 tracing::warn!(
-                    "clients of jobs over HTTP have not read their responses; the connections are closed"
+                    "some clients have not read the responses to their jobs over HTTP; closing their connections"
                 );
             }
             self.send(HandoverCommand::Leave).await;
@@ -612,7 +612,7 @@ impl Successor {
                     Some(_) => {}
                     None => {
                         return Err(failure(
-                            "the new program has exited; its messages are in the log of the supervisor",
+                            "the new program has exited; its messages are in the supervisor's log",
                         ));
                     }
                 }
@@ -661,7 +661,7 @@ async fn await_notification(path: &OsStr) -> io::Result<()> {
     let reader = register(OwnedFd::from(reader))?;
     match timeout(BARRIER_TIMEOUT, reader.readable()).await {
         Ok(closed) => closed.map(drop),
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "the service manager does not respond")),
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "the service manager is not responding")),
     }
 }
 

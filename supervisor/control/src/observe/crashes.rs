@@ -56,7 +56,7 @@ pub enum ReadError {
     #[error("there is no crash report with this id")]
     NotFound,
     /// The report's file cannot be read or is not a valid report.
-    #[error("the file of this crash report cannot be read: {0}")]
+    #[error("the crash report file cannot be read: {0}")]
     Unreadable(String),
 }
 
@@ -350,7 +350,7 @@ impl CrashFolder {
         if about.uid() != own {
             let owner = about.uid();
             return Err(format!(
-                "the directory for crash reports belongs to user {owner}, but reports contain payloads of jobs: \
+                "the directory for crash reports belongs to user {owner}, but reports contain job payloads: \
                  run `chown` to give the directory to user {own}, or configure another `crash_dir`"
             ));
         }
@@ -358,7 +358,7 @@ impl CrashFolder {
         if mode & 0o077 != 0 {
             return Err(format!(
                 "other users can access the directory for crash reports (mode {mode:04o}), but reports contain \
-                 payloads of jobs: run `chmod 700` on the directory, or configure another `crash_dir`"
+                 job payloads: run `chmod 700` on the directory, or configure another `crash_dir`"
             ));
         }
         std::fs::read_dir(path)
@@ -372,7 +372,7 @@ impl CrashFolder {
     fn lock(path: &Path) -> Result<File, String> {
         lock::lock(&path.join(LOCK_FILE)).map_err(|why| match why {
             LockError::Held => {
-                "another supervisor uses the directory for crash reports; stop the other supervisor, or \
+                "another supervisor is using the directory for crash reports; stop the other supervisor, or \
                  configure another `crash_dir`"
                     .into()
             }

@@ -343,8 +343,8 @@ fn own_with_live(
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
-            "max_in_flight must be at most 1, because programs in the same worker could reach each other: \
-             {why}"
+            "max_in_flight must not exceed 1: programs in the same worker would not be isolated from each other \
+             ({why})"
         ))),
         _ => Ok(()),
     }
@@ -420,7 +420,7 @@ fn check_limits(
     let is_common = limits.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
     let has_own = own.values().any(|own| own.rate_limit.is_some());
     if max_active.is_none() && is_common && has_own {
-        let message = "some tenants have a separate rate limit, which needs rate_limit.per = \"tenant\"";
+        let message = "some tenants have a separate rate limit, which requires rate_limit.per = \"tenant\"";
         return unfit(message.into());
     }
     max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))

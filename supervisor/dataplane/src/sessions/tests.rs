@@ -40,7 +40,7 @@ fn rejects_client_that_does_not_send_hello() {
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.needs_checks());
     assert!(sessions.check_timeouts(at(6)).is_empty());
-    assert_eq!(sessions.check_timeouts(at(7)), [(index, Some("the client did not say hello in time"))]);
+    assert_eq!(sessions.check_timeouts(at(7)), [(index, Some("the client did not send HELLO in time"))]);
 }
 
 #[test]

@@ -317,10 +317,7 @@ impl DataPlane {
                 breaker: state.is_forced_open.then_some(BreakerMode::ForcedOpen),
             };
             let failed = |error: SteerError| {
-                format!(
-                    "the live changes to the bulkhead '{}' do not fit its configuration: {error}",
-                    state.name
-                )
+                format!("the live changes to bulkhead '{}' do not fit its configuration: {error}", state.name)
             };
             if change != Change::default() {
                 self.change(&state.name, &change).map_err(failed)?;

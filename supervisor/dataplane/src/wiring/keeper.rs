@@ -234,7 +234,7 @@ impl DataPlane {
     pub(crate) fn check_keeper(&mut self) {
         if self.keeper.kill_if_silent(self.now) {
             let detail = "the keeper is killed and replaced";
-            self.reporter.trouble("the keeper process does not respond", detail);
+            self.reporter.trouble("the keeper process is not responding", detail);
         }
     }
 }

@@ -205,7 +205,7 @@ impl DelegatedGroup {
             let have = if available.is_empty() { "none".to_owned() } else { available.join(" ") };
             let path = self.path().display();
             return Err(Failure {
-                attempted: format!("use the controller `{missing}` in {path} (available: {have})"),
+                attempted: format!("use the `{missing}` controller in {path} (available: {have})"),
                 errno: Errno::OPNOTSUPP,
                 advice: CONTROLLER_ADVICE,
             });

@@ -35,7 +35,7 @@ fn features() -> [Feature; 5] {
         Feature {
             layer: "landlock",
             since: 1,
-            what_to_do: "run kernel 5.13 or later with Landlock, and list `landlock` in the boot parameter `lsm=`",
+            what_to_do: "run kernel 5.13 or later with Landlock, and list `landlock` in the `lsm=` boot parameter",
             handled: files(AccessFs::ReadDir),
             forbidden: list_root,
             refusal: Errno::ACCESS,

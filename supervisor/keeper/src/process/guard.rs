@@ -35,10 +35,9 @@ const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 /// Standard input must be the socket, and standard output the pidfd of the application.
 pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
-        let theirs =
-            version.map_or("of an unknown version".to_owned(), |theirs| format!("of version {theirs}"));
+        let theirs = version.map_or("an unknown version".to_owned(), |theirs| format!("version {theirs}"));
         return Err(io::Error::other(format!(
-            "the application's library is {theirs}, but this keeper is of version {VERSION}: use a keeper \
+            "the application's library has {theirs}, but this keeper has version {VERSION}: use a keeper \
              with the library's version"
         )));
     }

@@ -38,7 +38,7 @@ const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Step name in reports about workers whose template exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
-                    stopped, or waits in `before_fork`";
+                    stopped, or is waiting in `before_fork`";
 
 /// Step name in reports about forked workers that exited before they had identified themselves.
 const EXITED_STEP: &str = "fork: the forked process exited immediately";

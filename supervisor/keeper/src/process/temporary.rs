@@ -70,7 +70,7 @@ impl TemporaryFolders {
         Ok(path)
     }
 
-    /// Schedules the removal of a worker's folder. The folder is removed, at the latest, when the keeper exits.
+    /// Schedules the removal of a worker's folder. The folder is removed, at the latest, when the keeper exits normally.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
             // If the queue is full, or if the process exits first, the folder is removed together with the

@@ -698,7 +698,7 @@ impl<T> Bulkhead<T> {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
             (Activity::ScaledToZero, _) => {
-                "tenants.max_active is reached, and all tenants with workers are busy".into()
+                "tenants.max_active has been reached, and all tenants with workers are busy".into()
             }
             _ => format!("no worker is running: {}", self.last_failure),
         }
@@ -787,7 +787,7 @@ fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> Strin
         _ if worker.ready_at.is_some() => format!("the worker terminated: {sentence}"),
         Some(status) => format!("the worker did not start: {sentence}; last status: {status}"),
         None if is_before_hello => format!(
-            "the worker did not start: {sentence} before the worker said hello; a program that is not built \
+            "the worker did not start: {sentence} before the worker sent HELLO; a program that is not built \
              with the worker SDK needs `exec` instead of `command`"
         ),
         None => format!("the worker did not start: {sentence}"),

@@ -26,7 +26,7 @@ export async function request(method, path, body, within = ANSWER_WITHIN_MS) {
     response = await fetch(url(path), { method, headers, body: sent, cache: 'no-store', signal });
     text = await response.text();
   } catch {
-    throw new Problem('the supervisor does not respond');
+    throw new Problem('the supervisor is not responding');
   }
   if (response.ok) return text;
   const problem = parsed(text);

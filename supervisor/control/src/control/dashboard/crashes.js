@@ -121,16 +121,16 @@ function threadTitle(native, thread) {
     named(`thread ${thread.id}`, thread.name),
     thread.process == null ? null : named(`process ${thread.process}`, thread.program),
     thread.state && `state ${thread.state}`,
-    thread.waits_in && `waits in ${thread.waits_in}`,
+    thread.waits_in && `waiting in ${thread.waits_in}`,
     native.signal_code == null ? null : `signal code ${native.signal_code}`,
     native.address && `address ${native.address}`,
   ].filter(Boolean).join(', ');
 }
 
 const VERDICTS = {
-  same: 'The job crashes in the same way.',
-  different: 'The job crashes, but in a different way.',
-  no_crash: 'The job does not crash in a fresh worker.',
+  same: 'The job crashed in the same way.',
+  different: 'The job crashed, but in a different way.',
+  no_crash: 'The job did not crash in a fresh worker.',
   not_run: 'The job did not run, because no worker was available.',
 };
 

@@ -140,7 +140,7 @@ function showLink() {
   setText(byId('link-age'), state === 'live' ? '' : duration(Date.now() - stream.changedAt));
   const shown = known.bulkheads.length ? ` The page shows the state of ${clock(known.at)}.` : '';
   const troubles = {
-    stuck: `The data plane does not respond.${shown}`,
+    stuck: `The data plane is not responding.${shown}`,
     lost: `The supervisor is not reachable.${shown} This page reconnects automatically.`,
   };
   showSummary();

@@ -23,11 +23,11 @@ impl<'h> JobHeaders<'h> {
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {
-                return Err(format!("the header {name} occurs more than once"));
+                return Err(format!("the {name} header occurs more than once"));
             };
             let value = std::str::from_utf8(value.as_bytes())
-                .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
-            job.set(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
+                .map_err(|_| format!("the value of the {name} header is not UTF-8"))?;
+            job.set(name.as_str(), value).map_err(|why| format!("the {name} header is invalid: {why}"))?;
         }
         // As W3C Trace Context requires, a `traceparent` that is invalid or occurs more than once is ignored.
         let mut given = headers.get_all(TRACEPARENT).iter();

@@ -390,7 +390,7 @@ impl DataPlane {
             kind::HELLO => return Err("the worker sent HELLO twice".into()),
             unknown if header.is_critical() => {
                 return Err(format!(
-                    "the worker sent a frame of the unknown kind {unknown}, which is marked as critical"
+                    "the worker sent a frame of unknown kind {unknown}, which is marked as critical"
                 ));
             }
             _ => return Ok(()),
@@ -569,7 +569,7 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
 /// would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
-        return Err(format!("the worker did not say hello: the first frame is of kind {}", header.kind));
+        return Err(format!("the worker did not send HELLO: the first frame has kind {}", header.kind));
     }
     // An oversized result is discarded as it arrives, regardless of its size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;

@@ -176,7 +176,7 @@ impl DataPlane {
                 self.handle_lease_frame(index, header, metadata).map_err(Some)
             }
             (Phase::Open, unknown) if header.is_critical() => {
-                let message = format!("the client sent a critical frame of the unknown kind {unknown}");
+                let message = format!("the client sent a critical frame of unknown kind {unknown}");
                 Err(Some(Violation(RejectReason::Invalid, message)))
             }
             (Phase::Open, _) => {

@@ -106,7 +106,7 @@ impl DataPlane {
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
-                let message = format!("the request number {number} is already in use");
+                let message = format!("request number {number} is already in use");
                 Err(Violation(RejectReason::Invalid, message))
             }
             None => Ok(()),

@@ -400,7 +400,7 @@ fn cgroup_limit_without_controller_is_an_error() {
             continue;
         }
         let error = root.create_leaf(number as u64, &limits).unwrap_err();
-        assert!(error.attempted.starts_with(&format!("use the controller `{controller}` in /")), "{error}");
+        assert!(error.attempted.starts_with(&format!("use the `{controller}` controller in /")), "{error}");
         assert!(error.to_string().ends_with(CONTROLLER_ADVICE), "{error}");
     }
     if have.is_empty() {

@@ -11,7 +11,7 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// An action that no rule allows, and that this process could perform without the rules.
+/// An action that no rule allows. Without the rules, it succeeds unless the user lacks the permission.
 #[derive(Debug)]
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
@@ -19,12 +19,12 @@ pub(crate) enum ForbiddenAction {
     /// Creates a device node with this path. Used if the root folder is granted, because no rule allows
     /// creating device nodes.
     CreateDevice(CString),
-    /// No test is possible, because the rules allow reading all files and there is no private folder.
+    /// No test is possible, because the rules allow reading all files and the worker has no folder of its own.
     None,
 }
 
-/// Name and device number of the device node for the test. No file has this name, and the device is
-/// accessible to every process.
+/// Name and device number of the device node for the test. The node is in the worker's own folder, and the
+/// device is accessible to every process.
 const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
@@ -41,8 +41,8 @@ impl ForbiddenAction {
         }
     }
 
-    /// Performs the action. The action can fail even without rules, because the user lacks the right to list
-    /// the root folder or to create a device.
+    /// Performs the action. Returns `Ok` if the rules did not deny it. Listing the root folder can also fail
+    /// without rules, because the user lacks the permission.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::ListRoot => {

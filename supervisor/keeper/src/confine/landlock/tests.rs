@@ -56,11 +56,11 @@ fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
 /// Returns a command whose process is confined by these rules.
 fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     let ruleset = Ruleset::prepare(rules).unwrap();
-    // SAFETY: the child makes two system calls.
+    // SAFETY: the child only makes system calls.
     unsafe {
         command.pre_exec(move || {
             rustix::thread::set_no_new_privs(true)?;
-            ruleset.restrict().map_err(|why| io::Error::other(format!("{why:?}")))
+            ruleset.restrict().map_err(|_| io::Error::from(io::ErrorKind::PermissionDenied))
         })
     };
     command

@@ -1,5 +1,5 @@
-//! Rules for individual bits of arguments. They apply to all workers, even if the worker's profile allows the
-//! call.
+//! Rules for individual bits of arguments. They narrow the rules of a worker's profile: the call stays allowed
+//! with other arguments.
 
 use rustix::io::Errno;
 
@@ -7,7 +7,7 @@ use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
 /// Mode bits that make a program run as the user or group of its file. If a worker created such a program,
-/// another user could run it outside the sandbox with the rights of the worker's user, which can be root.
+/// anyone could run it outside the sandbox with the rights of the worker's user, which can be root.
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
 /// System calls that take a file mode, grouped by the index of the mode argument.
@@ -55,11 +55,12 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
     }
 }
 
-/// Denies truncation of files that the worker can read but not write. Needed on kernels whose Landlock version does
-/// not control truncation.
+/// Denies `truncate`, and `O_TRUNC` without write access. Needed on kernels whose Landlock version does not control
+/// truncation: a worker could otherwise truncate files that it can only read.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
-    /// Access mode that allows neither reading nor writing, but requires the rights for both.
+    /// Access mode 3. A file opened with it can be neither read nor written, although the kernel checks both
+    /// permissions.
     const NO_ACCESS: u32 = libc::O_ACCMODE as u32;
     let refused = || Rule::from(Verdict::Errno(Errno::PERM));
     rules.narrow("truncate", |_| refused());
