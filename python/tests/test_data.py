@@ -422,7 +422,7 @@ def test_fast_path_limits_numeric_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     pickles = [pickle.dumps(value, 4) for value in honest]
     assert [_longest_if_simple(pickled) is not None for pickled in pickles] == [True, False, True]
     taken = 0
-    for turn in range(100_000):
+    for turn in range(30_000):
         pickled = phrases(random)
         if turn % 4 == 0:
             mutated = bytearray(random.choice(pickles))
@@ -436,7 +436,7 @@ def test_fast_path_limits_numeric_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         others = [key for key in keys_of(pickled) if type(key) not in (str, bytes)]
         assert not any(type(key) is tuple for key in others), pickled
         assert len(others) <= min(_data.NUMERIC_KEYS_MAX, pickled.count(b"s")), pickled
-    assert taken > 10_000
+    assert taken > 3_000
 
 
 # Pickles that caused problems in earlier versions.

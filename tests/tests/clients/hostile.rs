@@ -256,7 +256,7 @@ fn four_gibibytes_first(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &header(u32::MAX, kind::SUBMIT, 8, 1));
     push(&socket, &[0; 100_000]);
-    is_refused(&socket, "hello");
+    is_refused(&socket, "HELLO comes first");
 }
 
 fn four_gibibytes(attack: &Attack) {

@@ -24,7 +24,7 @@ fn panic_of_essential_thread_stops_the_supervisor() {
         std::fs::write(&sign, "").unwrap();
         let status = supervisor.wait();
         assert_eq!(status.code(), Some(1), "{status}: {}", supervisor.log());
-        let told = "has ended; the supervisor cannot continue and stops";
+        let told = "has exited; the supervisor cannot continue and is stopping";
         assert_eq!(supervisor.log().matches(told).count(), 1, "{}", supervisor.log());
         for process in workers.into_iter().chain([keeper]) {
             wait_for("the keeper and all workers have exited", || (!is_alive(process)).then_some(()));

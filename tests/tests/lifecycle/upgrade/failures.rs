@@ -38,7 +38,7 @@ fn failed_start_leaves_the_old_program_in_service() {
         "the bulkhead 'b' is ready in the previous",
     );
     fails("", ONE, &["--program", "/no/such/program"], "/no/such/program");
-    fails("", ONE, &["--program", "/bin/true"], "ended");
+    fails("", ONE, &["--program", "/bin/true"], "has exited");
     manager.configure("", ONE);
     upgraded(&manager);
     assert_eq!(client.job("b", "x").send().unwrap().payload(), b"x");
