@@ -255,6 +255,26 @@ fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
     }
 }
 
+/// After a violation, the supervisor does not read the worker's replies, so that it considers jobs prefetched that the
+/// worker has started.
+#[test]
+fn started_prefetched_job_does_not_run_twice() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let first = fixture.job();
+    let others = jobs(&mut fixture, 2);
+    let worker = fixture.holder(first);
+    let journal = &fixture.journal[&worker];
+    journal.begun.0.store(journal.count - 1, std::sync::atomic::Ordering::Relaxed);
+    fixture.apply(Event::ProtocolViolated { worker, message: "invalid frame".into() });
+    fixture.exit_worker(worker, Death::Signal(9));
+    fixture.expect(first, "crashed", Some("protocol"));
+    fixture.expect(others[0], "crashed", Some("protocol"));
+    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1);
+    fixture.bring_up_with_journal(fixture.newest_worker(), ABLE);
+    fixture.reply(others[1]);
+    fixture.expect(others[1], "ok", None);
+}
+
 #[test]
 fn prefetch_respects_recycle_jobs() {
     let recycle = Recycle { jobs: Some(24), ..Recycle::default() };

@@ -581,7 +581,7 @@ impl<T> Bulkhead<T> {
         for index in unread {
             self.job_lost(now, index, &verdict, Suspicion::Cleared);
         }
-        self.requeue_prefetched(now, id);
+        self.requeue_prefetched(now, id, &verdict);
     }
 
     /// Removes a worker from the table and refills its slot depending on how the worker ended.

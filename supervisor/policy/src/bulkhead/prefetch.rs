@@ -518,12 +518,31 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues or ends a dead worker's prefetched jobs. None of these jobs has started.
-    pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId) {
+    /// Requeues or ends a dead worker's prefetched jobs. According to the worker's journal, a job can have started
+    /// although the supervisor has not read the reply to the preceding job, because it reads nothing after a protocol
+    /// violation. Such a job ends with `verdict` unless it is idempotent.
+    pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId, verdict: &Verdict) {
+        let worker = self.workers.get(id.place);
+        let begun = worker.and_then(|worker| worker.journal.as_ref()).map_or(0, |journal| journal.begun());
         while let Some(&index) = self.workers.get(id.place).and_then(|worker| worker.prefetched.back()) {
+            let job = self.jobs.get(index);
+            if job.send_number <= begun && !job.idempotent && job.record.is_some() {
+                self.end_started(now, index, id.place, verdict.clone());
+                continue;
+            }
             self.remove_prefetched(index, id.place);
             self.end_or_requeue(now, (index, id), &mut None);
         }
+    }
+
+    /// Ends a prefetched job that its worker has started. The dispatch counts as an attempt.
+    fn end_started(&mut self, now: Time, index: u32, place: u32, verdict: Verdict) {
+        self.remove_prefetched(index, place);
+        self.job_timers.clear(index);
+        let job = self.jobs.get(index);
+        (job.state, job.attempts) = (JobState::Unplaced, job.attempts + 1);
+        self.send_outcome(now, index, verdict);
+        self.forget(index);
     }
 
     /// Kills a worker that sent a job's result too early or after the job was recalled. The job has run and therefore
@@ -537,12 +556,7 @@ impl<T> Bulkhead<T> {
         let place = self.jobs.find(job).map(|index| (index, self.jobs.get(index).state));
         match place {
             Some((index, JobState::Prefetched { worker: at })) if at == worker.place => {
-                self.remove_prefetched(index, worker.place);
-                self.job_timers.clear(index);
-                let entry = self.jobs.get(index);
-                (entry.state, entry.attempts) = (JobState::Unplaced, entry.attempts + 1);
-                self.send_outcome(now, index, crash);
-                self.forget(index);
+                self.end_started(now, index, worker.place, crash);
             }
             Some((index, JobState::Queued | JobState::WaitingSuspect)) => {
                 self.jobs.get(index).attempts += 1;

@@ -633,7 +633,7 @@ impl Model {
             }
         }
         begun.into_iter().for_each(|job| self.job_lost(job, is_crash, &verdict));
-        self.requeue_prefetched(id.place);
+        self.requeue_prefetched(id.place, &verdict);
         self.worker_dead(id, Dead { is_failure, is_clean, is_early_death });
     }
 

@@ -203,13 +203,21 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls a dead worker's prefetched jobs. None of them has started.
-    pub(super) fn requeue_prefetched(&mut self, place: u32) {
+    /// Recalls a dead worker's prefetched jobs. A job that has started must not run again unless it is idempotent.
+    pub(super) fn requeue_prefetched(&mut self, place: u32, verdict: &Verdict) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
+        let begun = self.registry.begun(worker.id);
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
             self.coverage.see("prefetched to a worker that died");
             let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
             (entry.prefetched, entry.is_overdue) = (None, false);
+            if entry.send_number <= begun && !entry.idempotent && !entry.is_answered {
+                self.coverage.see("prefetched job started before its worker died");
+                entry.attempts += 1;
+                let verdict = self.overall_verdict_of_waiting(job, verdict.clone());
+                self.step.required.insert(job, verdict);
+                continue;
+            }
             self.end_or_requeue(job);
         }
     }
