@@ -456,7 +456,7 @@ mod tests {
             let path = folder.path().join(other);
             let error =
                 BoundSocket::inherit(&path, service_manager.try_clone().unwrap()).unwrap_err().to_string();
-            assert!(error.contains("with another path"), "{error}");
+            assert!(error.contains("with a different path"), "{error}");
         }
     }
 

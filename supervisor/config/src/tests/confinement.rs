@@ -282,7 +282,7 @@ fn sandbox_uses_separate_ids_unless_user_is_named() {
     assert!(!user("profile = \"none\", user = \"shared\"").wants_own_ids());
     let strict = |entries: &str| bulkhead(&format!("sandbox = {{ profile = \"strict\"{entries} }}"));
     let text = format!("{}[supervisor]\nworker_uids = 5\n", strict(""));
-    folder.reject_one(&text, (5, 15), "`worker_uids` must be the first and the last id", "");
+    folder.reject_one(&text, (5, 15), "`worker_uids` must be the first and the last ID", "");
     let text = strict(", user = \"auto\", best_effort = [\"identiy\"]");
     folder.reject_one(&text, (3, 63), "cannot be \"identiy\"", "");
     folder.reject_one(&strict(", user = 7"), (3, 40), "`sandbox.user` must be a string", "");
@@ -317,7 +317,7 @@ fn worker_uids_must_be_valid_range() {
             "has 1000001 IDs, more than 1000000",
             "write `worker_uids = \"1-1000000\"` or fewer",
         ),
-        ("[200000, 200999]", "must be the first and the last id as a string, not an array", example),
+        ("[200000, 200999]", "must be the first and the last ID as a string, not an array", example),
     ] {
         folder.reject_one(&text(value), (2, 15), &format!("`worker_uids` {message}"), help);
     }

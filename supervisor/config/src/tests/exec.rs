@@ -28,7 +28,7 @@ fn exit_statuses_must_be_valid_and_in_only_one_list() {
             "",
         ),
         ("ok = 1", 22, "`exit_status.ok` must be an array of exit statuses, not a number", "ok = [0, 1]"),
-        ("retryable = [3, 3]", 29, "`exit_status.retryable` names 3 twice", "remove one"),
+        ("retryable = [3, 3]", 29, "`exit_status.retryable` lists 3 twice", "remove one"),
         (
             "ok = [0, 1], caller = [1]",
             39,

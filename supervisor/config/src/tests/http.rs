@@ -84,7 +84,7 @@ fn jobs_http_requires_address_and_token() {
             &text,
             (line, 13),
             "`jobs_http` needs an [[access]] entry with `token_file`",
-            "add a section",
+            "add an [[access]] section",
         );
     }
     let reader = with_token("token_file = \"read-token\"\nrole = \"read\"");

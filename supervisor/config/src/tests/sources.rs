@@ -69,7 +69,7 @@ fn main_file_can_leave_all_bulkheads_to_fragments() {
     assert_eq!(config.bulkheads.len(), 1);
     let problems = folder.problems("[supervisor]\nsocket = \"s\"\n", &[("b.toml", "")]);
     assert_eq!(problems[0].0, "workers.toml");
-    assert_problem(&problems[0].1, (1, 1), "contains no bulkhead", "add a section");
+    assert_problem(&problems[0].1, (1, 1), "contains no bulkheads", "add a");
 }
 
 #[test]

@@ -170,7 +170,7 @@ fn demand_at_limit_includes_waiting_and_rejected_jobs() {
     assert_eq!(processes, Setting::Count(8), "a proposal at most doubles the value");
     for part in [
         "for 60 % of the busy time",
-        "there were 24",
+        "demand was 24",
         "2000 of 100000 jobs",
         "(queue_full 2000)",
         "30 would be needed",
