@@ -995,9 +995,10 @@ fn json_log_has_one_object_per_line() {
         assert_eq!(summary[field], number, "{field}: {summary}");
     }
     kill_pid(supervisor.0.id(), Signal::SIGHUP);
-    wait_for("the supervisor is ready after the reload", || {
-        (try_ask(folder.path(), "GET", "/readyz", &[])?.status == 200).then_some(())
+    wait_for("the reload is logged", || {
+        objects(&supervisor).iter().any(|o| message(o) == "config_reloaded").then_some(())
     });
+    assert_eq!(try_ask(folder.path(), "GET", "/readyz", &[]).unwrap().status, 200);
     assert_eq!(supervisor.stop(), Some(0));
     let all = objects(&supervisor);
     for object in &all {

@@ -520,10 +520,12 @@ impl<T> Bulkhead<T> {
 
     /// Requeues or ends a dead worker's prefetched jobs. According to the worker's journal, a job can have started
     /// although the supervisor has not read the reply to the preceding job, because it reads nothing after a protocol
-    /// violation. Such a job ends with `verdict` unless it is idempotent.
+    /// violation. Such a job ends with `verdict` unless it is idempotent. An implausible journal is ignored, so that a
+    /// worker that overwrites its journal does not affect other jobs.
     pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId, verdict: &Verdict) {
-        let worker = self.workers.get(id.place);
-        let begun = worker.and_then(|worker| worker.journal.as_ref()).map_or(0, |journal| journal.begun());
+        let Some(worker) = self.workers.get(id.place) else { return };
+        let journal = worker.journal.as_ref().map(|journal| journal.begun());
+        let begun = journal.filter(|begun| (worker.last_begun..=worker.sent).contains(begun)).unwrap_or(0);
         while let Some(&index) = self.workers.get(id.place).and_then(|worker| worker.prefetched.back()) {
             let job = self.jobs.get(index);
             if job.send_number <= begun && !job.idempotent && job.record.is_some() {
