@@ -30,7 +30,7 @@ pub struct JobOutcome {
     /// The party responsible for a failure: `caller` or `dependency`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault: Option<Word<Fault>>,
-    /// Number of the job, if one was assigned.
+    /// Job ID, if one was assigned.
     pub job: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
@@ -124,7 +124,7 @@ pub struct Problem {
     pub fields: Map<String, Value>,
 }
 
-/// Additional fields that a problem document can have: the fields of a job's outcome, and the ID of a trace.
+/// Additional fields that a problem document can have: the fields of a job's outcome, and a trace ID.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]

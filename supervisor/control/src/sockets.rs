@@ -1,6 +1,7 @@
-//! Binds the supervisor's listening sockets. By the time a socket's file appears, it has the right mode and the socket
-//! is listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is removed.
-//! A socket whose file was removed can be recreated. A socket that was bound by the service manager is used as it is.
+//! Binds the supervisor's listening sockets. By the time a socket file appears, the file has the right mode and the
+//! socket is listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is
+//! removed. A socket whose file was removed can be recreated. A socket that was bound by the service manager is used as
+//! it is.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -46,9 +47,9 @@ pub struct InheritedSockets {
     pub jobs: bool,
     /// The admin socket.
     pub admin: bool,
-    /// The TCP socket of `http`.
+    /// The `http` TCP socket.
     pub http: bool,
-    /// The TCP socket of `jobs_http`.
+    /// The `jobs_http` TCP socket.
     pub jobs_http: bool,
 }
 
@@ -273,7 +274,7 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
 }
 
 /// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option, the
-/// data plane's module `descriptors` handles received descriptors.
+/// data plane's `descriptors` module handles received descriptors.
 fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     match refuse_descriptors(listener) {
         Err(error) if error != Errno::NOPROTOOPT => {

@@ -64,7 +64,7 @@ pub(crate) struct Rules<'a> {
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Failed action, phrased to follow "failed to".
+    /// Failed action, worded as it appears after "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,

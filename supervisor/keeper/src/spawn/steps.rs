@@ -428,10 +428,10 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit on open files. Without an ordered limit, the worker gets the limit with which the keeper was
-/// started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors that
-/// a worker sends to itself and does not receive count against the limits of all processes of the user, so a worker
-/// with a higher limit could prevent the keeper from starting other workers.
+/// Sets the limit on open files. If the order contains no such limit, the worker gets the limit with which the keeper
+/// was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors
+/// that a worker sends to itself and does not receive count against the limits of all processes of the user, so a
+/// worker with a higher limit could prevent the keeper from starting other workers.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
