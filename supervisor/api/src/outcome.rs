@@ -56,8 +56,8 @@ pub struct JobOutcome {
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// Exit status of the program of an `exec` job, equal to `exit_code`. In a problem document `status` is the HTTP
-    /// status instead.
+    /// Exit status of an `exec` job's program, equal to `exit_code`. In a problem document `status` is the HTTP status
+    /// instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -99,8 +99,8 @@ pub struct BindError {
 }
 
 impl BoundSocket {
-    /// Binds a socket at `path` and listens on it. The file has exactly the mode `mode`, regardless of the umask.
-    /// Missing parent folders are created with exactly `folder_mode`.
+    /// Binds a socket at `path` and listens on it. The file mode is exactly `mode`, regardless of the umask. Missing
+    /// parent folders are created with exactly `folder_mode`.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         create_folders(path, folder_mode).map_err(fail)?;
@@ -134,7 +134,8 @@ impl BoundSocket {
         Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
     }
 
-    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only while it does.
+    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only during this
+    /// time.
     pub fn set_owner(&mut self, is_owner: bool) {
         self.is_owner = is_owner;
     }
@@ -227,7 +228,7 @@ impl Drop for BoundSocket {
     }
 }
 
-/// Creates a socket's missing parent folders with exactly the mode `mode`.
+/// Creates a socket's missing parent folders. Their mode is exactly `mode`, regardless of the umask.
 fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
     let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
     for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {

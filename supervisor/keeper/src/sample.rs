@@ -1,4 +1,4 @@
-//! Samples the stacks of processes that run for too long, without their cooperation.
+//! Samples the stacks of processes that have run for too long. The processes do not have to cooperate.
 //!
 //! Each thread is stopped briefly with `ptrace(2)`. The records have the format of
 //! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.

@@ -91,7 +91,7 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
 const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
-/// `detail` of a failed Landlock step whose rules the kernel accepted but does not enforce.
+/// Value of `detail` if the Landlock step fails because the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
 /// Number of the fork step between the two tables.
