@@ -22,13 +22,13 @@ pub mod role {
 
 /// Optional features of a supervisor, as bits of [`ClientWelcome::capabilities`].
 pub mod capability {
-    /// Accepts the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) in SUBMIT frames.
+    /// Accepts the [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension in SUBMIT frames.
     pub const RUN_LIMIT: u64 = 1;
 
     /// Grants [leases](crate::memory_files) to clients on request.
     pub const MEMORY_FILES: u64 = 2;
 
-    /// Accepts the extension [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) in CANCEL frames.
+    /// Accepts the [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) extension in CANCEL frames.
     pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
@@ -39,8 +39,8 @@ pub mod client_capability {
     pub const GOAWAY: u64 = 1;
 }
 
-/// Decodes the value of the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). Returns `None` if the
-/// value is invalid.
+/// Decodes the value of the [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension. Returns `None` if the value is
+/// invalid.
 ///
 /// ```
 /// use std::time::Duration;
@@ -54,8 +54,8 @@ pub fn decode_run_limit(bytes: &[u8]) -> Option<Duration> {
     (limit > 0).then(|| Duration::from_micros(limit))
 }
 
-/// Encodes a run limit as the value of the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). A limit
-/// below one microsecond is encoded as one microsecond.
+/// Encodes a run limit as the value of the [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension. A limit below one
+/// microsecond is encoded as one microsecond.
 pub fn encode_run_limit(limit: Duration) -> [u8; 8] {
     micros(limit).max(1).to_le_bytes()
 }
@@ -125,8 +125,8 @@ pub struct Submit<'a> {
 }
 
 impl<'a> Submit<'a> {
-    /// Creates the message from a job's options. Ignores the run limit, which is sent as the extension
-    /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT).
+    /// Creates the message from a job's options. Ignores the run limit, which is sent as the
+    /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) extension.
     pub fn new<T: AsRef<str>>(bulkhead: &'a str, options: &'a JobOptions<T>) -> Self {
         Self {
             bulkhead,

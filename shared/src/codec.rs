@@ -1,4 +1,4 @@
-//! Encodes and decodes the metadata of frames. No other module calls the serializer.
+//! Encodes and decodes frame metadata. No other module calls the serializer.
 //!
 //! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures use
 //! bincode's little-endian format with fixed-size integers; a text is a 64-bit length followed by the bytes. The list
@@ -32,7 +32,7 @@ const EXTENSION_BYTES: usize = 2 + 8;
 /// message.
 pub const TAG_CRITICAL: u16 = 0x8000;
 
-/// Tags of the extensions.
+/// Extension tags.
 pub mod tag {
     /// W3C `traceparent` as text. Sent with SUBMIT, with JOB, and with the OUTCOME of a traced job.
     pub const TRACEPARENT: u16 = 1;

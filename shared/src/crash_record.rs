@@ -29,7 +29,7 @@ pub const HEADER_BYTES: usize = MAPS_OFFSET;
 /// Offset of the memory mappings in the record.
 pub const MAPS_OFFSET: usize = 512;
 
-/// Maximum size of the text of the memory mappings, in bytes. A longer text is truncated.
+/// Maximum size of the memory mappings as text, in bytes. A longer text is truncated.
 pub const MAPS_BYTES_MAX: usize = STACK_OFFSET - MAPS_OFFSET;
 
 /// Offset of the stack in the record.
@@ -68,7 +68,7 @@ pub struct Header {
     pub thread: u32,
     /// Faulting address or other signal-specific address (`si_addr`).
     pub address: u64,
-    /// Size of the text of the memory mappings, in bytes.
+    /// Size of the memory mappings as text, in bytes.
     pub maps_bytes: u32,
     /// Size of the recorded part of the stack, in bytes. Pages that could not be read are zero.
     pub stack_bytes: u32,
@@ -189,7 +189,7 @@ const _: () = assert!(WAIT_CHANNEL_AT + WAIT_CHANNEL_BYTES_MAX <= HEADER_BYTES);
 pub const RECORDS_BYTES_MAX: usize = 4 << 20;
 
 /// Consecutive records of several threads. Each consists of a header, the memory mappings and the stack. The mappings
-/// are empty if the thread belongs to the same process as that of the previous record.
+/// are empty if the thread belongs to the same process as the thread of the previous record.
 #[derive(Debug)]
 pub struct Records<'r> {
     rest: &'r [u8],

@@ -168,7 +168,7 @@ impl Endpoint {
     }
 
     /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little room, or if
-    /// the reader has too many unread writes with files. In that case, the endpoint is not woken when there is room
+    /// the reader has too many unread writes with files. In either case, the endpoint is not woken when there is room
     /// again.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();

@@ -1,9 +1,9 @@
 //! Everything that crosses a socket between a client, the supervisor and a worker.
 //!
 //! This crate defines the frames ([`frame`]), their metadata ([`codec`]), the messages of the two protocols
-//! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts
-//! ([`trace`]). [`connection`] turns sockets into frames and back. This crate makes no decisions: other
-//! crates handle the admission of jobs and the lifecycle of workers.
+//! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts ([`trace`]).
+//! [`connection`] sends and receives frames over sockets. This crate makes no decisions: other crates handle the
+//! admission of jobs and the lifecycle of workers.
 //!
 //! `docs/protocol.md` describes the wire format for authors of clients in other languages.
 

@@ -43,7 +43,7 @@ pub struct LeaseRef {
 }
 
 impl LeaseRef {
-    /// Encodes the reference as the value of the extension [`LEASE`](crate::codec::tag::LEASE).
+    /// Encodes the reference as the value of the [`LEASE`](crate::codec::tag::LEASE) extension.
     pub fn to_bytes(self) -> [u8; LEASE_REF_BYTES] {
         let mut bytes = [0; LEASE_REF_BYTES];
         bytes[..8].copy_from_slice(&self.lease.to_le_bytes());
@@ -51,8 +51,7 @@ impl LeaseRef {
         bytes
     }
 
-    /// Decodes the value of the extension [`LEASE`](crate::codec::tag::LEASE). Returns `None` if the length
-    /// is wrong.
+    /// Decodes the value of the [`LEASE`](crate::codec::tag::LEASE) extension. Returns `None` if the length is wrong.
     ///
     /// ```
     /// use bulkhead_shared::memory_files::LeaseRef;

@@ -82,7 +82,7 @@ pub enum TemplateMessage<'a> {
     Status(&'a str),
     /// The template cannot start, for the given reason, and is about to exit.
     StartFailed(&'a str),
-    /// The template needs more time to start: the given number of milliseconds from now.
+    /// The template needs more time to start. Contains the new time limit, in milliseconds from now.
     Extend(u32),
     /// The template has forked a worker.
     Forked {

@@ -31,15 +31,16 @@ pub mod capability {
     /// which the supervisor had to ask for jobs back.)
     pub const PREFETCH: u64 = 32;
 
-    /// Supports [memory files](crate::memory_files), and therefore always reads its link with `recvmsg(2)`.
+    /// Supports [memory files](crate::memory_files). Reads its link only with `recvmsg(2)`, because messages can carry
+    /// descriptors.
     pub const MEMORY_FILES: u64 = 16;
 
     /// Can write the time of its last heartbeat into its [journal](crate::journal) instead of sending a
     /// heartbeat.
     pub const JOURNAL_HEARTBEATS: u64 = 8;
 
-    /// Writes a [crash record](crate::crash_record) after its journal if a signal kills the worker. The supervisor
-    /// therefore creates a larger memory file.
+    /// Writes a [crash record](crate::crash_record) if a signal kills the worker. The record follows the journal in the
+    /// same memory file, which the supervisor makes large enough for both.
     pub const CRASH_RECORDS: u64 = 64;
 
     /// Writes the stacks of its threads as text when the worker receives [`STACK_SIGNAL`](super::STACK_SIGNAL). The
@@ -48,7 +49,7 @@ pub mod capability {
     pub const STACK_TEXT: u64 = 128;
 }
 
-/// Number of the signal on which a worker with [`capability::STACK_TEXT`] writes the stacks of its threads.
+/// Number of the signal that makes a worker with [`capability::STACK_TEXT`] write the stacks of its threads.
 pub const STACK_SIGNAL: i32 = 62;
 
 /// Capabilities of the supervisor, sent in a worker's welcome.

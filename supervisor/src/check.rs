@@ -106,7 +106,7 @@ struct StartCheck {
     keeper: Keeper,
     /// Number of workers and templates ordered so far. The latest process has this number.
     ordered: u64,
-    /// Exits that the keeper has reported, by spawn number. [`StartCheck::take_exit`] has not returned them yet.
+    /// Exits that the keeper has reported but [`StartCheck::take_exit`] has not returned yet, by spawn number.
     exits: BTreeMap<u64, keeper::Exit>,
 }
 

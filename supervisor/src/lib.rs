@@ -4,8 +4,8 @@
 //! - The control plane (HTTP, events, logs, signals) runs on separate threads and reads snapshots.
 //! - The keeper is a separate process that starts and stops the workers.
 //!
-//! An application can embed a supervisor with [`Supervisor`] or [`LocalSupervisor`]. The program
-//! `bulkhead-supervisor` parses [`args::Args`] and calls [`supervisor::run`].
+//! An application can embed a supervisor with [`Supervisor`] or [`LocalSupervisor`]. The `bulkhead-supervisor` program
+//! parses [`args::Args`] and calls [`supervisor::run`].
 
 pub use bulkhead_config as config;
 pub use bulkhead_control::observe;

@@ -14,9 +14,9 @@ pub(crate) struct Listeners {
     pub(crate) jobs: Option<UnixListener>,
     /// The mode of the supervisor, with the admin socket if there is one.
     pub(crate) mode: RunMode,
-    /// The TCP listener of `http`, and its token.
+    /// The `http` TCP listener, and its token.
     pub(crate) http: Option<(TcpListener, Token)>,
-    /// The TCP listener of `jobs_http`.
+    /// The `jobs_http` TCP listener.
     pub(crate) jobs_http: Option<TcpListener>,
     /// Sockets that belong to the service manager.
     pub(crate) inherited: InheritedSockets,

@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_cover_programs_and_all_keys() {
+    fn man_pages_cover_all_programs_and_keys() {
         let folder = tempfile::tempdir().unwrap();
         let files = write(&folder.path().join("man")).unwrap();
         let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();

@@ -41,7 +41,7 @@ pub enum RunError {
     /// A socket could not be bound.
     #[error("failed to {0}")]
     Bind(#[from] bulkhead_control::sockets::BindError),
-    /// The address of `http` or `jobs_http` could not be bound, or the token of `http` could not be read.
+    /// The `http` or `jobs_http` address could not be bound, or the `http` token could not be read.
     #[error("failed to serve {served} on {key} = \"{address}\": {problem}")]
     Tcp {
         /// API served at the address.
@@ -318,7 +318,7 @@ impl Ready {
     }
 }
 
-/// Creates the listening sockets of a standalone supervisor, except sockets that the service manager passes.
+/// Creates the listening sockets of a standalone supervisor, except for those passed in by the service manager.
 fn open_sockets(config: &SupervisorConfig, activated: ActivatedSockets) -> Result<Listeners, RunError> {
     let inherited = InheritedSockets {
         jobs: activated.jobs.is_some(),
@@ -377,7 +377,7 @@ fn run_data_plane(
     result.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
 }
 
-/// Binds the TCP address of the admin API, unless the service manager passes the socket, and reads the token. The
+/// Binds the TCP address of the admin API, unless the service manager passes in the socket, and reads the token. The
 /// token file may have changed since the configuration was checked.
 fn open_http(
     http: &HttpConfig,

@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn upgrade_error_names_the_key_that_changed() {
+    fn upgrade_error_names_the_changed_key() {
         let mut found = TakeOver::default();
         let null = || OwnedFd::from(File::open("/dev/null").unwrap());
         found.descriptors.insert("http".to_owned(), ("127.0.0.1:1".to_owned(), null()));

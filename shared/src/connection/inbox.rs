@@ -18,7 +18,7 @@ const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 /// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
-/// Maximum ratio between the capacity of a payload buffer and the bytes received. A peer therefore cannot cause large
+/// Maximum ratio between the capacity of a payload buffer and the bytes received. Prevents a peer from causing large
 /// allocations by announcing a payload without sending it.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 

@@ -23,7 +23,7 @@ pub struct Change {
     pub breaker: Option<BreakerMode>,
 }
 
-/// A rate limit, as in the table `rate_limit` of the configuration.
+/// A rate limit, as in the `rate_limit` table of the configuration.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ChangedRate {

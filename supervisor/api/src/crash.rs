@@ -32,7 +32,7 @@ pub struct CrashId {
     number: u32,
 }
 
-/// Number of characters of the time in a [`CrashId`], including the `T` between date and time.
+/// Number of characters in the time part of a [`CrashId`], including the `T` between date and time.
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
@@ -102,8 +102,8 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kinds of reports: the reasons of the outcome `crashed`, two reasons why a worker failed to start, and a job that
-    /// missed its deadline.
+    /// Kinds of reports. They cover the reasons for a `crashed` outcome, two reasons why a worker failed to start, and
+    /// a job that missed its deadline.
     CauseKind {
         /// The process exited with a status.
         Exit = "exit",
@@ -121,7 +121,7 @@ vocabulary! {
         NoHello = "no_hello",
         /// The process did not become ready within the time limit.
         NotReady = "not_ready",
-        /// A job was still running at its deadline. The report shows where it was; nothing has crashed.
+        /// A job was still running at its deadline. The report shows where the job was; nothing has crashed.
         Deadline = "deadline",
     }
 }
@@ -270,8 +270,8 @@ pub struct CrashJob {
     /// BLAKE3 hash of the payload. Present if `payload` is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Hash of operation and payload, as in the event `job_quarantined`. Present only if the bulkhead has a
-    /// table `poison`.
+    /// Hash of operation and payload, as in the `job_quarantined` event. Present only if the bulkhead has a `poison`
+    /// table.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }

@@ -21,7 +21,7 @@ pub struct Jobs {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Job {
-    /// Number of the job, in hexadecimal digits.
+    /// Job ID, in hexadecimal digits.
     pub job: String,
     /// Name of the bulkhead that holds the job. If the job was passed on, this is the fallback.
     pub bulkhead: String,

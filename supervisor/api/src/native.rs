@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn native_crash_has_limits() {
+    fn native_crash_beyond_its_limits_is_invalid() {
         let long = "x".repeat(TEXT_BYTES_MAX) + "/the end";
         let mut frame = NativeFrame {
             module: Some(format!("é{long}")),

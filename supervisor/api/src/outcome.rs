@@ -30,7 +30,7 @@ pub struct JobOutcome {
     /// The party responsible for a failure: `caller` or `dependency`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault: Option<Word<Fault>>,
-    /// Number of the job, if one was assigned.
+    /// Job ID, if one was assigned.
     pub job: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
@@ -56,8 +56,8 @@ pub struct JobOutcome {
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// Exit status of the program of an `exec` job, equal to `exit_code`. In a problem document `status` is the HTTP
-    /// status instead.
+    /// Exit status of an `exec` job's program, equal to `exit_code`. In a problem document `status` is the HTTP status
+    /// instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -124,7 +124,7 @@ pub struct Problem {
     pub fields: Map<String, Value>,
 }
 
-/// Additional fields that a problem document can have: the fields of a job's outcome, and the ID of a trace.
+/// Additional fields that a problem document can have: the fields of a job's outcome, and a trace ID.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]

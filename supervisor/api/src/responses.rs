@@ -64,7 +64,7 @@ pub struct Done {
     pub bulkhead: String,
     /// The action that was carried out.
     pub done: Text,
-    /// Number of the job, if the action concerns a job.
+    /// Job ID, if the action concerns a job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
 }

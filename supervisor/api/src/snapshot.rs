@@ -42,7 +42,7 @@ pub struct Snapshot {
     /// changed. If tenants are isolated, the limits apply to each tenant.
     pub processes: u32,
     pub max_in_flight: u32,
-    /// Value of the key `start.mode`.
+    /// Value of the `start.mode` key.
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
@@ -63,7 +63,7 @@ pub struct Snapshot {
     /// Number of rejected jobs for each reason.
     pub rejected: BTreeMap<Text, u64>,
     pub breaker: Word<BreakerState>,
-    /// True if the configuration has a table `breaker`. Otherwise only an operator can open the breaker.
+    /// True if the configuration has a `breaker` table. Otherwise only an operator can open the breaker.
     pub has_breaker: bool,
     /// Number of worker restarts for reasons other than `recycle`.
     pub restarts: u64,
@@ -93,11 +93,11 @@ impl Snapshot {
 pub struct Adaptive {
     /// Mode of the adaptive limit: whether the limit is enforced.
     pub mode: Word<AdaptiveMode>,
-    /// Value of the key `min`. If tenants are isolated, it applies to each tenant.
+    /// Value of the `min` key. If tenants are isolated, it applies to each tenant.
     pub min: u32,
-    /// Value of the key `max`. If tenants are isolated, it applies to each tenant.
+    /// Value of the `max` key. If tenants are isolated, it applies to each tenant.
     pub max: u32,
-    /// Value of the key `target` in milliseconds.
+    /// Value of the `target` key, in milliseconds.
     pub target_ms: f64,
     /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. If tenants are
     /// isolated, the sum over all tenants.
@@ -135,7 +135,7 @@ impl From<RateLimit> for Rate {
     }
 }
 
-/// Numbers of jobs of one tenant in a bulkhead.
+/// Job counts of one tenant in a bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]

@@ -43,7 +43,7 @@ pub(crate) struct Settings {
     pub(crate) worker_sets: u32,
     /// Number of spares in each set of workers.
     pub(crate) spares: u32,
-    /// Value of the key `cgroup.memory` in bytes.
+    /// Value of the `cgroup.memory` key, in bytes.
     pub(crate) cgroup_memory: Option<u64>,
     /// True if `recycle.rss`, `rlimits.as` or `rlimits.data` limits the memory of a worker.
     pub(crate) has_memory_limit: bool,

@@ -205,7 +205,7 @@ pub(crate) struct Control {
 pub struct ControlThread(JoinHandle<()>);
 
 impl ControlThread {
-    /// Waits until the control plane has shut down, which happens after the channel of notices has closed.
+    /// Waits until the control plane has shut down, which happens after the notice channel has closed.
     pub fn join(self) {
         // A panic in the thread has already been reported.
         let _ = self.0.join();
@@ -336,7 +336,7 @@ struct Serving {
     tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
 }
 
-/// Creates two channels for each listener: one to the main thread and one to the thread of the low-priority readers.
+/// Creates two channels for each listener: one to the main thread and one to the low-priority reader thread.
 fn serving(
     local: Option<Local>,
     tcp: Option<Tcp>,

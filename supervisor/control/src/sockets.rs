@@ -1,6 +1,7 @@
-//! Binds the supervisor's listening sockets. By the time a socket's file appears, it has the right mode and the socket
-//! is listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is removed.
-//! A socket whose file was removed can be recreated. A socket that was bound by the service manager is used as it is.
+//! Binds the supervisor's listening sockets. By the time a socket file appears, the file has the right mode and the
+//! socket is listening. The socket of a running supervisor is never replaced, but the socket of a dead supervisor is
+//! removed. A socket whose file was removed can be recreated. A socket that was bound by the service manager is used as
+//! it is.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -46,9 +47,9 @@ pub struct InheritedSockets {
     pub jobs: bool,
     /// The admin socket.
     pub admin: bool,
-    /// The TCP socket of `http`.
+    /// The `http` TCP socket.
     pub http: bool,
-    /// The TCP socket of `jobs_http`.
+    /// The `jobs_http` TCP socket.
     pub jobs_http: bool,
 }
 
@@ -98,8 +99,8 @@ pub struct BindError {
 }
 
 impl BoundSocket {
-    /// Binds a socket at `path` and listens on it. The file has exactly the mode `mode`, regardless of the umask.
-    /// Missing parent folders are created with exactly `folder_mode`.
+    /// Binds a socket at `path` and listens on it. The file mode is exactly `mode`, regardless of the umask. Missing
+    /// parent folders are created with exactly `folder_mode`.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         create_folders(path, folder_mode).map_err(fail)?;
@@ -133,7 +134,8 @@ impl BoundSocket {
         Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
     }
 
-    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only while it does.
+    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only during this
+    /// time.
     pub fn set_owner(&mut self, is_owner: bool) {
         self.is_owner = is_owner;
     }
@@ -226,7 +228,7 @@ impl Drop for BoundSocket {
     }
 }
 
-/// Creates a socket's missing parent folders with exactly the mode `mode`.
+/// Creates a socket's missing parent folders. Their mode is exactly `mode`, regardless of the umask.
 fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
     let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
     for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {
@@ -273,7 +275,7 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
 }
 
 /// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option, the
-/// data plane's module `descriptors` handles received descriptors.
+/// data plane's `descriptors` module handles received descriptors.
 fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     match refuse_descriptors(listener) {
         Err(error) if error != Errno::NOPROTOOPT => {

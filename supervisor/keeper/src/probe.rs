@@ -71,8 +71,8 @@ fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
     LayerSupport::of(FORKED_WORKERS, tried, what_to_do)
 }
 
-/// Layer name under which [`probe`] reports whether the kernel kills all descendants of a worker that dies
-/// under the profile `default`.
+/// Layer name under which [`probe`] reports whether the kernel kills all descendants of a worker that dies under the
+/// `default` profile.
 pub const TREE_END: &str = "tree end";
 
 /// Checks that each worker can be given a PID namespace, and a `/proc` for this namespace.

@@ -1,4 +1,4 @@
-//! Samples the stacks of processes that run for too long, without their cooperation.
+//! Samples the stacks of processes that have run for too long. The processes do not have to cooperate.
 //!
 //! Each thread is stopped briefly with `ptrace(2)`. The records have the format of
 //! [`bulkhead_shared::crash_record`]. The processes can be hostile, so every step has a limit.
@@ -48,8 +48,8 @@ const RECORDS_OFFSET: usize = size_of::<u64>();
 /// Worker to sample, and files that receive the stacks.
 pub(crate) struct SampleRequest {
     pub(crate) process: ProcessStart,
-    /// If set, samples only the programs of this job, which are the descendants of the worker whose variable
-    /// `BULKHEAD_JOB` has this value. If there are none, samples all descendants.
+    /// If set, samples only the programs of this job, which are the worker's descendants whose `BULKHEAD_JOB` variable
+    /// has this value. If there are none, samples all descendants.
     pub(crate) job: Option<String>,
     /// File for the records.
     pub(crate) file: OwnedFd,

@@ -1,4 +1,4 @@
-//! Empties folders with untrusted content: follows no links, does not recurse, and handles any depth and any mode.
+//! Empties folders with untrusted contents. Follows no links, does not recurse, and handles any depth and any mode.
 //! Leaves mounted file systems alone.
 
 use std::ffi::{CStr, CString};

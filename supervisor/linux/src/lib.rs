@@ -9,7 +9,7 @@
 //! - [`packets`]: non-blocking exchange of whole messages with descriptors.
 //! - [`listener`]: takes over listeners from a service manager, and closes TCP listeners without connection resets.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
-//! - [`folder`]: empties a folder with untrusted content.
+//! - [`folder`]: empties a folder with untrusted contents.
 //! - [`liveness`]: a descriptor that reports the exit of another program.
 //! - [`landlock`]: Landlock's system calls.
 //! - [`standard_output`]: detects whether standard output was closed when the program started.

@@ -1,4 +1,4 @@
-//! Files with secrets, which no other user can read or change. The content is erased from memory when it is
+//! Files with secrets, which no other user can read or change. The contents are erased from memory when they are
 //! dropped.
 
 use std::fmt;
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn value_omits_one_trailing_newline() {
+    fn secret_value_omits_one_trailing_newline() {
         let folder = tempfile::tempdir().unwrap();
         let cases: [(&[u8], &[u8]); 6] = [
             (b"sesame\n", b"sesame"),
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn value_is_limited_to_64_kib() {
+    fn secret_value_is_limited_to_64_kib() {
         let folder = tempfile::tempdir().unwrap();
         let longest = vec![b'x'; VARIABLE_BYTES_MAX];
         let with_newline = [&longest[..], b"\n"].concat();
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn file_must_be_private() {
+    fn secret_file_must_be_private() {
         let folder = tempfile::tempdir().unwrap();
         for mode in [0o604, 0o620, 0o644, 0o601, 0o602, 0o660] {
             let error = read_variable(&write(folder.path(), b"sesame", mode)).unwrap_err();

@@ -29,10 +29,10 @@ const POLLS_MAX: usize = 16;
 /// A supervisor in the current process whose data plane runs on the caller's thread; see
 /// [`super::Builder::start_local`].
 ///
-/// The data plane only makes progress inside [`LocalSupervisor::run_until`]. At other times, no timer fires:
-/// no deadline expires, and no worker is started, served or killed. If the data plane resumes more than half
-/// a second late, it emits the event `held_up`, and does not consider workers unresponsive because of the
-/// delay. The keeper does not depend on the data plane. It kills the workers when the application exits.
+/// The data plane only makes progress inside [`LocalSupervisor::run_until`]. At other times, no timer fires: no
+/// deadline expires, and no worker is started, served or killed. If the data plane resumes more than half a second
+/// late, it emits the `held_up` event, and does not consider workers unresponsive because of the delay. The keeper does
+/// not depend on the data plane. It kills the workers when the application exits.
 ///
 /// Dropping the supervisor without calling [`LocalSupervisor::shutdown`] kills all workers immediately, which takes a
 /// few milliseconds.
@@ -258,7 +258,7 @@ fn failed(error: io::Error) -> RunError {
 
 /// Kind of work for the next iteration.
 enum Next {
-    /// Only in-process clients need service.
+    /// Only in-process clients need to be served.
     Clients,
     Other,
 }

@@ -120,7 +120,7 @@ fn bias(elf: &Elf<'_>, mapping: &Mapping<'_>) -> Option<u64> {
     Some(mapping.start.wrapping_sub(in_file))
 }
 
-/// Opens a regular file. With `mapping`, fails unless it is the mapped file.
+/// Opens a regular file. If `mapping` is given, fails unless the opened file is the mapped file.
 fn open_file(path: &str, mapping: Option<&Mapping<'_>>) -> io::Result<File> {
     // `NONBLOCK` keeps `open` from blocking on a FIFO.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;

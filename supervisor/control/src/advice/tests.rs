@@ -111,7 +111,7 @@ fn adaptive_limit_prevents_advice_for_more_processes() {
 }
 
 #[test]
-fn advice_adds_up_adaptive_limits_of_isolated_tenants() {
+fn advice_sums_adaptive_limits_of_isolated_tenants() {
     let of_three = |limit: u64| {
         let adaptive = bulkhead_api::Adaptive {
             mode: AdaptiveMode::Enforce.into(),
@@ -190,7 +190,7 @@ fn demand_at_limit_includes_waiting_and_rejected_jobs() {
 }
 
 #[test]
-fn advice_raises_max_in_flight_of_single_process() {
+fn advice_raises_max_in_flight_for_single_process() {
     let settings = Settings { processes: 1, max_in_flight: 4, ..settings() };
     assert_eq!(proposed(overloaded(), &settings, "max_in_flight").unwrap().0, Setting::Count(8));
     assert_eq!(proposed(overloaded(), &settings, "processes"), None);

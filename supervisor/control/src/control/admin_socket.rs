@@ -20,7 +20,7 @@ const REJECTED_MAX: usize = 16;
 /// Maximum number of connections served at the same time. Further connections wait in the backlog.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// Maximum total number of connections: those being served, and rejected connections that are being sent the reason.
+/// Maximum total number of connections, including rejected connections that are being sent the reason.
 pub(super) const ADMITTED_MAX: usize = CONNECTIONS_MAX + REJECTED_MAX;
 
 /// Accepts connections to the admin socket until the control plane shuts down.

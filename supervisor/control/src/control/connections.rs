@@ -54,18 +54,18 @@ pub(super) struct Admission {
     /// supervisor's user.
     pub(super) uid: u32,
     pub(super) progress: Arc<Progress>,
-    /// Connection to the data plane, for the jobs of a connection that is kept alive. `None` if the connection is
-    /// closed after the first response.
+    /// Connection to the data plane, for the jobs of a kept-alive connection. `None` if the connection is closed after
+    /// the first response.
     pub(super) session: Option<SessionSlot>,
 }
 
 impl Admission {
-    /// Admits a connection over TCP for one request.
+    /// Admits a TCP connection for one request.
     pub(super) fn new() -> Self {
         Self::of_user(rustix::process::geteuid().as_raw())
     }
 
-    /// Admits a connection over TCP for any number of requests.
+    /// Admits a TCP connection for any number of requests.
     pub(super) fn kept_alive() -> Self {
         Self { session: Some(SessionSlot::default()), ..Self::new() }
     }
@@ -96,7 +96,7 @@ impl<S> NewConnection<S> {
 /// Channel to a thread that serves connections.
 type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
-/// A listener's channels to the thread that serves it and to the thread of the low-priority readers.
+/// A listener's channels to the thread that serves it and to the low-priority reader thread.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// `None` if all requests are served by the same thread.
@@ -186,8 +186,8 @@ impl<S: Socket> Queue<S> {
     }
 }
 
-/// Creates a listener's channels and their receivers, for the serving thread and for the low-priority readers. Each
-/// connection holds one of `max` permits, so the channels never overflow.
+/// Creates a listener's channels and their receivers, for the serving thread and for the low-priority reader thread.
+/// Each connection holds one of `max` permits, so the channels never overflow.
 pub(super) fn channels<S: Socket>(
     shutdown: watch::Receiver<bool>,
     max: usize,

@@ -64,7 +64,8 @@ pub struct Predecessor {
     pub jobs: UnixListener,
 }
 
-/// If this is the main process of the service, makes it wait for the other supervisor of an upgrade before it exits.
+/// If this process is the main process of the service, delays its exit until the other supervisor in an upgrade has
+/// exited.
 #[derive(Debug, Default)]
 pub struct ProcessEnd {
     /// Becomes readable when the other supervisor has exited.

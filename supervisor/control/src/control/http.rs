@@ -133,7 +133,7 @@ mod tests {
         ("metrics.rs", 1),
         // Health checks.
         ("readiness.rs", 3),
-        // No crash report was read, or no replay was accepted: a replay never begins unless a client is waiting for it.
+        // No crash report was read, or no replay was accepted. A replay never begins unless a client is waiting for it.
         ("crashes.rs", 4),
         ("reload.rs", 3),
         ("streams.rs", 1),

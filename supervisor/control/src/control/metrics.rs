@@ -1,5 +1,5 @@
-//! Handler of `GET /metrics`. Requests the counters from the data plane and formats them on the thread of the
-//! low-priority readers.
+//! Handler of `GET /metrics`. Requests the counters from the data plane and formats them on the low-priority reader
+//! thread.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, header};

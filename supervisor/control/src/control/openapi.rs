@@ -50,8 +50,8 @@ pub(super) enum Schema {
 /// Name, schema and description of a query parameter or header.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Status codes of problem documents that every route can return: an invalid request, a forbidden request, a timeout,
-/// and a data plane that does not respond.
+/// Status codes of problem documents that every route can return: for an invalid request, a forbidden request, a
+/// timeout, and an unresponsive data plane.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
 /// Builds the OpenAPI document that describes `routes`.

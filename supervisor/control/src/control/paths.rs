@@ -1,4 +1,4 @@
-//! Paths that are recognized before a request is parsed. All of them are in the table of routes.
+//! Paths that are recognized before a request is parsed. All of them are in the route table.
 
 /// Paths that can be requested over TCP without a token.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
@@ -6,11 +6,11 @@ pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 /// Path for upgrades, which are refused over TCP.
 pub(super) const UPGRADE_PATH: &str = "/v1/upgrade";
 
-/// Paths that are served by the thread of the low-priority readers. Readers poll these paths, or the responses are
-/// endless streams.
+/// Paths that are served by the low-priority reader thread. Clients poll these paths, or the responses are endless
+/// streams.
 pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
-/// Returns true if the thread of the low-priority readers should serve a request that begins with `head`.
+/// Returns true if the low-priority reader thread should serve a request that begins with `head`.
 pub(super) fn is_for_readers(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ") else { return false };
     let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_health_checks_are_recognized() {
+    fn only_fully_received_health_checks_are_recognized() {
         for head in
             ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
         {

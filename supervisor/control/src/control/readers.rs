@@ -1,4 +1,4 @@
-//! The thread of the low-priority readers, which serves metrics, events, logs and the dashboard. It runs at the lowest
+//! The low-priority reader thread, which serves metrics, events, logs and the dashboard. It runs at the lowest
 //! priority, so that on a busy machine jobs take precedence over readers, however many there are. The main thread of
 //! the control plane serves health checks and operators' requests.
 
@@ -13,11 +13,10 @@ use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
 use super::{CLOSE_TIMEOUT, http, tcp, watch};
 
-/// Nice value of the thread. With a lower value, Linux would let the thread run for long enough to increase the latency
-/// of jobs.
+/// Nice value of the thread. With a lower value, Linux would let the thread run long enough to increase job latency.
 const NICE: i32 = 19;
 
-/// Queues of connections for the thread of the low-priority readers to serve.
+/// Queues of connections for the low-priority reader thread to serve.
 pub(super) struct ReaderQueues {
     pub(super) local: Queue<UnixStream>,
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,

@@ -38,8 +38,8 @@ const EVENT_PROBLEMS_MAX: usize = 10;
 /// The active configuration, and everything that is needed to resolve a new version of the file.
 #[derive(Clone)]
 pub struct ActiveConfig {
-    /// The configuration that was loaded last, except that keys which require a restart keep their values from when the
-    /// supervisor started.
+    /// The configuration that was loaded last, except that keys that require a restart keep the values they had when
+    /// the supervisor started.
     pub config: Arc<Config>,
     /// Confinement layers and user IDs that are available on this machine.
     pub support: Arc<SandboxSupport>,

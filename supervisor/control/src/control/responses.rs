@@ -1,4 +1,4 @@
-//! Helper functions for handlers: they create problem documents and parse boolean query parameters.
+//! Helper functions for handlers. They create problem documents and parse boolean query parameters.
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};

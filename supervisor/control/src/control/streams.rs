@@ -144,7 +144,7 @@ pub(super) async fn events(
     }))
 }
 
-/// Concatenates `head` and the frames of all events in a piece. Adds the prefix `before` to each frame.
+/// Concatenates `head` and the frames of all events in a piece. Prefixes each frame with `before`.
 pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {

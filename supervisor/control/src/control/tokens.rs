@@ -36,7 +36,7 @@ impl TokenTable {
         self.tokens.read().unwrap_or_else(PoisonError::into_inner).grants()
     }
 
-    /// Returns the permissions of the token `secret`.
+    /// Returns the permissions of the token with this secret.
     pub(super) fn find(&self, secret: &[u8]) -> Option<TokenGrant> {
         self.tokens.read().unwrap_or_else(PoisonError::into_inner).find(secret).cloned()
     }

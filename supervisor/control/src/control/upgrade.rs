@@ -3,7 +3,7 @@
 //! | process that exits | when | result |
 //! | --- | --- | --- |
 //! | the new program | before SWITCH | this supervisor has kept serving |
-//! | the new program, or it hangs | until the main process changes | it is killed, and this supervisor resumes serving |
+//! | the new program (or it hangs) | until the main process changes | it is killed; this supervisor resumes serving |
 //! | the new program | afterwards | this supervisor exits with an error, so that the service manager restarts the service |
 //! | this supervisor | any | the new program continues to serve, unless the service manager stops it |
 

@@ -1,5 +1,6 @@
-//! TCP connections whose request is still unknown, or that are waiting for a permit. Any process can open many, so the
-//! oldest waiting connection is refused when there are too many. Health checks have separate permits.
+//! TCP connections whose request is still unknown, or that are waiting for a permit. Any process can open many
+//! connections, so the oldest waiting connection is refused when there are too many. Health checks have separate
+//! permits.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};

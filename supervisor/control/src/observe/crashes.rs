@@ -119,8 +119,8 @@ impl Store {
         Self::with_lock(config, None)
     }
 
-    /// Like [`Store::new`]. `lock` is the lock held by the previous supervisor of an upgrade, which also writes reports
-    /// until it exits.
+    /// Creates the store like [`Store::new`]. `lock` is the lock held by the previous supervisor of an upgrade, which
+    /// also writes reports until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
         let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
@@ -659,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_about_late_jobs_do_not_evict_crashes() {
+    fn late_job_reports_do_not_evict_crash_reports() {
         let folder = tempfile::tempdir().unwrap();
         let mut store = Store::open(Some(folder.path().join("crashes").as_path()), 30).unwrap();
         store.add(boxed(1));

@@ -403,8 +403,8 @@ fn log(event: &Event) {
     }
 }
 
-/// Logs an event as a JSON object whose top-level fields are the event's fields. The log message is the event's field
-/// `message` or, if there is none, the kind of the event.
+/// Logs an event as a JSON object whose top-level fields are the event's fields. The log message is the event's
+/// `message` field or, if there is none, the kind of the event.
 fn log_json(event: &Event) {
     let level = match event.severity {
         Severity::Info if tracing::enabled!(target: "bulkhead", tracing::Level::INFO) => tracing::Level::INFO,
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn events_of_same_interval_arrive_together() {
+    async fn events_in_same_interval_arrive_together() {
         let events = Arc::new(Events::default());
         let mut reader = events.reader(0, None, usize::MAX);
         tokio::spawn({

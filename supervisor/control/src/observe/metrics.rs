@@ -19,7 +19,7 @@ use own_process::OwnProcess;
 pub(crate) use text::Format;
 use text::Page;
 
-/// Numbers about the listener of `jobs_http`.
+/// Numbers about the `jobs_http` listener.
 pub(crate) struct JobsHttpNumbers {
     pub(crate) connections: u64,
     pub(crate) refused: u64,

@@ -22,11 +22,11 @@ const LINE_BYTES_MAX: usize = 8 * 1024;
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines and of bytes logged immediately, per second and bulkhead.
+/// Maximum number of lines and of bytes logged immediately, per bulkhead per second.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of delayed lines and bytes, per second and bulkhead. If more lines arrive than can be logged
+/// Maximum number of delayed lines and bytes, per bulkhead per second. If more lines arrive than can be logged
 /// immediately, the last lines are kept until the second is over or the process exits, and are then logged. All other
 /// lines are dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;

@@ -43,8 +43,8 @@ impl SpanThread {
     }
 }
 
-/// Starts the thread, if spans are needed. Spans are needed if the log level of the target `bulkhead::job`
-/// includes them, or if environment variables configure a collector.
+/// Starts the thread, if spans are needed. Spans are needed if the log level of the `bulkhead::job` target includes
+/// them, or if environment variables configure a collector.
 pub fn start(
     counters: Arc<SharedCounters>,
     threads: &ThreadMonitor,

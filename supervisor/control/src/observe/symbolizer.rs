@@ -60,7 +60,7 @@ pub struct SymbolizerOptions {
     pub keeper: KeeperLauncher,
     /// Source of user IDs.
     pub support: Arc<SandboxSupport>,
-    /// Paths of `crash_symbols`.
+    /// Paths from `crash_symbols`.
     pub symbols: Vec<String>,
 }
 
@@ -188,7 +188,7 @@ impl SymbolizerOptions {
     }
 }
 
-/// Reasons why there is no backtrace if there is no record.
+/// Reasons for a missing backtrace if there is no record.
 const NO_RECORD: &str = "the worker wrote no record of its crash; code in the worker may handle the signal itself, \
                          or the stack of a thread without a signal stack has overflowed";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";

@@ -66,7 +66,7 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Failed action, including the file, phrased to follow "failed to".
+    /// Failed action, including the file, worded as it appears after "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel, or the closest error number if the keeper detected the failure.
     pub(crate) errno: Errno,

@@ -64,7 +64,7 @@ pub(crate) struct Rules<'a> {
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Failed action, phrased to follow "failed to".
+    /// Failed action, worded as it appears after "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,
@@ -176,7 +176,7 @@ impl Ruleset {
     }
 }
 
-/// Grants connections to the permitted ports. Does nothing on a kernel whose version of Landlock has no rights
+/// Grants the right to connect to the permitted ports. Does nothing on a kernel whose version of Landlock has no rights
 /// for TCP; the supervisor starts such a worker only if the configuration permits it.
 fn add_ports(ruleset: &mut RulesetCreated, abi: ABI, rules: &Rules<'_>) -> Result<(), RulesetError> {
     let has_tcp = AccessNet::from_all(abi).contains(AccessNet::ConnectTcp);

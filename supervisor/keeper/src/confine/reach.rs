@@ -93,8 +93,8 @@ pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the worker's user is a subordinate user ID, which the supervisor's user cannot make the owner
-    /// of a file.
+    /// True if the worker's user ID is a subordinate ID. The supervisor's user cannot make such an ID the owner of a
+    /// file.
     pub(crate) is_subordinate: bool,
 }
 

@@ -90,8 +90,8 @@ fn parse_status(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// Returns the name, as in `/proc/PID/limits`, of the first limit in `ordered` that the process does not
-/// have. Skips the resource `deferred`, whose limit is set later.
+/// Returns the name, as in `/proc/PID/limits`, of the first limit in `ordered` that the process does not have. Skips
+/// the `deferred` resource, whose limit is set later.
 pub(super) fn limit_mismatch(
     pid: u32,
     ordered: &[Rlimit],

@@ -23,7 +23,7 @@ pub(super) struct PriorityBoost {
 }
 
 impl PriorityBoost {
-    /// Creates a boost that is not raised yet. `normal` is the current nice value of the thread.
+    /// Creates the value for a keeper at normal priority. `normal` is the current nice value of the thread.
     pub(super) fn new(normal: i32) -> Self {
         let text = fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let normal_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());

@@ -116,8 +116,8 @@ impl EventLoop {
         }
     }
 
-    /// Reaps exited workers and orphans. A worker's exit also has a separate event, so that it does not wait
-    /// behind a thousand orphans.
+    /// Reaps exited workers and orphans. A worker's exit also raises a separate event, so that it does not wait behind
+    /// a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.reaper.may_have_unreaped = false;
         if self.samples.is_busy(now) {

@@ -29,8 +29,8 @@ pub(super) struct WatchedProcesses {
 }
 
 impl WatchedProcesses {
-    /// Opens a pidfd of the guard, and duplicates the pidfd `application`, which is still the keeper's
-    /// standard output.
+    /// Opens a pidfd for the guard, and duplicates the `application` pidfd, which is still the keeper's standard
+    /// output.
     pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {

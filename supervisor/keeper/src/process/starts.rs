@@ -1,5 +1,5 @@
-//! Starts workers, from the order to the running program: the fork, the exchange of messages with the child,
-//! and the check of the child's confinement.
+//! Starts workers, from the order to the running program. This includes the fork, the exchange of messages with the
+//! child, and the check of the child's confinement.
 
 use std::io;
 use std::os::fd::OwnedFd;

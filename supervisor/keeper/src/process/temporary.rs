@@ -3,8 +3,8 @@
 //! All folders are in one base folder. The keeper holds a lock on its base folder, so that base folders left
 //! behind by killed keepers can be recognised.
 //!
-//! The content of a worker's folder is not trusted. It is removed on a separate thread, because it can be
-//! large. The removal follows no links, and is not recursive, because folders can be nested deeply.
+//! The contents of a worker's folder are not trusted. They are removed on a separate thread, because they can be large.
+//! The removal follows no links, and is not recursive, because folders can be nested deeply.
 
 use std::collections::VecDeque;
 use std::io;
@@ -203,8 +203,8 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     }
 }
 
-/// Removes as much as possible of a folder and its content. Returns `false` if the folder has more than
-/// `entries_max` entries.
+/// Removes as much as possible of a folder and its contents. Returns `false` if the folder has more than `entries_max`
+/// entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
         // Ignores errors. Remaining entries are visible to an operator, and the next keeper tries again.
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_of_temporary_base_folder_is_restored() {
+    fn temporary_base_folder_mode_is_restored() {
         use std::os::unix::fs::PermissionsExt;
         let parent = tempfile::tempdir().unwrap();
         let base = Base::create(parent.path()).unwrap();

@@ -80,7 +80,7 @@ pub enum NetworkAccess {
     /// No sockets except socket pairs.
     #[default]
     None,
-    /// Only outgoing connections: by TCP to the ports in [`Confinement::tcp_ports`], and by UDP.
+    /// Only outgoing connections: TCP to the ports in [`Confinement::tcp_ports`], and optionally UDP.
     Connections {
         /// True if the worker can use UDP.
         udp: bool,

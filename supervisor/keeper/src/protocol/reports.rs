@@ -109,7 +109,7 @@ pub enum Report {
     Template {
         /// Spawn number of the template.
         worker: u64,
-        /// Content of the message.
+        /// Contents of the message.
         message: TemplateReport,
     },
     /// Reply to [`Keeper::sample`](crate::Keeper::sample).

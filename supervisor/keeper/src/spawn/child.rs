@@ -29,7 +29,7 @@ impl Plan<'_> {
         exit(FAILED_EXIT_CODE)
     }
 
-    /// Executes the steps of a table, whose first step has the number `first`.
+    /// Executes the steps in a table. `first` is the number of the first step.
     fn run_steps(&self, first: usize, table: &[(&str, steps::Step)]) {
         for (number, (_, step)) in table.iter().enumerate() {
             if let Err(error) = step(self) {

@@ -83,7 +83,7 @@ pub(crate) struct ChildConnections {
     pub(crate) progress: OwnedFd,
     /// Status pipe of the first process of a PID namespace.
     pub(crate) status: Option<OwnedFd>,
-    /// Socket of the first process of a PID namespace with a template.
+    /// Socket of the first process of a template's PID namespace.
     pub(crate) init_socket: Option<OwnedFd>,
     /// The private root folder, used to name the path of a failed mount.
     pub(super) root: Option<Arc<PrivateRoot>>,

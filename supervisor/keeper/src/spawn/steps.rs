@@ -91,7 +91,7 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
 const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
-/// `detail` of a failed Landlock step whose rules the kernel accepted but does not enforce.
+/// Value of `detail` if the Landlock step fails because the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
 /// Number of the fork step between the two tables.
@@ -428,10 +428,10 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit on open files. Without an ordered limit, the worker gets the limit with which the keeper was
-/// started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors that
-/// a worker sends to itself and does not receive count against the limits of all processes of the user, so a worker
-/// with a higher limit could prevent the keeper from starting other workers.
+/// Sets the limit on open files. If the order contains no such limit, the worker gets the limit with which the keeper
+/// was started. For a confined worker, this default is at most three quarters of the keeper's hard limit. Descriptors
+/// that a worker sends to itself and does not receive count against the limits of all processes of the user, so a
+/// worker with a higher limit could prevent the keeper from starting other workers.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);

@@ -9,8 +9,8 @@ use rustix::fs::FileType;
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::SocketType;
 
-/// An inherited pipe, socket, terminal or pidfd. A pidfd reports that its process has exited, and any other kind that
-/// its other end was closed. Programs that are started later do not inherit the descriptor.
+/// An inherited pipe, socket, terminal or pidfd. A pidfd reports that its process has exited. Any other kind of
+/// descriptor reports that the other end was closed. Programs that are started later do not inherit the descriptor.
 #[derive(Debug)]
 pub struct LivenessDescriptor {
     descriptor: OwnedFd,

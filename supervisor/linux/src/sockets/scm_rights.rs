@@ -1,5 +1,5 @@
-//! Sockets that accept no descriptors. Otherwise, the kernel would close each descriptor that the receiver does not
-//! take, which can be slow (for a lingering TCP socket or a large memory file).
+//! Makes sockets refuse descriptors. Otherwise, the kernel would close each descriptor that the receiver does not take,
+//! which can be slow (for a lingering TCP socket or a large memory file).
 
 use std::os::fd::{AsFd, AsRawFd};
 

@@ -35,7 +35,7 @@ pub(super) struct Connection<S> {
     progress: Arc<Progress>,
     timer: Pin<Box<Sleep>>,
     phase: Phase,
-    /// Response that replaces hyper's own, and the number of its bytes that have already been written.
+    /// Response that replaces hyper's own, and the number of response bytes already written.
     replacement: Option<(Vec<u8>, usize)>,
 }
 

@@ -14,7 +14,7 @@ const SERVING: u64 = u64::MAX;
 #[derive(Debug)]
 pub(in crate::control) struct Progress {
     began: Instant,
-    /// Milliseconds after `began` at which the connection started to wait for a request.
+    /// Time at which the connection started to wait for a request, in milliseconds after `began`.
     waiting_since: AtomicU64,
     /// True if the general time limit does not apply because the handler enforces its own limits.
     has_no_time_limit: AtomicBool,

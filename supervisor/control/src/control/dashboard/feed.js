@@ -49,7 +49,7 @@ export class Feed {
     this.flushSoon();
   }
 
-  /** Adds a remark of the dashboard between the events, for example that the supervisor was restarted. */
+  /** Inserts a remark from the dashboard between the events, for example that the supervisor was restarted. */
   remark(text, severity = 'info') {
     this.add({ at: new Date().toISOString(), severity, kind: 'dashboard', bulkhead: null, message: text });
   }
@@ -89,7 +89,7 @@ export class Feed {
     for (const event of this.kept) {
       if (!(event[AT] > now - GROUPED_MS) || event.kind === 'dashboard' || !this.isWanted(event)) continue;
       const why = causeOf(event);
-      // Numbers such as process ids do not make a different cause.
+      // Numbers such as process IDs do not distinguish causes.
       const name = JSON.stringify([event.kind, event.bulkhead, event.severity, why.replace(/\d+/g, '#')]);
       const group = groups.get(name) ?? { event, why, count: 0 };
       groups.set(name, { ...group, count: group.count + 1 + (event.suppressed ?? 0), last: event.at });

@@ -135,7 +135,7 @@ pub(super) fn outcome_problem(
     let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome, payload);
     let outcome_headers = headers(&fields);
-    // The outcome's field `status` is removed, because problem documents use a field of this name for the HTTP status.
+    // The outcome's `status` field is removed, because problem documents use a field of this name for the HTTP status.
     fields.remove("status");
     fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);

@@ -149,8 +149,8 @@ pub(super) async fn read_outcome(
                 return Ok((metadata, header.payload_length() as u64));
             }
             kind::OUTCOME => return Err(Failure::Dropped),
-            // The data plane rejects frames from this connection only if the payload was not sent in time, or if it has
-            // no memory for the payload.
+            // The data plane rejects frames from this connection only if the payload was not sent in time or there is
+            // no memory for it.
             kind::REFUSED => {
                 let (refused, _) =
                     codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;

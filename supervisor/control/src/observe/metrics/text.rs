@@ -58,7 +58,7 @@ impl Format {
 vocabulary! {
     /// Kind of a metric family.
     Kind {
-        /// A number that never decreases. The names of the samples end in `_total`.
+        /// A number that never decreases. Sample names end in `_total`.
         Counter = "counter",
         Gauge = "gauge",
         Histogram = "histogram",
@@ -68,7 +68,7 @@ vocabulary! {
 /// Name, kind, labels and help text of a metric family.
 #[derive(Debug)]
 pub(super) struct FamilyInfo {
-    /// Name of the family, without the suffix `_total`.
+    /// Name of the family, without the `_total` suffix.
     pub(super) name: &'static str,
     pub(super) kind: Kind,
     pub(super) labels: &'static [&'static str],

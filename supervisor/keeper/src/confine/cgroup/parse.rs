@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_processes_and_controllers_are_parsed() {
+    fn process_and_controller_lists_are_parsed() {
         assert_eq!(processes(""), Some(vec![]));
         assert_eq!(processes("12\n0\n7\n"), Some(vec![12, 0, 7]));
         assert_eq!(processes("12\nx\n"), None);

@@ -350,7 +350,7 @@ fn only_leaves_of_dead_keepers_are_removed() {
 
 /// A process in the delegated group that does not belong to the supervisor is an error.
 #[test]
-fn only_processes_of_supervisor_leave_delegated_cgroup() {
+fn only_supervisor_processes_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
     // The shell stands in for the supervisor. Like the keeper's children, the shell's child descends from this
     // process.
@@ -428,7 +428,7 @@ fn cgroup_controllers_are_enabled_after_moving_processes() {
 }
 
 #[test]
-fn memory_limit_kills_all_processes_of_worker() {
+fn memory_limit_kills_all_worker_processes() {
     let Some(group) = TestGroup::new("memory") else { return };
     if !group.has_controller("memory") {
         return;

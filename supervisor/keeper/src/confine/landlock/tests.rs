@@ -333,7 +333,7 @@ fn landlock_permits_only_the_configured_ports() {
 
 /// A socket that another process has created and passed to the worker.
 #[test]
-fn landlock_restricts_sockets_from_outside() {
+fn landlock_restricts_sockets_passed_to_the_worker() {
     use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType, connect, socket};
     if !has_abi(4) {
         return;

@@ -1,5 +1,5 @@
-//! Rules for individual bits of arguments. They narrow the rules of a worker's profile: the call stays allowed
-//! with other arguments.
+//! Rules for individual bits of arguments. They narrow the rules of a worker's profile. Each call stays allowed with
+//! other arguments.
 
 use rustix::io::Errno;
 

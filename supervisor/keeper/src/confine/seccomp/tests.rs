@@ -148,7 +148,7 @@ fn seccomp_program_matches_rules_for_every_call() {
 }
 
 #[test]
-fn seccomp_kills_calls_of_other_architectures() {
+fn foreign_architecture_calls_kill_the_process() {
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
         for foreign in [0, 3 | 0x4000_0000, ARCHITECTURE ^ 1] {
@@ -525,7 +525,7 @@ fn with_connections(udp: bool) -> Vec<(&'static str, [u64; 3], i32)> {
 /// Evaluates the rules directly, because the helper process of the other tests cannot set the fourth argument
 /// separately.
 #[test]
-fn all_calls_that_send_refuse_tcp_fast_open() {
+fn all_send_calls_refuse_tcp_fast_open() {
     let flag = libc::MSG_FASTOPEN as u64;
     for (name, arguments) in [
         ("sendto", [3, 0, 0, flag, 0, 0]),
@@ -684,7 +684,7 @@ fn fatal_system_call_without_listener_kills_process() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn seccomp_kills_32_bit_and_x32_calls() {
+fn calls_through_32_bit_and_x32_abi_kill_the_process() {
     let start = |number| {
         let command = helper_command(&[(number, [0; 3])]);
         Confined::start(command, default(NetworkAccess::All).compile(FatalAction::Notify)).finish(Errno::XDEV)

@@ -185,7 +185,7 @@ impl Covers {
         if !has_mount_namespace {
             common(0, create_mount_namespace())?;
         }
-        // Once a folder is covered, its content can be reached only through the descriptor opened here.
+        // Once a folder is covered, its contents can be reached only through the descriptor opened here.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
         for (number, (cover, slot)) in self.covers.iter().zip(&mut descriptors).enumerate() {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -1,7 +1,7 @@
 //! Hides the entries of a private `/proc` that describe the machine, except entries that language runtimes
 //! read.
 //!
-//! The mount option `subset=pid` is not used, because it would also hide the entries that language runtimes read.
+//! The `subset=pid` mount option is not used, because it would also hide the entries that language runtimes read.
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;

@@ -23,8 +23,8 @@ use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 /// Path of the system's root folder while the private root folder is being assembled.
 const OLD_ROOT: &CStr = c"/old";
 
-/// Folder at which the new root folder is first mounted. Exists on every system, and its content is not
-/// needed before the root is changed.
+/// Folder at which the new root folder is first mounted. It exists on every system, and its contents are not needed
+/// before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
 /// Mount options of the file system with the folders and links of the new root. This file system is made read-only at
@@ -44,7 +44,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
     (c"/tmp", c"/dev/shm"),
 ];
 
-/// A step in creating a root folder, or the content of a covered folder.
+/// A step in creating a root folder, or the contents of a covered folder.
 pub(crate) enum LayoutStep {
     Folder(CString),
     File(CString),
@@ -57,7 +57,7 @@ pub(crate) enum LayoutStep {
         at: CString,
         access: Access,
     },
-    /// Hides the content of a file or folder.
+    /// Hides the contents of a file or folder.
     Hide {
         at: CString,
         is_folder: bool,
@@ -107,7 +107,7 @@ impl PrivateRoot {
         for folder in &layout.expanded {
             steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
         }
-        // The working directory must exist, even if the worker cannot access its content.
+        // The working directory must exist, even if the worker cannot access its contents.
         if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
             steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
         }
@@ -212,7 +212,7 @@ impl LayoutStep {
     }
 }
 
-/// Content of the root folder, ordered by path, so that each folder precedes its content.
+/// Contents of the root folder, ordered by path, so that each folder precedes its contents.
 #[derive(Default)]
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
