@@ -25,7 +25,7 @@ const LOOKS_WAITING_MAX: usize = 1024;
 /// creation of files from keeping a processor busy.
 const FILES_PAUSE: u32 = 1;
 
-/// Maximum time for retrying a failed start of a keeper. The failure can be temporary, for example if the keeper was
+/// Maximum time spent retrying a failed keeper start. The failure can be temporary, for example if the keeper was
 /// killed during its start or the system was short of memory or processes.
 const KEEPER_START_MAX: Duration = Duration::from_secs(10);
 

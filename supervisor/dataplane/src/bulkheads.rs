@@ -86,7 +86,7 @@ pub(super) struct BulkheadEntry {
     /// Maximum total size of the memory files lent to a worker, in bytes.
     pub(super) loaned_bytes_max: Option<u64>,
     demand: Demand,
-    /// Individual tenant limits. Used only if all tenants share the workers.
+    /// Per-tenant limits. Used only if all tenants share the workers.
     own: BTreeMap<String, TenantConfig>,
     layout: Layout,
 }

@@ -41,7 +41,7 @@ pub(super) struct Crashes {
     permits: Arc<Semaphore>,
     /// Crash state of each bulkhead that has had crashes.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes that have neither a report nor been counted in an event.
+    /// Number of crashes that have no report and have not been counted in an event.
     skipped: u64,
     /// PID and crash report of the death that is being handled. Events about this death contain the report's ID.
     last_report: Option<(u32, CrashId)>,

@@ -198,7 +198,7 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // The usual reason why a close takes long is `SO_LINGER`. The call fails for descriptors that are not sockets.
+        // A slow close is usually caused by `SO_LINGER`. The call fails for descriptors that are not sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
 }

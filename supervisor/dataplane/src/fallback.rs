@@ -92,7 +92,7 @@ impl FallbackState {
     }
 
     /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` looks up a bulkhead
-    /// by name. It returns `None` if there is no such bulkhead or the payload is too large for it.
+    /// by name, and returns `None` if there is no such bulkhead or the payload is too large for it.
     pub(super) fn next_target(
         &self,
         now: Time,

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn switch_waits_for_idle_leases_until_timeout() {
+    fn switch_waits_for_return_of_idle_leases_until_timeout() {
         let (mut handover, _receiver) = switching();
         assert!(handover.end_wait(at(1), true).is_none() && !handover.has_switched());
         assert!(handover.needs_checks() && !handover.pauses_reading());

@@ -1,4 +1,4 @@
-//! Leases of memory files. Records each lease's client and worker, and decides when a lease ends.
+//! Memory file leases. Records each lease's client and worker, and decides when a lease ends.
 //!
 //! A lease belongs to one client, one bulkhead and one tenant. The files are lent to the first worker that gets a job
 //! with the lease, and to no other worker. The lease ends when this worker is gone, or when the job has ended but the

@@ -623,8 +623,7 @@ impl DataPlane {
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // If the process of a worker is not known yet, `worker_spawned` checks for out-of-band bytes
-            // later.
+            // If the worker's process is not known yet, `worker_spawned` checks for out-of-band bytes later.
             Endpoint::Link(index) if self.links.get(index).is_some_and(Link::is_running) => {
                 self.end_link_for_violation(index, OUT_OF_BAND.to_owned());
             }

@@ -290,8 +290,8 @@ pub(super) enum AfterFlush {
     Keep,
     /// All output for a rejected client has been sent, so its connection must be shut down.
     Finish,
-    /// A client has too many unread bytes, so its session must be closed. This session can be a different one from the
-    /// session whose output was written.
+    /// A client has too many unread bytes, so its session must be closed. This session can differ from the one whose
+    /// output was written.
     CloseBehind(SessionIndex),
 }
 

@@ -1,5 +1,5 @@
-//! Spans of jobs. If tracing is on, each sampled job gets a span in its caller's trace, and the worker is sent the
-//! context of this span. The data plane only records the span; another thread formats it.
+//! Job spans. If tracing is on, each sampled job gets a span in its caller's trace, and the worker is sent the context
+//! of this span. The data plane only records the span; another thread formats it.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;

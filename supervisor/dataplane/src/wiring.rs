@@ -1,5 +1,5 @@
-//! Connects the parts of the data plane with each other, with the sockets and with the event loop. Each file performs
-//! the effects of one part.
+//! Connects the parts of the data plane to each other, to the sockets and to the event loop. Each file performs the
+//! effects of one part.
 
 mod commands;
 mod fallback;

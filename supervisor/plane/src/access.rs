@@ -1,4 +1,4 @@
-//! Permissions of clients (`[[access]]`). A socket client is identified once, when it connects. After that, each job is
+//! Client permissions (`[[access]]`). A socket client is identified once, when it connects. After that, each job is
 //! checked only against the rules that match its client. Requests over TCP are identified by a token.
 
 use std::collections::HashSet;
@@ -12,7 +12,7 @@ use crate::peer_check::{self, ClientRejection};
 use bulkhead_config::{AccessConfig, Config, Role, Token, Who};
 use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 
-/// Permissions of all clients of the jobs socket.
+/// Permissions for all clients of the jobs socket.
 pub struct Access {
     /// The supervisor's UID.
     own_uid: u32,

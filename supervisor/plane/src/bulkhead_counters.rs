@@ -48,8 +48,8 @@ pub struct BulkheadCounters {
     /// Number of this bulkhead's jobs that are currently at a fallback. Their outcomes will be counted for
     /// this bulkhead.
     pub elsewhere: u64,
-    /// Number of other bulkheads' jobs that are currently in this bulkhead as their fallback. Their outcomes will be
-    /// counted for the other bulkheads.
+    /// Number of jobs from other bulkheads that are currently in this bulkhead as a fallback. Their
+    /// outcomes will be counted for the other bulkheads.
     pub guests: u64,
     /// Number of retries of jobs whose worker died.
     pub retries: u64,
@@ -163,8 +163,8 @@ pub const BOUNDS: [(u64, &str); 21] = [
     (60_000_000_000, "60.0"),
 ];
 
-/// A histogram of durations with the bucket bounds in [`BOUNDS`]. Unlike the histograms in the module `latency`, which
-/// provide percentiles for the last minutes, its counts never decrease.
+/// A histogram of durations with the bucket bounds in [`BOUNDS`]. Unlike the histograms in the `latency` module, which
+/// provide percentiles for the last one to two minutes, its counts never decrease.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
     /// Number of values in each bucket of [`BOUNDS`], not including values in lower buckets. The last entry is the
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_of_histogram_bounds_match_their_nanoseconds() {
+    fn histogram_bound_texts_match_their_nanoseconds() {
         for (nanos, text) in BOUNDS {
             let seconds: f64 = text.parse().unwrap();
             assert_eq!((seconds * 1e9).round() as u64, nanos, "{text}");

@@ -195,8 +195,8 @@ pub enum Command {
 }
 
 impl Command {
-    /// Returns true if the command does not need to run, because its only effect is a reply and the sender no longer
-    /// waits for the reply.
+    /// Returns true if the command does not need to run, because its only effect is a reply and the sender is no longer
+    /// waiting for the reply.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -374,7 +374,7 @@ pub enum CommandSendError {
     Ended,
 }
 
-/// Sends commands to the data plane.
+/// Sender of commands to the data plane.
 #[derive(Clone, Debug)]
 pub struct CommandSender {
     commands: SyncSender<Command>,
@@ -383,8 +383,8 @@ pub struct CommandSender {
 }
 
 impl CommandSender {
-    /// Creates a sender for the channel `commands`. Each command calls `waker`, because the data plane sleeps while it
-    /// has nothing to do.
+    /// Creates a sender for the `commands` channel. Each command that is sent triggers `waker`, because the data plane
+    /// sleeps when it has nothing to do.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
         Self { commands, waker, stop_requests: Arc::default() }
     }

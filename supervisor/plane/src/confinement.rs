@@ -2,7 +2,7 @@
 //! bulkhead, before the first worker starts.
 //!
 //! If this machine does not support a layer and the layer is not in `best_effort`, the bulkhead's workers do not start,
-//! and a sentence reports the reason. No layer is left out silently.
+//! and a message reports the reason. No layer is left out silently.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -191,7 +191,7 @@ pub enum WorkerIdentity {
     Each,
 }
 
-/// Confinement of the workers of one bulkhead.
+/// Confinement of one bulkhead's workers.
 pub struct Sandbox {
     profile: Profile,
     layers: Layers,
@@ -328,7 +328,7 @@ impl Sandbox {
         self.layers.seccomp != Seccomp::Off
     }
 
-    /// Returns the confinement to order from the keeper for one worker. `id` is the worker's UID if each worker has a
+    /// Returns the confinement to request from the keeper for one worker. `id` is the worker's UID if each worker has a
     /// separate one.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
@@ -374,7 +374,7 @@ impl Sandbox {
     }
 }
 
-/// Entry in `missing` for the case that the number of processes is not limited separately for each worker.
+/// Entry in `missing` if the number of processes is not limited separately for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
 /// Returns true if RLIMIT_NPROC or a cgroup limits the number of processes of each worker. The kernel counts
@@ -424,7 +424,7 @@ fn warnings(
     warnings
 }
 
-/// Returns the network access to order from the keeper, and the ports to which workers can connect over TCP.
+/// Returns the network access to request from the keeper, and the ports to which workers can connect over TCP.
 fn network_access(network: &Network) -> (NetworkAccess, Vec<u16>) {
     match network {
         Network::None => (NetworkAccess::None, Vec::new()),
@@ -730,7 +730,7 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Returns the namespaces of the profile `default`. These include a PID namespace, so that the kernel kills all of
+    /// Returns the namespaces of the `default` profile. These include a PID namespace, so that the kernel kills all of
     /// a worker's descendants even if the keeper is killed. If PID namespaces are not available, records the layer as
     /// missing; the keeper then kills the descendants.
     fn default_namespaces(&mut self) -> Namespaces {

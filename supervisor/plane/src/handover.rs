@@ -1,9 +1,9 @@
 //! Messages exchanged during an upgrade, in which a supervisor hands over to its successor.
 //!
-//! There are two `SOCK_SEQPACKET` sockets. The control planes agree on the handover over the *link*. After that, the
+//! There are two `SOCK_SEQPACKET` sockets. The control planes use the *link* to agree on the handover. After that, the
 //! data planes use the *transfer socket*: the predecessor passes on connections and returns permits. Each message is
-//! one frame of the protocol (header, metadata, payload), and its descriptor is sent along with it. Unknown kinds and
-//! unknown extensions are skipped unless they are critical.
+//! one frame of the protocol (header, metadata, payload). If the message has a descriptor, the descriptor is sent along
+//! with it. Unknown kinds and unknown extensions are skipped unless they are critical.
 //!
 //! This module only encodes and decodes. `docs/operations/upgrade.md` describes the order of the messages.
 
@@ -27,10 +27,10 @@ pub const VERSION: u16 = 1;
 pub const MESSAGE_BYTES_MAX: usize =
     2 * HEADER_BYTES + 2 * METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + READ_BYTES_MAX;
 
-/// Gap between the job, lease and event numbers of a supervisor and those of its successor. It keeps numbers unique if
-/// the upgrade fails and the predecessor continues with its own numbers. The successor cannot use this many numbers in
-/// the ten seconds during which the upgrade can fail. A job number has 40 bits, which is enough for tens of thousands
-/// of upgrades.
+/// Gap between the job, lease and event numbers of a supervisor and those of its successor. The gap keeps numbers
+/// unique if the upgrade fails and the predecessor continues with its own numbers. The successor cannot use this many
+/// numbers in the ten seconds during which the upgrade can fail. A job number has 40 bits, which is enough for tens of
+/// thousands of upgrades.
 pub const NUMBERS_PER_ATTEMPT: u64 = 1 << 24;
 
 /// Message kinds. The meaning of a number never changes.
@@ -202,11 +202,11 @@ impl Quarantined {
 /// SWITCH: from now on, the successor serves clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Switch {
-    /// Number below those of all jobs of the successor.
+    /// Exclusive lower bound for the numbers of the successor's jobs.
     pub jobs_after: u64,
-    /// Number below those of all leases of the successor.
+    /// Exclusive lower bound for the numbers of the successor's leases.
     pub leases_after: u64,
-    /// Number below the sequence numbers of all events of the successor.
+    /// Exclusive lower bound for the sequence numbers of the successor's events.
     pub events_after: u64,
 }
 

@@ -29,7 +29,7 @@ pub struct PossibleSeries {
 }
 
 impl PossibleSeries {
-    /// Determines the possible series from the limits of the bulkhead and of individual tenants.
+    /// Determines the possible series from the bulkhead's limits and its per-tenant limits.
     pub fn new<'t>(limits: &Limits, own: impl IntoIterator<Item = &'t TenantConfig>) -> Self {
         let (tenants, recycle) = (&limits.tenants, &limits.recycle);
         let mut possible = Self {
@@ -75,8 +75,8 @@ impl PossibleSeries {
     pub fn can_reject(&self, priority: Priority, reason: RejectReason) -> bool {
         use RejectReason::*;
         match reason {
-            // Such jobs are not counted for any bulkhead, because the bulkhead does not exist or the client
-            // was not admitted.
+            // Jobs rejected for these reasons are not counted for any bulkhead, because the bulkhead does not exist or
+            // the client was not admitted.
             NotFound | Unauthenticated => false,
             // Any job that is not critical can be displaced by a more important job, either in this bulkhead or in a
             // fallback.

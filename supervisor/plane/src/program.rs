@@ -14,8 +14,8 @@ use bulkhead_keeper::{Rlimit, SpawnOrder};
 /// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// Undocumented command-line argument. A supervisor program that gets this as its first argument must run as a
-/// symbolizer.
+/// Undocumented command-line argument. A supervisor program that is started with this as its first argument must run as
+/// a symbolizer.
 pub const SYMBOLIZE_ARGUMENT: &str = "__symbolize";
 
 /// Memory limit of a symbolizer, in bytes.
@@ -199,9 +199,9 @@ impl Program {
     }
 }
 
-/// Resolves the confinement of a symbolizer. It equals that of the worker, but without write access and network, and
-/// with the profile `strict` if this machine supports that profile. Even if a record exploits the symbolizer, it gains
-/// no rights that its worker did not have.
+/// Resolves the confinement of a symbolizer. The result equals the worker's confinement, but without write access and
+/// network, and with the `strict` profile if this machine supports that profile. Even a record that exploits the
+/// symbolizer gains no rights that its worker did not have.
 fn symbolizer_sandbox(bulkhead: &BulkheadConfig, worker: &Sandbox, support: &SandboxSupport) -> Sandbox {
     let resolve = |profile| {
         let mut bulkhead = bulkhead.clone();
@@ -234,8 +234,8 @@ fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
-/// Limit on core dumps in bytes. Too small for any dump. With a limit of 0, the kernel would still pipe dumps to a
-/// program configured in `kernel.core_pattern`.
+/// Size limit for core dumps, in bytes. Too small for any dump. With a limit of 0, the kernel would still pipe dumps to
+/// a program configured in `kernel.core_pattern`.
 const NO_DUMP_BYTES: u64 = 1;
 
 /// Converts resource limits to the form that the kernel needs. Hard limits equal soft limits, so that a worker cannot

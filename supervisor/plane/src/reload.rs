@@ -26,7 +26,7 @@ pub struct BulkheadSpec {
     pub name: Arc<str>,
     pub program: Arc<Program>,
     pub limits: Limits,
-    /// Settings of individual tenants, by name.
+    /// Per-tenant settings, by tenant name.
     pub tenants: BTreeMap<String, TenantConfig>,
     pub max_payload: u64,
     pub max_result: u64,

@@ -24,7 +24,7 @@ pub struct Scrape {
     pub bulkheads: Vec<BulkheadNumbers>,
 }
 
-/// Numbers of configuration reloads, by result.
+/// Counts of configuration reloads, by result.
 #[derive(Clone, Copy, Debug)]
 pub struct ReloadCounts {
     pub succeeded: u64,

@@ -1,5 +1,5 @@
-//! Spans of jobs, sent from the data plane to the thread that renders them. A span contains only plain values of
-//! limited size.
+//! Job spans, sent from the data plane to the thread that renders them. A span contains only plain values of limited
+//! size.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

@@ -99,8 +99,8 @@ struct DatabaseIds {
 }
 
 impl IdAllocator {
-    /// Creates an allocator for the range `worker_uids`, or for the default range if it is `None`. Fails if no ID in
-    /// the range is mapped in this user namespace.
+    /// Creates an allocator for the `worker_uids` range, or for the default range if `worker_uids` is `None`. Fails if
+    /// no ID in the range is mapped in this user namespace.
     pub fn new(worker_uids: Option<UidRange>, id_use: IdUse) -> Result<Self, String> {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| parse_id_map(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();

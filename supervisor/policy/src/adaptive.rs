@@ -1,9 +1,8 @@
-//! An adaptive limit on the number of running jobs, based on measured run times. When run times exceed
-//! `target`, the limit is lowered in proportion to the excess. This is the gradient of Netflix's
-//! `Gradient2Limit` and Envoy's adaptive concurrency, but with a configured target instead of an estimated
-//! baseline. While all permits are in use, the limit grows by its square root, which is the headroom of both
-//! algorithms. After an increase that made jobs too slow, the algorithm waits twice as long before the next
-//! increase, so that the limit settles.
+//! An adaptive limit on the number of running jobs, based on measured run times. When run times exceed `target`, the
+//! limit is lowered in proportion to the excess. This is the gradient of Netflix's `Gradient2Limit` and Envoy's
+//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all permits are in use,
+//! the limit grows by its square root, which is also the headroom in both algorithms. After an increase that made jobs
+//! too slow, the algorithm waits twice as long before the next increase, so that the limit settles.
 //!
 //! Each tenant has one vote, regardless of its number of jobs. The latency in a window is the lower median of the
 //! tenants' 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
@@ -110,7 +109,7 @@ pub(crate) struct Adaptive {
     /// Run times in the current window, grouped by vote. The key is the tenant's number, or `None` for the vote shared
     /// by all tenants beyond [`TENANTS_MAX`].
     runs: BTreeMap<Option<u32>, Runs>,
-    /// Highest number of permits that were in use whenever a job ended in the current window.
+    /// Highest number of permits in use when a job ended in the current window.
     in_use_max: u32,
     /// True if a job in the current window ended while every permit within the limit was either in use or reserved for
     /// critical jobs.

@@ -80,7 +80,7 @@ pub(crate) enum Admission {
     Probe,
     /// The job is rejected because all probes are in progress. It is not known when the next job can pass.
     Probing,
-    /// The job is rejected, and so are all further jobs for `retry_after`. This is zero if the open time has expired
+    /// This job and all further jobs are rejected for `retry_after`. The duration is zero if the open time has expired
     /// but no worker is ready for a probe.
     Open { retry_after: Duration },
     /// The job is rejected until an operator releases the breaker.
@@ -120,8 +120,8 @@ pub(crate) enum CallResult {
     /// The call counts as a failure of the dependency: the handler blamed the dependency, the worker crashed, or the
     /// deadline passed while the job was running.
     Failure,
-    /// The call says nothing about the dependency, for example because it was cancelled, never ran, or failed through
-    /// the caller's fault.
+    /// The call says nothing about the dependency, for example because it was cancelled, never ran, or failed because
+    /// of the caller.
     Ignored,
 }
 
@@ -140,7 +140,7 @@ pub struct Transition {
     pub calls: u32,
 }
 
-/// Circuit breaker of one bulkhead.
+/// Circuit breaker for one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     /// Configuration of the breaker. If this is `None`, only an operator can open the breaker.
@@ -236,7 +236,7 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Returns the claim of a call whose result says nothing about the dependency, so that another call can be the
+    /// Returns the claim for a call whose result says nothing about the dependency, so that another call can be the
     /// probe instead. Otherwise, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
@@ -521,8 +521,8 @@ mod tests {
         }
     }
 
-    /// Taken from resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`. The fifth call triggers the
-    /// decision even if it succeeds.
+    /// Taken from `shouldOpenAfterFailureRateThresholdExceeded` in resilience4j. The fifth call triggers the decision
+    /// even if it succeeds.
     #[test]
     fn breaker_opens_at_failure_rate() {
         let mut breaker = breaker();
@@ -542,7 +542,7 @@ mod tests {
         assert_eq!(breaker.claim(at(4), true), None);
     }
 
-    /// Taken from resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
+    /// Taken from `shouldOpenAfterSlowCallRateThresholdExceeded` in resilience4j.
     #[test]
     fn breaker_opens_at_slow_call_rate() {
         let mut breaker = breaker();
@@ -553,7 +553,7 @@ mod tests {
         assert!(transition.is_some_and(|t| (t.failure_rate, t.slow_rate) == (0.2, 0.6)), "{transition:?}");
     }
 
-    /// Taken from Hystrix, `testLowVolumeDoesNotTripCircuit`.
+    /// Taken from `testLowVolumeDoesNotTripCircuit` in Hystrix.
     #[test]
     fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
@@ -566,7 +566,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Taken from Hystrix, `HealthCountsStream`. Calls older than the window no longer count.
+    /// Taken from `HealthCountsStream` in Hystrix. Calls older than the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -580,8 +580,8 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// Taken from Semian, `request_allowed?`. For an open circuit whose open time has expired, it returns true without
-    /// changing the state.
+    /// Taken from `request_allowed?` in Semian, which returns true for an open circuit whose open time has expired, but
+    /// does not change the state.
     #[test]
     fn peek_does_not_change_the_state() {
         let mut breaker = opened(at(0));
@@ -607,8 +607,8 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(105)), None);
     }
 
-    /// Taken from resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and
-    /// `shouldIncreaseCounterOnReleasePermission`.
+    /// Taken from `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission` in
+    /// resilience4j.
     #[test]
     fn half_open_breaker_limits_number_of_probes() {
         let mut breaker = opened(at(0));
@@ -636,8 +636,8 @@ mod tests {
         assert_eq!(breaker.seen(at(6)), Tally::default());
     }
 
-    /// Taken from resilience4j, #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe
-    /// is ignored.
+    /// Taken from resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe is
+    /// ignored.
     #[test]
     fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
@@ -652,7 +652,7 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// Taken from resilience4j, `maxWaitDurationInHalfOpenState` (#2028). This setting is not needed here, because a
+    /// Taken from `maxWaitDurationInHalfOpenState` in resilience4j (#2028). This setting is not needed here, because a
     /// hanging probe ends as a failure at its deadline.
     #[test]
     fn probe_that_exceeds_its_deadline_reopens_the_breaker() {
@@ -665,9 +665,9 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(35)), Some(10 * SECOND));
     }
 
-    /// Taken from resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, its
-    /// counterpart for slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike
-    /// resilience4j, this breaker opens as soon as the remaining probes cannot prevent the opening.
+    /// Taken from `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold` in resilience4j, its counterpart for
+    /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike in resilience4j, this
+    /// breaker opens as soon as the remaining probes cannot prevent the opening.
     #[test]
     fn probe_results_open_or_close_the_breaker() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
@@ -705,7 +705,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Taken from resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval.
+    /// Taken from `shouldTransitionToHalfOpenAfterWaitInterval` in resilience4j, with an exponential interval.
     /// resilience4j resets the interval each time the breaker closes, so a flapping breaker never slows down. Here, the
     /// interval is reset only after the breaker has been closed for a whole window.
     #[test]
@@ -757,7 +757,7 @@ mod tests {
         assert!(matches!(breaker.claim(at(9), true), Some((Claim::Probe { .. }, None))));
     }
 
-    /// Taken from resilience4j, `shouldForceOpenCircuitBreaker`.
+    /// Taken from `shouldForceOpenCircuitBreaker` in resilience4j.
     #[test]
     fn forced_open_breaker_closes_only_on_release_or_reset() {
         for mut breaker in [breaker(), opened(at(0)), Breaker::new(None)] {
@@ -776,7 +776,7 @@ mod tests {
         }
     }
 
-    /// Taken from resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
+    /// Taken from `shouldResetToClosedState` and `shouldResetClosedState` in resilience4j.
     #[test]
     fn reset_closes_the_breaker_and_discards_all_counts() {
         let mut breaker = opened(at(0));

@@ -1,4 +1,4 @@
-//! Retry budget of a bulkhead. Limits retries to a fraction of the recent calls, so that retries do not multiply the
+//! Retry budget for a bulkhead. Limits retries to a fraction of the recent calls, so that retries do not multiply the
 //! load on a failing dependency. Computing the fraction over a window follows Finagle's `RetryBudget`, and the minimum
 //! number of retries follows failsafe-go.
 
@@ -16,7 +16,7 @@ const WINDOW: Duration = Duration::from_secs(10);
 /// because each retry can kill another worker.
 const RETRIES_FLOOR: u32 = 10;
 
-/// Limits for retries.
+/// Retry limits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RetryLimits {
     /// Maximum number of attempts to run a job, including the first.
@@ -108,7 +108,7 @@ mod tests {
         (0..10_000).take_while(|_| budget.try_retry(now, 1)).count() as u32
     }
 
-    /// Taken from failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even if there are no
+    /// Taken from `WithMinConcurrency` in failsafe-go. The minimum number of retries is allowed even if there are no
     /// calls.
     #[test]
     fn low_volume_allows_the_minimum_number_of_retries() {
@@ -124,7 +124,7 @@ mod tests {
         );
     }
 
-    /// Taken from Finagle, `RetryBudget`. Allows retries for about the fraction `percentCanRetry` of the requests.
+    /// Taken from Finagle's `RetryBudget`, which allows retries for about `percentCanRetry` of the requests.
     #[test]
     fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
@@ -161,7 +161,7 @@ mod tests {
         assert!(!budget.try_retry(Time::ZERO, 3));
     }
 
-    /// Taken from Finagle, `RetryBudget.Empty`.
+    /// Taken from Finagle's `RetryBudget.Empty`.
     #[test]
     fn missing_limits_or_zero_budget_forbid_retries() {
         assert_eq!(spend(&mut RetryBudget::new(None), Time::ZERO), 0);

@@ -1,4 +1,4 @@
-//! State machine of one bulkhead. This file handles dispatch, deadlines and cancellation. The submodule [`admission`]
+//! State machine for one bulkhead. This file handles dispatch, deadlines and cancellation. The [`admission`] submodule
 //! handles admission and queueing, [`recovery`] handles the jobs of dead workers, and [`life`] and [`recycle`] handle
 //! the lifecycle of workers. [`permits`] and [`adapt`] limit the number of running jobs. [`spares`] manages spare
 //! workers, and [`size`] manages the number of workers.
@@ -656,12 +656,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Updates the time at which a worker is killed because of its jobs. A worker is killed after `grace` if no client
-    /// is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline or run limit. A client can
-    /// therefore end its own job early, but not the jobs of other clients. A worker that [ends each job
+    /// Updates the time at which a worker is killed because of its jobs. A worker is killed after the `grace` period if
+    /// no client is waiting for any of its jobs, or if a job has exceeded the bulkhead's own deadline or run limit. A
+    /// client can therefore end its own job early, but not the jobs of other clients. A worker that [ends each job
     /// itself](Self::kill_delay) has more time while clients are waiting for its other jobs. Until it is killed, the
-    /// worker gets no new jobs. While the worker is sending an oversized result, `grace` restarts [whenever data
-    /// arrives](Self::extend_kill_time).
+    /// worker gets no new jobs. While the worker is sending an oversized result, the `grace` period restarts [whenever
+    /// data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {

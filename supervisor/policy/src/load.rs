@@ -1,6 +1,6 @@
-//! Chooses the worker for the next job: the worker with the fewest jobs. If several workers have equally few, this is
-//! the worker with the lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers,
-//! plus one machine word for every 64 additional workers.
+//! Chooses the worker for the next job: the worker with the fewest jobs. In case of a tie, chooses the worker with the
+//! lowest number, because its caches are the warmest. Every operation is O(1) for up to 64 workers, plus one machine
+//! word for every 64 additional workers.
 
 /// Workers, grouped by their number of jobs. A worker's level changes by at most one at a time, so the lowest
 /// occupied level is cheap to maintain.

@@ -37,7 +37,7 @@ impl fmt::Display for Digest {
     }
 }
 
-/// Settings of the quarantine.
+/// Quarantine settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoisonLimits {
     /// Number of crashes after which a payload is quarantined.
@@ -49,12 +49,12 @@ pub struct PoisonLimits {
 /// Recorded crashes and quarantined payloads of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Poison {
-    /// Settings of the quarantine. If this is `None`, no crashes are recorded.
+    /// Quarantine settings. If this is `None`, no crashes are recorded.
     limits: Option<PoisonLimits>,
     /// All recorded crashes, oldest first. A linear search is fast enough, because each crash costs a process. A flood
     /// of new payloads can displace recorded crashes, but not quarantined payloads.
     crashes: VecDeque<(Time, Digest)>,
-    /// Quarantined digests, and the time of the last crash for each. Looked up for every job. A `BTreeMap` is used
+    /// Quarantined digests, and the time of the last crash for each. Every job causes a lookup. A `BTreeMap` is used
     /// because a `HashMap` would use a random key.
     quarantined: BTreeMap<Digest, Time>,
 }
@@ -152,7 +152,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// As in SQS, `maxReceiveCount`. The third failure quarantines only this payload.
+    /// Follows `maxReceiveCount` in SQS: the third failure quarantines only this payload.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();

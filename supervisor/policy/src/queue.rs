@@ -131,8 +131,8 @@ impl Queue {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// Returns the tenant with the most waiting jobs. If several tenants have equally many, returns the tenant that
-    /// reached this number first. O(1).
+    /// Returns the tenant with the most waiting jobs. In case of a tie, returns the tenant that reached this count
+    /// first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
@@ -490,8 +490,8 @@ impl Rounds {
     }
 }
 
-/// Tenants, ranked by their number of waiting jobs. A tenant's number changes by one at a time, so the highest number
-/// is cheap to maintain.
+/// Tenants, ranked by their number of waiting jobs. A tenant's count changes by one at a time, so the highest count is
+/// cheap to maintain.
 #[derive(Default)]
 struct Ranking {
     /// Number of waiting jobs, indexed by tenant.
@@ -518,7 +518,7 @@ impl Ranking {
         self.lens[index] += 1;
     }
 
-    /// Decrements a tenant's number of jobs. It must be at least one.
+    /// Decrements a tenant's job count, which must be at least one.
     fn subtract(&mut self, tenant: u32) {
         let index = tenant as usize;
         self.lens[index] -= 1;

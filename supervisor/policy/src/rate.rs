@@ -8,7 +8,7 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// Rate limit of a bulkhead or tenant.
+/// Rate limit for a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
     /// Cost per second that passes in the long term. Must be greater than 0.

@@ -1,5 +1,5 @@
-//! Restart policy of a slot. Failures delay restarts, and too many failures stop the slot. Like the restart
-//! intensity of Erlang's `supervisor`, the policy is a pure function of timestamps and needs no timers.
+//! Restart policy for a slot. Failures delay restarts, and too many failures stop the slot. Like the restart intensity
+//! of Erlang's `supervisor`, the policy is a pure function of timestamps and needs no timers.
 
 use std::collections::VecDeque;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Table of the tenants of a bulkhead. Each tenant has a small number that stays the same as long as the tenant has
-//! jobs. The table remembers a bounded number of tenants without jobs. The longest idle tenants are forgotten first.
+//! Table of a bulkhead's tenants. Each tenant has a small number that stays the same as long as the tenant has jobs.
+//! The table remembers a bounded number of tenants without jobs. The longest idle tenants are forgotten first.
 //! Forgetting them has little effect, because their rate-limit buckets are empty by then.
 
 use std::collections::{BTreeMap, HashMap};

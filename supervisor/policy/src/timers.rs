@@ -12,7 +12,7 @@ type Position = u32;
 
 const ABSENT: Position = u32::MAX;
 const IN_QUEUE: Position = 1 << 31;
-/// Mask for place numbers. They wrap around.
+/// Mask for place numbers, which wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
 /// Maximum number of empty places in the queue, regardless of the number of timers.

@@ -10,7 +10,7 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// Maximum time between the request to start a process and the report that it is running. The time is long because the
-/// keeper starts processes one after the other. The timeout `start.handshake` begins once the process is running.
+/// keeper starts processes one after the other. The `start.handshake` timeout begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum time until a process forked from a template is running. The time is long because the template may request

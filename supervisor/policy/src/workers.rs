@@ -35,7 +35,7 @@ pub(crate) struct Slot {
     pub(crate) record: SlotRecord,
 }
 
-/// Numbers of a slot's permits.
+/// Permit counts for a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SlotPermits {
     /// Number of jobs that are still running in replaced workers.
@@ -271,8 +271,8 @@ impl Workers {
         Some(worker)
     }
 
-    /// Changes a worker's jobs and updates all derived values. In the worker's timer, only the check for late jobs is
-    /// updated.
+    /// Changes a worker's jobs and updates all derived values. Updates the worker's timer only if a check for late jobs
+    /// is scheduled.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -647,7 +647,7 @@ impl Workers {
         }
     }
 
-    /// Recomputes the numbers of a slot's permits, and updates the totals.
+    /// Recomputes a slot's permit counts, and updates the totals.
     fn update_slot(&mut self, limits: &Limits, slot: u32) {
         let before = self.slot(slot).permits;
         let after = self.permits_of_slot(limits, slot);

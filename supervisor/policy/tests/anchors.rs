@@ -19,7 +19,8 @@ fn change(max_in_flight: Option<u32>, processes: Option<u32>) -> Event<u32> {
 
 // Resizing.
 
-/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit is raised.
+/// Follows `SemaphoreBulkheadTest.changeConfig` in resilience4j: a waiting job gets a permit as soon as the limit is
+/// raised.
 #[test]
 fn raised_limit_immediately_dispatches_waiting_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 4));
@@ -41,7 +42,7 @@ fn raised_limit_immediately_dispatches_waiting_jobs() {
 /// and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the number of running
 /// jobs falls to the new limit.
 #[test]
-fn running_jobs_fall_to_lowered_limit_under_load() {
+fn number_of_running_jobs_falls_to_lowered_limit() {
     let mut fixture = Fixture::ready(limits(2, 4, 100));
     let running: Vec<_> = (0..8).map(|_| fixture.job()).collect();
     let waiting: Vec<_> = (0..8).map(|_| fixture.job()).collect();
@@ -64,7 +65,7 @@ fn running_jobs_fall_to_lowered_limit_under_load() {
     assert_eq!(fixture.bulkhead.counters().ok, 16);
 }
 
-/// resilience4j, `SemaphoreBulkheadTest.testZeroMaxConcurrentCalls`: a limit of 0 rejects every call.
+/// Follows `SemaphoreBulkheadTest.testZeroMaxConcurrentCalls` in resilience4j: a limit of 0 rejects every call.
 #[test]
 fn zero_max_in_flight_rejects_all_jobs() {
     let mut fixture = Fixture::ready(limits(1, 0, 0));
@@ -85,7 +86,7 @@ fn zero_max_in_flight_rejects_all_jobs() {
     assert!(fixture.was_dispatched(job));
 }
 
-/// Semian, `test_resize_tickets_increase` and `_decrease`, applied to workers: new workers start immediately, and
+/// Applies Semian's `test_resize_tickets_increase` and `_decrease` to workers: new workers start immediately, and
 /// surplus workers finish their jobs.
 #[test]
 fn number_of_workers_follows_processes_key() {
@@ -130,7 +131,7 @@ fn jobs_in_flight_never_exceed_the_limit() {
     assert_eq!(fixture.submit_as(Priority::BestEffort, ""), None);
 }
 
-/// Kubernetes' API Priority and Fairness lets a request wait for a quarter of its deadline. For example, the
+/// Kubernetes' API Priority and Fairness lets a request wait for up to a quarter of its deadline. For example, the
 /// `queueWaitTime` of a request with a deadline of 60 s is 15 s. Here, the maximum wait is configured. If it is not
 /// configured, a job waits until its deadline.
 #[test]
@@ -151,8 +152,8 @@ fn job_waits_at_most_until_queue_timeout_or_deadline() {
     }
 }
 
-/// Kubernetes' API Priority and Fairness, `TestDifferentFlowsExpectUnequal`: while another tenant has waiting
-/// jobs, a tenant with ten times the demand gets no more than its share.
+/// Based on `TestDifferentFlowsExpectUnequal` from Kubernetes' API Priority and Fairness. While another tenant has
+/// waiting jobs, a tenant with ten times the demand gets no more than its share.
 #[test]
 fn tenants_with_unequal_demand_get_equal_shares() {
     let mut fixture = Fixture::ready(limits(1, 1, 200));
@@ -198,7 +199,7 @@ fn tripped(max_in_flight: u32) -> Fixture {
     fixture
 }
 
-/// Hystrix, `testLowVolumeDoesNotTripCircuit`: a few calls do not open the breaker, even if all of them fail.
+/// Follows `testLowVolumeDoesNotTripCircuit` in Hystrix: a few calls do not open the breaker, even if all of them fail.
 #[test]
 fn low_volume_does_not_open_the_breaker() {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, 1, 0) });
@@ -210,9 +211,10 @@ fn low_volume_does_not_open_the_breaker() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState`. The jobs in this test wait only for the breaker.
+/// Follows `shouldOnlyPermitFourCallsInHalfOpenState` in resilience4j. There are enough permits, so only the breaker
+/// rejects jobs.
 #[test]
-fn half_open_admits_only_the_configured_probes() {
+fn half_open_breaker_admits_only_the_configured_probes() {
     let mut fixture = tripped(8);
     assert_eq!(fixture.submit(), None);
     assert_eq!(fixture.last_reason(), Some("circuit_open"));
@@ -225,8 +227,8 @@ fn half_open_admits_only_the_configured_probes() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe without a meaningful result
-/// returns its claim. Here, the probe is cancelled, or its deadline passes before it is dispatched.
+/// Follows `shouldIncreaseCounterOnReleasePermission` and #544 in resilience4j: a probe without a meaningful result
+/// returns its claim. In this test, the probes are cancelled.
 #[test]
 fn ignored_probe_returns_its_claim() {
     let mut fixture = tripped(8);
@@ -242,8 +244,8 @@ fn ignored_probe_returns_its_claim() {
     }
 }
 
-/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end must not keep the breaker half-open forever.
-/// Here, a probe's deadline ends the half-open state.
+/// Follows `maxWaitDurationInHalfOpenState` in resilience4j: probes that never end must not keep the breaker half-open
+/// forever. Here, a probe's deadline ends the half-open state.
 #[test]
 fn half_open_state_ends_at_deadline_of_a_probe() {
     let mut fixture = tripped(8);
@@ -256,7 +258,7 @@ fn half_open_state_ends_at_deadline_of_a_probe() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `testCircuitBreakerSlowCallRateThresholdExceeded`: slow calls open the breaker even if all
+/// Follows `testCircuitBreakerSlowCallRateThresholdExceeded` in resilience4j: slow calls open the breaker even if all
 /// of them succeed.
 #[test]
 fn slow_calls_open_the_breaker() {
@@ -268,7 +270,7 @@ fn slow_calls_open_the_breaker() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `transitionToForcedOpenState`: no call passes until an operator releases the breaker.
+/// Follows `transitionToForcedOpenState` in resilience4j: no call passes until an operator releases the breaker.
 #[test]
 fn forced_open_breaker_stays_open_until_release() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -290,8 +292,8 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed. Beyond that, retries are limited to a
-/// fraction of the jobs.
+/// Like the budget of failsafe-go's `RetryPolicy`, the retry budget always allows a few retries. Beyond that, retries
+/// are limited to a fraction of the jobs.
 #[test]
 fn retry_budget_always_allows_a_few_retries() {
     let mut fixture = Fixture::ready(retrying(1, 0.01));
@@ -322,8 +324,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker dies while it has four jobs. As Erlang's advice says, the culprit must be found. Each job is retried alone,
-/// so that the same culprit does not kill an innocent job twice.
+/// A worker dies while it has four jobs. Erlang's advice is to find the culprit, so each job is retried alone. The
+/// culprit then does not kill an innocent job twice.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -382,8 +384,8 @@ fn deadline_covers_all_attempts() {
     assert_eq!(fixture.outcomes[0].attempts, 2);
 }
 
-/// SQS, `maxReceiveCount`: a message that was received too often is moved to the dead-letter queue, and other messages
-/// are still delivered.
+/// Follows `maxReceiveCount` in SQS: a message that was received too often is moved to the dead-letter queue, and other
+/// messages are still delivered.
 #[test]
 fn repeatedly_crashing_payload_is_quarantined() {
     let poison = Some(PoisonLimits { crashes: 3, within: 3600 * SECOND });
@@ -429,8 +431,8 @@ fn quarantined_payloads_do_not_stop_the_slot() {
 
 // Scaling to zero.
 
-/// systemd's socket activation with an idle timeout: workers are stopped when there are no jobs, and restarted for the
-/// next job. Measurements are kept.
+/// Like systemd's socket activation with an idle timeout, the bulkhead stops workers when there are no jobs, and
+/// restarts them for the next job. Measurements are kept.
 #[test]
 fn idle_bulkhead_scales_to_zero_and_restarts_for_next_job() {
     let mut fixture = Fixture::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });

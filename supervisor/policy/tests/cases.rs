@@ -16,8 +16,8 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Permits.
 
-/// Polly, `BulkheadScenarios`: of L calls with N permits and Q queue places, min(L, N) run and max(0, L - N - Q) are
-/// rejected. At the end, all permits are free.
+/// Follows `BulkheadScenarios` in Polly: of L calls with N permits and Q queue places, min(L, N) run and
+/// max(0, L - N - Q) are rejected. At the end, all permits are free.
 #[test]
 fn rejects_jobs_beyond_permits_and_queue() {
     for (processes, max_in_flight, queue) in [(1, 1, 0), (1, 4, 2), (4, 1, 2), (2, 3, 0), (3, 2, 7)] {
@@ -42,7 +42,7 @@ fn rejects_jobs_beyond_permits_and_queue() {
     }
 }
 
-/// `docs/operations/upgrade.md`: both supervisors together never exceed the limit.
+/// Checks a rule in `docs/operations/upgrade.md`: both supervisors together never exceed the limit.
 #[test]
 fn does_not_use_permits_of_the_other_supervisor() {
     let mut successor = Fixture::ready(limits(2, 2, 3));
@@ -68,7 +68,7 @@ fn does_not_use_permits_of_the_other_supervisor() {
     assert_eq!(predecessor.bulkhead.limit(), 4);
 }
 
-/// Failsafe #393: waiting jobs that time out must not use up permits.
+/// Follows Failsafe #393: waiting jobs that time out must not use up permits.
 #[test]
 fn jobs_that_time_out_do_not_reduce_capacity() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(8, 1, 8) });
@@ -82,7 +82,7 @@ fn jobs_that_time_out_do_not_reduce_capacity() {
     assert!(next.iter().all(|&job| fixture.was_dispatched(job)));
 }
 
-/// Netflix concurrency-limits: if a permit becomes free just as the waiting job times out, either that job or
+/// Follows Netflix concurrency-limits: if a permit becomes free just as the waiting job times out, either that job or
 /// the next one must get the permit.
 #[test]
 fn permit_freed_at_the_timeout_is_not_lost() {
@@ -104,8 +104,8 @@ fn permit_freed_at_the_timeout_is_not_lost() {
     }
 }
 
-/// Semian: when the holder of a permit is killed by SIGKILL, the permit is returned. Here, the permit is returned when
-/// the next process is ready.
+/// Semian returns a permit when its holder is killed by SIGKILL. Here, the permit is returned when the next process is
+/// ready.
 #[test]
 fn permit_of_a_killed_worker_becomes_free_again() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -119,7 +119,7 @@ fn permit_of_a_killed_worker_becomes_free_again() {
     assert_eq!(fixture.bulkhead.available(), 1);
 }
 
-/// tower: a dropped future returns its permit. Here, the permit of a disconnected client's job is returned only after
+/// A dropped future in tower returns its permit. Here, the permit of a disconnected client's job is returned only after
 /// the worker has replied or exited, because the job may still be running.
 #[test]
 fn cancelled_job_keeps_its_permit_until_its_work_ends() {
@@ -229,7 +229,7 @@ fn memory_exhaustion_rejects_only_waiting_jobs() {
     assert_eq!((counters.submitted, counters.outcomes()), (3, 3));
 }
 
-/// `docs/architecture.md`: a reply from an earlier generation is dropped and counted.
+/// Checks a rule in `docs/architecture.md`: a reply from an earlier generation is dropped and counted.
 #[test]
 fn drops_reply_from_an_earlier_generation() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -245,7 +245,7 @@ fn drops_reply_from_an_earlier_generation() {
 
 // The queue.
 
-/// Hystrix: a job that is cancelled while waiting never runs.
+/// Follows Hystrix: a job that is cancelled while waiting never runs.
 #[test]
 fn job_cancelled_while_queued_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 3));
@@ -259,7 +259,7 @@ fn job_cancelled_while_queued_never_runs() {
     assert_eq!(fixture.bulkhead.counters().ok, 3);
 }
 
-/// `docs/semantics.md`: the outcome depends on whether the queue timeout or the deadline passes first.
+/// Checks a rule in `docs/semantics.md`: the outcome depends on whether the queue timeout or the deadline passes first.
 #[test]
 fn queue_timeout_and_deadline_have_different_reasons() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
@@ -274,7 +274,7 @@ fn queue_timeout_and_deadline_have_different_reasons() {
     fixture.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// `docs/semantics.md`: a job never runs after its deadline, even if no tick was handled before then.
+/// Checks a rule in `docs/semantics.md`: a job never runs after its deadline, even if no tick was handled before then.
 #[test]
 fn expired_job_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -290,8 +290,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// `docs/semantics.md`: while workers are starting, as many jobs can wait as these workers will have permits, even
-/// without a queue.
+/// Checks a rule in `docs/semantics.md`: while workers are starting, as many jobs can wait as these workers will have
+/// permits, even without a queue.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -337,7 +337,8 @@ fn unread_job_ends_if_no_worker_will_start() {
 
 // Deadlines.
 
-/// `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the worker's other jobs.
+/// Checks a rule in `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the
+/// worker's other jobs.
 #[test]
 fn short_deadline_does_not_stop_other_jobs() {
     let mut fixture = Fixture::ready(limits(1, 2, 0));
@@ -353,7 +354,8 @@ fn short_deadline_does_not_stop_other_jobs() {
     assert_eq!(fixture.killed.len(), 1, "the worker must be killed because it has no other jobs");
 }
 
-/// `docs/semantics.md`: at the bulkhead's own deadline, the worker is killed together with its other jobs.
+/// Checks a rule in `docs/semantics.md`: at the bulkhead's own deadline, the worker is killed together with its other
+/// jobs.
 #[test]
 fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     let limits = Limits { deadline: 5 * SECOND, deadline_max: 60 * SECOND, ..limits(1, 2, 0) };
@@ -368,8 +370,8 @@ fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     fixture.expect(innocent, "crashed", Some("collateral"));
 }
 
-/// `docs/semantics.md`: a worker that replies within `grace` is not killed. Until it has replied, the worker
-/// gets no other job.
+/// Checks a rule in `docs/semantics.md`: a worker that replies within `grace` is not killed. Until it has replied, the
+/// worker gets no other job.
 #[test]
 fn worker_that_replies_within_grace_survives() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 1) });
@@ -384,8 +386,8 @@ fn worker_that_replies_within_grace_survives() {
     assert_eq!((fixture.killed.len(), fixture.verdicts(job).len()), (0, 1));
 }
 
-/// `docs/semantics.md`: the run limit counts from dispatch, regardless of the time in the queue, and restarts with each
-/// attempt.
+/// Checks a rule in `docs/semantics.md`: the run limit counts from dispatch, regardless of the time in the queue, and
+/// restarts with each attempt.
 #[test]
 fn run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -403,8 +405,8 @@ fn run_limit_counts_from_each_dispatch() {
     assert_eq!(fixture.outcomes.last().map(|answer| answer.run_limit), Some(Some(SECOND)));
 }
 
-/// `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit requested by the client,
-/// the worker is killed only if it has no other jobs.
+/// Checks a rule in `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit
+/// requested by the client, the worker is killed only if it has no other jobs.
 #[test]
 fn only_bulkhead_run_limit_kills_a_shared_worker() {
     let mut fixture = Fixture::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
@@ -421,9 +423,9 @@ fn only_bulkhead_run_limit_kills_a_shared_worker() {
 
 // Restarts.
 
-/// `docs/semantics.md`: the first restart is immediate, and later restarts are delayed by a `backoff` that doubles each
-/// time. After more than `max` failures, the slot has failed, and another worker is started after `backoff_max`. A
-/// reset clears the history.
+/// Checks a rule in `docs/semantics.md`: the first restart is immediate, and later restarts are delayed by a `backoff`
+/// that doubles each time. After more than `max` failures, the slot has failed, and another worker is started after
+/// `backoff_max`. A reset clears the history.
 #[test]
 fn failed_starts_are_retried_with_backoff() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));
@@ -452,8 +454,8 @@ fn failed_starts_are_retried_with_backoff() {
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so that bad payloads
-/// cannot stop a bulkhead for all clients.
+/// Checks a rule in `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so
+/// that bad payloads cannot stop a bulkhead for all clients.
 #[test]
 fn deaths_during_jobs_are_not_failed_starts() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 0) });
@@ -473,8 +475,8 @@ fn deaths_during_jobs_are_not_failed_starts() {
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// `docs/semantics.md`: an exit with status 0 while a job is in flight is a crash (pebble and loky treat it
-/// as success).
+/// Checks a rule in `docs/semantics.md`: an exit with status 0 while a job is in flight is a crash (pebble and loky
+/// treat it as success).
 #[test]
 fn clean_exit_with_a_job_in_flight_is_a_crash() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
@@ -489,8 +491,8 @@ fn clean_exit_with_a_job_in_flight_is_a_crash() {
 
 // Recycling.
 
-/// `docs/semantics.md`: the old worker is drained only after its replacement is ready, so that the number of
-/// permits does not drop.
+/// Checks a rule in `docs/semantics.md`: the old worker is drained only after its replacement is ready, so that the
+/// number of permits does not drop.
 #[test]
 fn recycled_worker_continues_until_its_replacement_is_ready() {
     let mut limits = limits(1, 1, 0);
@@ -516,8 +518,8 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not increase the number of
-/// workers.
+/// Checks a rule in `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not increase
+/// the number of workers.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -564,7 +566,8 @@ fn rolling_restart_replaces_one_slot_at_a_time() {
 
 // Operator commands.
 
-/// `docs/semantics.md`: new and queued jobs are rejected immediately, and jobs in flight are completed.
+/// Checks a rule in `docs/semantics.md`: new and queued jobs are rejected immediately, and jobs in flight are
+/// completed.
 #[test]
 fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -579,7 +582,7 @@ fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     assert!(fixture.was_dispatched(next));
 }
 
-/// `docs/semantics.md`: jobs in flight can continue until `by`. The remaining jobs then end as
+/// Checks a rule in `docs/semantics.md`: jobs in flight can continue until `by`. The remaining jobs then end as
 /// `crashed/stopped`.
 #[test]
 fn stop_waits_for_jobs_until_its_time_limit() {

@@ -182,7 +182,7 @@ fn prefetching_stops_if_another_tenant_waits() {
 }
 
 #[test]
-fn prefetched_job_ends_as_not_executed() {
+fn cancelled_or_late_prefetched_job_ends_as_not_executed() {
     let mut fixture = fixture(limits(1, 1, 10));
     let first = fixture.job();
     let cancelled = fixture.job();
@@ -255,8 +255,8 @@ fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
     }
 }
 
-/// After a violation, the supervisor does not read the worker's replies, so that it considers jobs prefetched that the
-/// worker has started.
+/// After a violation, the supervisor does not read the worker's replies, so it still treats jobs that the worker has
+/// started as prefetched.
 #[test]
 fn started_prefetched_job_does_not_run_twice() {
     let mut fixture = fixture(limits(1, 1, 10));

@@ -1,5 +1,5 @@
-//! Limits and programs that change while jobs are running: which changes take effect immediately, which take effect
-//! later, and what is kept.
+//! Tests changes to limits and programs while jobs are running: which changes take effect immediately, which take
+//! effect later, and which state is kept.
 
 #![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
@@ -192,7 +192,7 @@ fn new_program_replaces_workers_one_at_a_time() {
 }
 
 #[test]
-fn retries_failed_replacement_while_old_workers_serve() {
+fn retries_failed_replacement_while_old_workers_run_jobs() {
     let mut fixture = Fixture::ready(limits(2, 1, 0));
     fixture.apply(Event::ReplaceWorkers);
     for attempt in 1..=3 {

@@ -69,8 +69,8 @@ fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId
     (fixture, running, waiting)
 }
 
-/// `docs/semantics.md`: at any time, at most `processes` x `max_in_flight` jobs are running, even while workers are
-/// recycled, restarted or replaced because of a new program.
+/// Checks a rule in `docs/semantics.md`: at any time, at most `processes` x `max_in_flight` jobs are running, even
+/// while workers are recycled, restarted or replaced because of a new program.
 #[test]
 fn limit_holds_while_workers_are_replaced() {
     let age = |limits: Limits| {

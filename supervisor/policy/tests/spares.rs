@@ -1,4 +1,4 @@
-//! Spares: when they take over slots, which slots they take over, and how they affect the limit.
+//! Tests when spares take over slots, which slots they take over, and how they affect the limit.
 
 #![expect(clippy::panic, reason = "a test reports failures by panicking")]
 
@@ -30,8 +30,8 @@ fn spare_has_no_permits_before_takeover() {
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
-/// `docs/semantics.md`: a ready spare takes over as soon as SIGKILL is sent. The killed worker's jobs are not
-/// charged to the slot.
+/// Checks a rule in `docs/semantics.md`: a ready spare takes over as soon as SIGKILL is sent. The killed worker's jobs
+/// are not charged to the slot.
 #[test]
 fn spare_takes_over_when_a_hung_worker_is_killed() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
@@ -49,8 +49,8 @@ fn spare_takes_over_when_a_hung_worker_is_killed() {
     assert_eq!(fixture.spawned.len(), 3);
 }
 
-/// `docs/semantics.md`: after a worker was given its last job, its running jobs are charged to the spare that took
-/// over.
+/// Checks a rule in `docs/semantics.md`: after a worker was given its last job, its running jobs are charged to the
+/// spare that took over.
 #[test]
 fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);

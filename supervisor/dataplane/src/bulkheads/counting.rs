@@ -1,4 +1,4 @@
-//! Statistics of bulkheads: counters for the metrics, recent outcomes, latencies, and demand.
+//! Bulkhead statistics: counters for the metrics, recent outcomes, latencies, and demand.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Limits of bulkheads and tenants: configured values, and live changes made by operators.
+//! Limits for bulkheads and tenants: configured values, and live changes made by operators.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, Layout};
 
-/// Maximum number of tenants with individual limits per bulkhead.
+/// Maximum number of tenants per bulkhead that can have individual limits.
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
@@ -36,7 +36,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the tenants' individual limits, by tenant name.
+    /// Returns the per-tenant limits, by tenant name.
     pub(crate) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
@@ -82,7 +82,7 @@ impl BulkheadEntry {
         self.own = own;
     }
 
-    /// Applies a reloaded configuration. Returns the events to apply to the compartments.
+    /// Applies a reloaded configuration. Returns the events that must then be applied to the compartments.
     pub(crate) fn reconfigure(
         &mut self,
         compartments: &Compartments,
@@ -149,8 +149,8 @@ impl BulkheadEntry {
 
     // Live changes.
 
-    /// Checks and applies a live change for the whole bulkhead. Individual limits of tenants are kept. Returns the
-    /// events to apply to the compartments.
+    /// Validates a live change to the whole bulkhead and applies it. Keeps limits set for individual tenants. Returns
+    /// the events that must then be applied to the compartments.
     pub(crate) fn change(
         &mut self,
         compartments: &Compartments,
@@ -184,8 +184,8 @@ impl BulkheadEntry {
         }
     }
 
-    /// Checks and applies a live change for one tenant. Returns all individual limits of the tenant, and the event to
-    /// apply to the tenant's compartment.
+    /// Validates a live change to one tenant's limits and applies it. Returns all individual limits of the tenant, and
+    /// the event that must then be applied to the tenant's compartment.
     pub(crate) fn change_tenant(
         &mut self,
         compartments: &Compartments,

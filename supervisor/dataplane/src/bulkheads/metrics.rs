@@ -1,4 +1,4 @@
-//! Metrics of bulkheads. All values are read at the same time, so that sums are consistent.
+//! Bulkhead metrics. All values are read at the same time, so that sums are consistent.
 
 use std::collections::HashSet;
 use std::sync::Arc;

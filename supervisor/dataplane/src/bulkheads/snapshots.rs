@@ -1,4 +1,4 @@
-//! Snapshots of bulkheads. A snapshot describes either a single compartment or the sum of all tenants' compartments.
+//! Bulkhead snapshots. A snapshot describes either a single compartment or the sum of all tenants' compartments.
 //!
 //! A bulkhead can have thousands of tenants, and visiting all of them at once would delay jobs for too long.
 //! [`SnapshotQueue`] therefore visits a bounded number of compartments per iteration. A compartment that is removed

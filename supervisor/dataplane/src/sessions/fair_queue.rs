@@ -82,7 +82,7 @@ impl FairQueue {
     }
 
     /// Returns the next connection for which `begin` returns true. The arguments of `begin` are the connection and the
-    /// user's round. It must return false if the connection was closed after it was queued.
+    /// user's round. `begin` must return false if the connection was closed after it was queued.
     pub(super) fn begin_read(
         &mut self,
         mut begin: impl FnMut(SessionIndex, u64) -> bool,

@@ -174,7 +174,7 @@ fn new_user_gets_equal_share_when_memory_is_full() {
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
     assert_eq!(shares.held(), most, "a single user can use all the memory");
-    // Another user gets half of the memory and no more, regardless of how many connections it has.
+    // Another user gets half the memory and no more, regardless of how many connections it has.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {

@@ -1,4 +1,4 @@
-//! Connects leases with clients, workers and jobs, and sends memory files over sockets.
+//! Connects leases to clients, workers and jobs, and sends memory files over sockets.
 
 use std::io;
 

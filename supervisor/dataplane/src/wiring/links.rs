@@ -1,4 +1,4 @@
-//! Connects links with workers: orders the keeper to start workers, and sends frames to workers.
+//! Connects links to workers: orders the keeper to start workers, and sends frames to workers.
 
 mod frames;
 
@@ -290,8 +290,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads the journal heartbeats of this worker and of the workers that follow it, to save those workers separate
-    /// iterations.
+    /// Reads the journal heartbeats of this worker and of the workers that follow it, so that those workers do not need
+    /// separate iterations.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;

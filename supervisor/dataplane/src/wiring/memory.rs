@@ -1,4 +1,4 @@
-//! Connects the memory used by waiting data with jobs, frames, and payloads arriving over HTTP.
+//! Connects the memory used by waiting data to jobs, frames, and payloads arriving over HTTP.
 
 use std::sync::atomic::Ordering;
 

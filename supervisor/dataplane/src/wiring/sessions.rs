@@ -1,4 +1,4 @@
-//! Connects sessions with clients: accepts connections, moves bytes, and closes sessions.
+//! Connects sessions to clients: accepts connections, moves bytes, and closes sessions.
 
 mod frames;
 mod outcomes;

@@ -1,4 +1,4 @@
-//! Connects templates with the keeper, the compartments and the control plane.
+//! Connects templates to the keeper, the compartments and the control plane.
 
 use std::io;
 

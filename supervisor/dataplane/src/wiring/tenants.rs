@@ -1,4 +1,4 @@
-//! Connects the assignment of workers to tenants with the compartments.
+//! Applies the assignment of workers to tenants in the compartments.
 
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::JobId;

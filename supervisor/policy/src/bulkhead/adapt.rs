@@ -1,4 +1,4 @@
-//! Connects the adaptive limit with the bulkhead. The algorithm is in [`crate::adaptive`].
+//! Connects the adaptive limit to the bulkhead. The algorithm is in [`crate::adaptive`].
 
 use std::cmp::Ordering;
 

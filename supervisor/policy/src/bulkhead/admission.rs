@@ -1,6 +1,6 @@
 //! Admission: decides whether a new job runs immediately, waits, or is rejected. The checks run in the order of the
 //! table in `docs/semantics.md`. The rate limit comes before the checks that depend on load, so that a client that
-//! exceeds its rate always gets the reason `rate_limited`. The rate limit is also the only check that charges a job
+//! exceeds its rate always gets the `rate_limited` reason. The rate limit is also the only check that charges a job
 //! even if a later check rejects the job.
 
 use std::sync::Arc;
@@ -362,8 +362,8 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the time for a client to wait after a rejection caused by load, or `None` if a retry is pointless. The
-    /// time is the estimate until the queue is empty, but at least the adaptive `Retry-After` of the class. Random
-    /// jitter of up to a fifth is added, so that clients do not all retry at once.
+    /// value is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class.
+    /// Random jitter of up to a fifth is added, so that clients do not all retry at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -507,7 +507,7 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure. It is not reported again until the queue has fallen below 90 % of the threshold.
+    /// Reports queue pressure. Does not report it again until the queue length has fallen below 90 % of the threshold.
     fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =

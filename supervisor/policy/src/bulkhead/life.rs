@@ -325,7 +325,7 @@ impl<T> Bulkhead<T> {
         self.replace_outdated(now, RecycleReason::Restart);
     }
 
-    /// Replaces all workers. They must already be marked as outdated. Ready workers are replaced one after the other,
+    /// Replaces all workers, which must already be marked as outdated. Ready workers are replaced one after the other,
     /// and each continues to run until its replacement is ready. Starting workers, standbys and spares have no jobs,
     /// and are killed immediately.
     fn replace_outdated(&mut self, now: Time, reason: RecycleReason) {
@@ -757,7 +757,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills all workers because the timeout for stopping has expired.
+    /// Kills all workers because the stop timeout has expired.
     pub(super) fn kill_all(&mut self) {
         for place in self.workers.places() {
             self.kill(place, KillReason::ExitTimeout);
@@ -777,7 +777,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes how a worker ended, for the message that a bulkhead has no workers.
+/// Describes how a worker ended, for the message saying that a bulkhead has no workers.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -4,11 +4,11 @@
 //!
 //! A worker starts jobs in the order in which they were sent, and starts each job only after replying to the previous
 //! one. When a reply arrives, the oldest prefetched job therefore starts. When a worker dies, none of its prefetched
-//! jobs has started.
+//! jobs has started, except after a protocol violation (see `requeue_prefetched`).
 //!
 //! A job that has not started, whether prefetched or with a permit, is recalled without asking the worker
 //! ([`JobJournal`](crate::JobJournal)). If the job is cancelled or its deadline passes, it is recalled immediately.
-//! Otherwise, it is recalled after `lookahead` if another worker can start it then.
+//! Otherwise, it is recalled after the `lookahead` time if another worker can start it then.
 
 use std::time::Duration;
 
@@ -273,8 +273,8 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Returns true if the worker that has not started this job should get no new jobs until its next sign of life.
-    /// This is not the case for a job that is cancelled right after its dispatch.
+    /// Returns true if the worker is so late in starting this job that it must get no new jobs until its next sign of
+    /// life. Returns false for a job that is cancelled right after its dispatch.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
         let due_after = time_to_begin(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
@@ -500,8 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs with a permit to their previous workers again after these jobs were recalled together with other
-    /// jobs.
+    /// Resends jobs with a permit to their previous workers after the jobs were recalled together with other jobs.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
@@ -518,10 +517,10 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues or ends a dead worker's prefetched jobs. According to the worker's journal, a job can have started
-    /// although the supervisor has not read the reply to the preceding job, because it reads nothing after a protocol
-    /// violation. Such a job ends with `verdict` unless it is idempotent. An implausible journal is ignored, so that a
-    /// worker that overwrites its journal does not affect other jobs.
+    /// Requeues or ends a dead worker's prefetched jobs. The worker's journal can show that a job has started even
+    /// though the supervisor has not read the reply to the preceding job, because the supervisor reads nothing after a
+    /// protocol violation. Such a job ends with `verdict` unless it is idempotent. An implausible journal is ignored,
+    /// so that a worker that overwrites its journal does not affect other jobs.
     pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId, verdict: &Verdict) {
         let Some(worker) = self.workers.get(id.place) else { return };
         let journal = worker.journal.as_ref().map(|journal| journal.begun());

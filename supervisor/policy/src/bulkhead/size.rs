@@ -17,7 +17,7 @@ const EXITING_MAX: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// No workers are needed. This is the state before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`],
-    /// and after the time [`crate::Limits::idle`] without jobs.
+    /// and after the [`crate::Limits::idle`] time without jobs.
     ScaledToZero,
     /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,

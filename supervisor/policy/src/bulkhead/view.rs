@@ -18,7 +18,7 @@ use crate::workers::Slot;
 // The codes of reject reasons start at 1 and have no gaps.
 const REASONS: usize = RejectReason::ALL.len() + 1;
 
-/// Numbers of jobs by outcome.
+/// Job counts by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each field is the outcome of the same name")]
 pub struct Counters {
@@ -258,7 +258,7 @@ impl<T> Bulkhead<T> {
         views
     }
 
-    /// Returns the numbers of jobs by outcome.
+    /// Returns the job counts by outcome.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -410,7 +410,7 @@ impl<T> Bulkhead<T> {
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns the number of positions to pass to [`Self::job_at`]. It can exceed the number of jobs.
+    /// Returns the number of positions to pass to [`Self::job_at`]. This number can exceed the number of jobs.
     pub fn job_positions(&self) -> usize {
         self.jobs.positions()
     }

@@ -17,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Numbers of steps of work: the maximum for a single operation, and the total.
+/// Step counts: the maximum for a single operation, and the total.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -356,7 +356,7 @@ struct Waiting {
 }
 
 /// A model of the queue that uses linear searches instead of indexes. For each class and tenant, it stores the number
-/// of rounds until the tenant's turn, and the tenant's position among the tenants with the same number.
+/// of rounds until the tenant's turn, and the tenant's position among the tenants whose turn is in the same round.
 #[derive(Default)]
 struct Model {
     /// All waiting jobs, from oldest to newest.
@@ -365,7 +365,7 @@ struct Model {
     /// Tenants with jobs that were returned to the queue, latest first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
-    /// Time at which each tenant's number of jobs last changed.
+    /// Time at which each tenant's job count last changed.
     counted: BTreeMap<u32, i64>,
     stamp: i64,
 }

@@ -540,7 +540,7 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the jobs, one of which must be dispatched next: the oldest jobs of all tenants below their quota, in the
+    /// Returns the jobs, one of which must be dispatched next: the oldest job of each tenant below its quota, in the
     /// highest waiting class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {

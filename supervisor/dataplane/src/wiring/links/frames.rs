@@ -457,7 +457,7 @@ impl DataPlane {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
             can_resize: says(capability::RESIZE),
         };
-        // Without this capability, the only thing that the worker can write to the file is text.
+        // Without the PREFETCH capability, the worker can write only text to the file.
         let journal =
             self.links[index].journal.as_ref().filter(|_| says(capability::PREFETCH)).map(Journal::claims);
         let event = Event::Hello { worker, capabilities, journal };

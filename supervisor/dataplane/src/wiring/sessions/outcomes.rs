@@ -1,4 +1,4 @@
-//! Sends the outcomes of jobs to their clients.
+//! Sends job outcomes to clients.
 
 use bulkhead_policy::JobOutcome;
 use bulkhead_shared::client_protocol::OutcomeMessage;

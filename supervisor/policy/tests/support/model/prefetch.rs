@@ -1,4 +1,4 @@
-//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not started.
+//! Rules for prefetching jobs, and for jobs that a worker has not started.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
