@@ -160,7 +160,7 @@ impl Demo {
         for (outcome, count) in outcomes {
             output::line(&format!("            {count:>4}  {outcome}"))?;
         }
-        output::line(&format!("ran again:  {} idempotent jobs, {} others", safe.len(), unsafe_runs.len()))?;
+        output::line(&format!("ran again:  idempotent jobs: {}, others: {}", safe.len(), unsafe_runs.len()))?;
         Ok(if total == JOBS && unsafe_runs.is_empty() { exit::OK } else { exit::FAILED })
     }
 }
