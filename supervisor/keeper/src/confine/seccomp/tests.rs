@@ -693,7 +693,7 @@ fn seccomp_kills_32_bit_and_x32_calls() {
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
     let finished = start(INT_80);
     if finished.status.signal() == Some(libc::SIGSEGV) {
-        eprintln!("NOT RUN: this kernel does not run 32-bit system calls");
+        eprintln!("NOT RUN: this kernel does not support 32-bit system calls");
         return;
     }
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
