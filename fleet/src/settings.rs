@@ -303,7 +303,7 @@ impl Bulkhead {
     fn errors(&self, streams: &Streams) -> Vec<String> {
         let mut errors = Vec::new();
         if !(self.share > 0.0 && self.share <= 1.0) {
-            errors.push(format!("share = {}: use a number above 0, at most 1", self.share));
+            errors.push(format!("share = {}: use a number above 0 and at most 1", self.share));
         }
         if !self.lanes.is_power_of_two() || self.lanes > LANES {
             errors.push(format!("lanes = {}: use 1, 2, 4, 8 or {LANES}", self.lanes));

@@ -304,7 +304,7 @@ def main(path: str) -> None:
             with open(path, "rb") as file:
                 preparation = pickle.load(file)
         except FileNotFoundError:
-            sys.exit(f"{path} does not exist: the directory of this pool was removed during use")
+            sys.exit(f"{path} does not exist: this pool's directory was removed while in use")
         outer_folder = os.path.dirname(path)
     else:
         import base64
