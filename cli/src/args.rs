@@ -56,7 +56,7 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Submit one or more jobs and print the results
     Submit(Submit),
-    /// Show all bulkheads, or one bulkhead with workers and recent events
+    /// Show all bulkheads, or one bulkhead with its workers and recent events
     Status(Status),
     /// Show live rates and events of all bulkheads in full-screen mode
     ///
@@ -79,7 +79,7 @@ pub(crate) enum Command {
     IsReady(IsReady),
     /// Replace the workers of a bulkhead; each replacement is ready before the old worker stops
     Restart(Restart),
-    /// Stop a bulkhead, or all, from accepting jobs
+    /// Stop a bulkhead, or all bulkheads, from accepting jobs
     Drain(Drain),
     /// Let a bulkhead accept jobs again
     Resume {
@@ -93,11 +93,11 @@ pub(crate) enum Command {
     },
     /// Change the limits of a bulkhead immediately, without dropping jobs
     Resize(Resize),
-    /// Recommend limits for all bulkheads or one, based on recent load, and print the reasons
+    /// Recommend limits for one or all bulkheads, based on recent load, and print the reasons
     ///
-    /// The recommendations are based on the last one to two hours: on the numbers of jobs in flight, queued
-    /// and rejected, on run times, and on the resource usage of workers. The output includes the command to
-    /// run and the lines to add to the configuration file.
+    /// The recommendations are based on measurements from the last one to two hours: jobs in flight, queued and
+    /// rejected, run times, and the resource usage of workers. The output includes the command to run and the lines to
+    /// add to the configuration file.
     Advise {
         /// Name of the bulkhead
         name: Option<String>,
@@ -169,7 +169,7 @@ pub(crate) struct Status {
     #[arg(long, conflicts_with = "name")]
     pub(crate) failed: bool,
 
-    /// Order of the bulkheads [default: trouble, or with --json the order of the configuration]
+    /// Order of the bulkheads [default: trouble; with --json, the order in the configuration]
     #[arg(long, value_name = "ORDER", conflicts_with = "name")]
     pub(crate) sort: Option<Sort>,
 }
@@ -177,12 +177,12 @@ pub(crate) struct Status {
 /// Order of a list of bulkheads.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 pub(crate) enum Sort {
-    /// The worst first
+    /// Worst first
     Trouble,
     Name,
-    /// The longest queue first
+    /// Longest queue first
     Queue,
-    /// The most rejected jobs first
+    /// Most rejected jobs first
     Rejected,
 }
 
@@ -271,7 +271,7 @@ impl OutputStream {
 pub(crate) enum LogFormat {
     /// Time, bulkhead, process ID, stream and text
     Short,
-    /// Text alone
+    /// Text only
     Cat,
 }
 
@@ -354,8 +354,8 @@ pub(crate) struct Upgrade {
     #[arg(long)]
     pub(crate) force: bool,
 
-    /// Confirm that no program watches the process ID of the supervisor. Required without a service manager that
-    /// follows the main process (NOTIFY_SOCKET)
+    /// Confirm that no program watches the process ID of the supervisor. Required if no service manager follows the
+    /// main process (NOTIFY_SOCKET)
     #[arg(long)]
     pub(crate) unmanaged: bool,
 }

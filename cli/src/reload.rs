@@ -65,9 +65,9 @@ fn changed(change: &BulkheadChange) -> String {
     let (name, keys) = (&change.bulkhead, change.keys.join(", "));
     match &change.change {
         Word::Known(ChangeKind::Added) => format!("{name}: added"),
-        Word::Known(ChangeKind::Removed) => format!("{name}: removed; accepted jobs still finish"),
+        Word::Known(ChangeKind::Removed) => format!("{name}: removed; accepted jobs can still finish"),
         Word::Known(ChangeKind::Rebuilt) => {
-            format!("{name}: replaced by a new bulkhead ({keys}); accepted jobs still finish")
+            format!("{name}: replaced by a new bulkhead ({keys}); accepted jobs can still finish")
         }
         Word::Known(ChangeKind::Changed) | Word::Other(_) if change.replaces_workers => {
             format!("{name}: {keys}; workers are replaced one at a time")

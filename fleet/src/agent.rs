@@ -143,7 +143,7 @@ async fn drain(shared: &Shared) {
     if tokio::time::timeout(timeout, shared.held.until_empty()).await.is_err() {
         tracing::warn!(
             held = shared.held.len(),
-            "drain_timeout has expired, and jobs are still held: idempotent jobs run again, and others end as \
+            "drain_timeout expired with jobs still held: idempotent jobs will run again, and the others will end as \
              host_lost"
         );
     }

@@ -44,7 +44,9 @@ pub(crate) fn encode(record: &Record) -> (HeaderMap, Bytes) {
 
 /// Decodes a record. Returns an error message if the record is not valid.
 pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String> {
-    let text = |name: &str| headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("no {name}"));
+    let text = |name: &str| {
+        headers.get(name).map(|value| value.as_str()).ok_or_else(|| format!("the {name} header is missing"))
+    };
     let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| format!("{name} is not a number"));
     let outcome = || parse_outcome(text(OUTCOME)?);
     let phase = match text(PHASE)? {

@@ -253,7 +253,7 @@ impl Nats {
         }
         let is_tls = self.servers.iter().any(|server| server.starts_with("tls://"));
         if self.ca.is_some() && !is_tls {
-            errors.push("[nats] ca needs servers that begin with tls://".into());
+            errors.push("[nats] ca requires server addresses that begin with tls://".into());
         }
         if self.ping < Duration::from_millis(100) {
             errors.push("[nats] ping is below 100ms: use a longer time".into());
@@ -303,7 +303,7 @@ impl Bulkhead {
     fn errors(&self, streams: &Streams) -> Vec<String> {
         let mut errors = Vec::new();
         if !(self.share > 0.0 && self.share <= 1.0) {
-            errors.push(format!("share = {}: use a number above 0, at most 1", self.share));
+            errors.push(format!("share = {}: use a number above 0 and at most 1", self.share));
         }
         if !self.lanes.is_power_of_two() || self.lanes > LANES {
             errors.push(format!("lanes = {}: use 1, 2, 4, 8 or {LANES}", self.lanes));
@@ -347,10 +347,10 @@ fn ping() -> Duration {
 fn duration<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(from)?;
     let time = humantime::parse_duration(&text).map_err(|error| {
-        serde::de::Error::custom(format!("{error}; use a time such as \"500ms\", \"2s\" or \"1h 30m\""))
+        serde::de::Error::custom(format!("{error}; use a duration such as \"500ms\", \"2s\" or \"1h 30m\""))
     })?;
     if time > TIME_MAX {
-        return Err(serde::de::Error::custom("the time is longer than a year"));
+        return Err(serde::de::Error::custom("the duration is longer than a year"));
     }
     Ok(time)
 }
@@ -442,7 +442,7 @@ mod tests {
     #[test]
     fn parse_errors_give_the_line() {
         for (line, part) in [
-            ("[agent]\ndrain_timeout = \"soon\"", "use a time such as"),
+            ("[agent]\ndrain_timeout = \"soon\"", "use a duration such as"),
             ("[streams]\nmax_bytes = \"10GB\"", "use a size such as"),
             ("[streams]\nreplica = 3", "unknown field `replica`"),
             ("[agent]\nhttp = \"9466\"", "http"),

@@ -41,7 +41,7 @@ def find_programs() -> Path:
     looked = ", ".join(map(str, folders))
     raise FileNotFoundError(
         f"{', '.join(PROGRAMS)} are not in {looked}: install cargo to build the programs, or set "
-        "$BULKHEAD_PROGRAMS to the folder of the programs"
+        "$BULKHEAD_PROGRAMS to the folder that contains the programs"
     )
 
 

@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(name = "bulkhead-supervisor", version, max_term_width = 80)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Args {
-    /// Configuration file, which defines the bulkheads and their limits. Files in the directory conf.d next
-    /// to it add bulkheads [default: $BULKHEAD_CONFIG, else /etc/bulkhead/workers.toml for root, else
+    /// Configuration file, which defines the bulkheads and their limits. Files in the conf.d directory next to
+    /// this file add bulkheads [default: $BULKHEAD_CONFIG, else /etc/bulkhead/workers.toml for root, else
     /// ~/.config/bulkhead/workers.toml]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,

@@ -47,7 +47,7 @@ fn place(descriptor: &OwnedFd) -> String {
 
 fn usage() -> ExitCode {
     eprintln!(
-        "this program is the host for bulkheads with `exec` or `library`, which bulkhead-supervisor starts \
+        "this program is the host for `exec` and `library` bulkheads; bulkhead-supervisor starts the program \
          automatically"
     );
     ExitCode::from(USAGE)

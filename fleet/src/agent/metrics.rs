@@ -16,7 +16,7 @@ pub(crate) struct Counters {
     pub(crate) fenced: AtomicU64,
     /// Number of messages that were redelivered.
     pub(crate) redelivered: AtomicU64,
-    /// Number of jobs without an outcome in the whole fleet.
+    /// Number of jobs in the whole fleet that have no outcome yet.
     pub(crate) pending: AtomicU64,
 }
 
@@ -41,7 +41,7 @@ const FAMILIES: [Family; 5] = [
     ("returned", "counter", "Attempts after which the job was returned to the queue.", |of| &of.returned),
     ("fenced", "counter", "Outcomes dropped because another agent had taken over the job.", |of| &of.fenced),
     ("redelivered", "counter", "Messages that were delivered more than once.", |of| &of.redelivered),
-    ("pending", "gauge", "Jobs without an outcome in the whole fleet.", |of| &of.pending),
+    ("pending", "gauge", "Jobs in the whole fleet that have no outcome yet.", |of| &of.pending),
 ];
 
 impl Metrics {
@@ -74,7 +74,7 @@ impl Metrics {
             }
         }
         text.push_str(
-            "# TYPE bulkhead_fleet_stored_ratio gauge\n# HELP bulkhead_fleet_stored_ratio Used share of a stream.\n",
+            "# TYPE bulkhead_fleet_stored_ratio gauge\n# HELP bulkhead_fleet_stored_ratio Used fraction of a stream's capacity.\n",
         );
         for (stream, ratio) in &*self.stored.lock().unwrap_or_else(PoisonError::into_inner) {
             let _ = writeln!(text, "bulkhead_fleet_stored_ratio{{stream=\"{stream}\"}} {ratio}");

@@ -117,7 +117,7 @@ impl Lane {
                 Some(IDLE) => {}
                 Some(TIMED_OUT) => return true,
                 Some(status) => {
-                    tracing::debug!(status, "a pull of {} ended: {:?}", self.consumer, message.description);
+                    tracing::debug!(status, "a pull from {} ended: {:?}", self.consumer, message.description);
                     tokio::time::sleep(PAUSE).await;
                     return true;
                 }

@@ -33,8 +33,8 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Create the fleet's missing streams and consumers, and report differences
     ///
-    /// Objects that differ from the configuration are not changed, and the exit status is 2. Two safe changes are made:
-    /// new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
+    /// Objects that differ from the configuration are not changed, and the exit status is 2. There are two safe
+    /// exceptions: new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
     Init,
     /// Pull the fleet's jobs for the supervisor on this host
     Agent(Agent),
@@ -46,7 +46,7 @@ pub(crate) enum Command {
     Result(ResultOf),
     /// Show agents, waiting jobs and streams
     Status,
-    /// List, show, resubmit or remove jobs that did not end ok
+    /// List, show, resubmit or remove jobs whose outcome is not `ok`
     Dead(Dead),
     /// Start a server, a supervisor and two agents in a temporary directory, to try out a fleet
     ///
@@ -84,7 +84,7 @@ pub(crate) struct Submit {
     #[arg(long, conflicts_with = "output")]
     pub(crate) detach: bool,
 
-    /// File with the payload; - for standard input
+    /// File that contains the payload; use - for standard input
     #[arg(long, value_name = "FILE")]
     pub(crate) payload_file: Option<PathBuf>,
 
@@ -105,7 +105,7 @@ pub(crate) struct Submit {
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) run_limit: Option<Duration>,
 
-    /// critical, normal or best-effort
+    /// Priority of the job: critical, normal or best-effort
     #[arg(long, default_value = "normal")]
     pub(crate) priority: Priority,
 
@@ -164,7 +164,7 @@ pub(crate) enum DeadCommand {
         /// Show only this tenant
         #[arg(long)]
         tenant: Option<String>,
-        /// Show at most N
+        /// Show at most N dead letters
         #[arg(long, default_value_t = 50, value_name = "N")]
         limit: usize,
     },
@@ -175,7 +175,7 @@ pub(crate) enum DeadCommand {
         /// Tenant; required if several tenants have a job with this ID
         #[arg(long)]
         tenant: Option<String>,
-        /// Write the payload to FILE; - for standard output
+        /// Write the payload to FILE; use - for standard output
         #[arg(long, value_name = "FILE")]
         output: Option<PathBuf>,
     },
@@ -188,7 +188,7 @@ pub(crate) enum DeadCommand {
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["ids", "all"])))]
 pub(crate) struct Selection {
-    /// IDs of jobs
+    /// Job IDs
     pub(crate) ids: Vec<String>,
     /// Select all dead letters that match the other options
     #[arg(long)]
@@ -203,7 +203,7 @@ pub(crate) struct Selection {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Try {
-    /// Program of the NATS server [default: nats-server in PATH]
+    /// NATS server executable [default: nats-server in PATH]
     #[arg(long, value_name = "PATH")]
     pub(crate) server: Option<PathBuf>,
 }

@@ -25,7 +25,7 @@ pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failur
         );
     } else if settings.streams.replicas == 1 && !is_json {
         output::to_stderr(
-            "bulkhead-fleet: with a single server, a power failure loses acknowledged jobs unless the server sets `sync_interval: always`",
+            "bulkhead-fleet: with a single server, a power failure can lose acknowledged jobs unless the server sets `sync_interval: always`",
         );
     }
     Ok(if differs { exit::USAGE } else { exit::OK })

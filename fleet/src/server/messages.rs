@@ -139,7 +139,10 @@ pub(crate) async fn read_last(
 fn stored_message(message: Message) -> Result<StoredMessage, String> {
     let headers = message.headers.unwrap_or_default();
     let text = |name: &str| {
-        headers.get(name).map(|value| value.as_str().to_owned()).ok_or_else(|| format!("no header {name}"))
+        headers
+            .get(name)
+            .map(|value| value.as_str().to_owned())
+            .ok_or_else(|| format!("the {name} header is missing"))
     };
     Ok(StoredMessage {
         subject: text("Nats-Subject")?,

@@ -242,7 +242,7 @@ impl World {
         let mut events = 0;
         while let Some(Reverse((at, order))) = self.agenda.pop() {
             self.now = at;
-            let happening = self.happenings.remove(&order).expect("each entry has a happening");
+            let happening = self.happenings.remove(&order).expect("each scheduled entry has an event");
             if let Some(trace) = &mut self.trace {
                 trace.push(format!("{} {happening:?}", at - EPOCH));
             }

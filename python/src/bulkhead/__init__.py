@@ -14,7 +14,7 @@ import sys
 #: treat the rest as unreachable.
 _platform: str = sys.platform
 if _platform != "linux":
-    raise ImportError(f"bulkhead needs features of the Linux kernel, so it runs only on Linux; this is {_platform}")
+    raise ImportError(f"bulkhead needs Linux kernel features, so it runs only on Linux; this is {_platform}")
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -222,8 +222,8 @@ class _Worker:
                 # The standard forkserver forks despite such a thread. This pool restarts the template without the
                 # imports.
                 warnings.warn(
-                    f"the main module or a module of `preload` leaves the thread {', '.join(names[:8])} running, so "
-                    "that each worker imports the modules again, which is slower: start threads in functions",
+                    f"the main module or a `preload` module leaves the thread {', '.join(names[:8])} running, so each "
+                    "worker imports the modules again, which is slower: start threads in functions",
                     RuntimeWarning,
                     stacklevel=1,
                 )
@@ -304,7 +304,7 @@ def main(path: str) -> None:
             with open(path, "rb") as file:
                 preparation = pickle.load(file)
         except FileNotFoundError:
-            sys.exit(f"{path} does not exist: the directory of this pool was removed during use")
+            sys.exit(f"{path} does not exist: this pool's directory was removed while in use")
         outer_folder = os.path.dirname(path)
     else:
         import base64

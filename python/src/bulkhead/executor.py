@@ -481,7 +481,9 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
 
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
-        raise ValueError("environment and initializer are too large for confined workers: pass data to calls instead")
+        raise ValueError(
+            "the environment and initializer are too large for confined workers: pass data to calls instead"
+        )
     supervisor.add_variables({_pool_worker.PREPARATION_VARIABLE: text})
     return ""
 

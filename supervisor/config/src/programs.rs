@@ -70,7 +70,7 @@ fn check_access(
 ) -> Result<(), ValueError> {
     may(path, access).map_err(|error| {
         let message = format!("`{label}`: {} cannot be {done}: {error}", path.display());
-        ValueError::new(message, format!("make the path {able} for the supervisor's user"))
+        ValueError::new(message, format!("make the path {able} by the supervisor's user"))
     })
 }
 
@@ -158,7 +158,7 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
         ),
         _ => ValueError::new(
             format!("`{label}`: {} cannot be inspected: {error}", path.display()),
-            "make each parent directory accessible for the supervisor's user",
+            "make each parent directory accessible to the supervisor's user",
         ),
     })
 }

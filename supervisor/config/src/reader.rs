@@ -158,7 +158,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     fn unknown_key_error(&self, name: &str, value: &DeValue<'_>) -> ValueError {
         if (self.schema, name) == (key::TENANT_RATE_LIMIT, "per") {
             let message = format!(
-                "`{}` has no effect: the limit of a tenant always applies per tenant",
+                "`{}` has no effect: a tenant's rate limit always applies per tenant",
                 self.label(name)
             );
             return ValueError::new(message, "remove `per`");

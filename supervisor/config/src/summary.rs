@@ -187,7 +187,7 @@ impl Lines {
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
                 // A comment, because `cwd` and `files` together would be rejected.
-                ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the directory of each job"),
+                ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: each job's directory"),
                 _ => self.entry(entry),
             }
         }
@@ -208,7 +208,7 @@ impl Lines {
                 WorkerIds::Subordinate if sandbox.wants_own_ids() => {
                     "sandbox.tmp: in memory, for user IDs from /etc/subuid"
                 }
-                _ => "sandbox.tmp: a directory on disk, which is checked every second",
+                _ => "sandbox.tmp: a directory on disk, whose size is checked every second",
             });
         }
     }
@@ -222,9 +222,8 @@ impl Lines {
                 Resource::Fsize => units::format_size(limit),
                 _ => limit.to_string(),
             };
-            let condition =
-                if resource == Resource::Nproc { " where the limit counts for each worker" } else { "" };
-            self.comment(format_args!("rlimits.{}: {told} by the sandbox{condition}", resource.name()));
+            let condition = if resource == Resource::Nproc { " if the limit applies per worker" } else { "" };
+            self.comment(format_args!("rlimits.{}: {told}, set by the sandbox{condition}", resource.name()));
         }
     }
 
@@ -377,12 +376,12 @@ fn network_access(network: &Network) -> String {
 /// Describes the user IDs that workers run with if `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
-        (true, true) => "sandbox.user: auto, a separate user ID for each worker",
+        (true, true) => "sandbox.user: auto; each worker has a separate user ID",
         (true, false) => {
-            "sandbox.user: auto, a fixed user ID for the bulkhead, because `write` leaves files behind"
+            "sandbox.user: auto; the bulkhead has a fixed user ID, because files written under `write` persist"
         }
         (false, _) => {
-            "sandbox.user: shared, the supervisor's own user, because starting workers as other users is not possible"
+            "sandbox.user: shared; workers run as the supervisor's user, because workers cannot be started as other users"
         }
     }
 }

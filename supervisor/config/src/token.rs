@@ -32,9 +32,8 @@ impl Token {
         let shown = path.display();
         let not_a_token = || {
             let (least, most) = (TOKEN_BYTES.start(), TOKEN_BYTES.end());
-            let message = format!(
-                "{shown} does not contain a token, which has {least} to {most} visible ASCII characters"
-            );
+            let message =
+                format!("{shown} does not contain a token of {least} to {most} visible ASCII characters");
             (message, MAKE_IT)
         };
         let text = secret_file::read(path, *TOKEN_BYTES.end() + 1).map_err(|error| match &error {

@@ -44,7 +44,7 @@ const ORPHANS_PER_CALL_MAX: usize = 64;
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         "exec" if error.kind() == io::ErrorKind::ArgumentListTooLong => {
-            " (the total size of the arguments, `env` and the content of `env_files` is too large)"
+            " (the total size of the arguments, `env` and the contents of `env_files` is too large)"
         }
         _ if step.starts_with("env_files") => "",
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",

@@ -85,7 +85,7 @@ fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
         None => Ok(Some("by the kernel: each worker has a separate pid namespace".to_owned())),
         Some(layer) => Err(format!(
             "{layer} is missing: under `default`, as under `none`, the keeper kills the processes that a worker leaves \
-             behind; if keeper and supervisor are killed at the same instant, processes that left their session \
+             behind; if the keeper and the supervisor are killed at the same instant, processes that left their session \
              survive"
         )),
     };
@@ -234,12 +234,12 @@ fn probe_yama() -> LayerSupport {
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
         Ok("0") => (
             Err("kernel.yama.ptrace_scope is 0".to_owned()),
-            "set kernel.yama.ptrace_scope = 1 with sysctl; Landlock and separate users are used instead",
+            "set kernel.yama.ptrace_scope = 1 with sysctl; until then, Landlock and separate users are used instead",
         ),
         Ok(scope) => (Ok(Some(format!("kernel.yama.ptrace_scope is {scope}"))), ""),
         Err(_) => (
             Err("this kernel has no Yama".to_owned()),
-            "boot with `yama` in `lsm=`; Landlock and separate users are used instead",
+            "boot with `yama` in `lsm=`; until then, Landlock and separate users are used instead",
         ),
     };
     LayerSupport::of("yama", tried, what_to_do)

@@ -166,7 +166,7 @@ fn run_map_program(
     }
     let message = String::from_utf8_lossy(&message).trim().replace('\n', "; ");
     let hint = match rustix::thread::no_new_privs() {
-        Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in the unit)",
+        Ok(true) => "; this process cannot gain privileges (NoNewPrivileges= in the unit)",
         _ => "",
     };
     Err(format!("{program} failed with {status}: {message}{hint}"))

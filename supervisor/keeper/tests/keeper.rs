@@ -318,7 +318,7 @@ fn inherited_descriptors() {
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
         // The kernel reports the exec before the new environment is in place.
-        wait_until("the environment is as ordered", TIMEOUT, || {
+        wait_until("the environment is as requested", TIMEOUT, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();

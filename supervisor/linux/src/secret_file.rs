@@ -58,7 +58,7 @@ impl SecretFileError {
             Self::Mode(_) => {
                 "run `chmod 600` on the file; `chmod 640` is also accepted, and lets the file's group read it"
             }
-            Self::TooLarge(_) => "shorten the content, or pass the path of the file to the worker",
+            Self::TooLarge(_) => "shorten the contents, or pass the path of the file to the worker",
             Self::Nul => "write the value as text, such as base64",
         }
     }

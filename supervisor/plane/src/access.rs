@@ -157,8 +157,8 @@ impl Access {
             .map_err(|error| ClientRejection::unidentified(Some(peer), &error))?;
         if matching_rules.is_empty() {
             let message = format!(
-                "user {uid} cannot submit jobs here: no [[access]] in the supervisor's configuration names \
-                 that user or a group of that user"
+                "user {uid} cannot submit jobs here: no [[access]] entry in the supervisor's configuration \
+                 names that user or one of the user's groups"
             );
             return Err(ClientRejection::forbidden(peer, message));
         }

@@ -437,7 +437,7 @@ fn parse_id_map(text: &str) -> Vec<IdRange> {
 
 fn in_use_error(path: &Path, id: u32) -> io::Error {
     io::Error::other(format!(
-        "user {id}, who owns {}, is in use by other workers on this host: stop the other workers, or `chown` the path",
+        "user ID {id}, which owns {}, is in use by other workers on this host: stop the other workers, or `chown` the path",
         path.display()
     ))
 }

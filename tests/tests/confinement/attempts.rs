@@ -53,7 +53,7 @@ fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>
     let is_own = |attempt: &&Attempt| {
         let is_skipped = KERNELS_OWN.contains(&attempt.name) && !refuses_descriptors();
         if is_skipped {
-            not_run!("{}: this kernel accepts descriptors", attempt.name);
+            not_run!("{}: this kernel cannot reject descriptors", attempt.name);
         }
         !is_skipped
     };

@@ -526,7 +526,7 @@ fn dry_run_reports_changes_without_applying_them() {
     let misspelt = post(&supervisor, "/v1/reload?dryrun=true", 400);
     assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
     let ran = command(&supervisor, &["reload", "--dry-run"]);
-    let expected = "old: removed; accepted jobs still finish\n\
+    let expected = "old: removed; accepted jobs can still finish\n\
                     b: env, max_queue; workers are replaced one at a time\n\
                     new: added\n\
                     [supervisor]: drain_timeout\n\

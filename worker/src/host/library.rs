@@ -94,7 +94,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
         failed(format!(
             "{path} does not define bulkhead_abi_version: write BULKHEAD_LIBRARY from bulkhead.h once in the \
-             source of the library"
+             library's source code"
         ))
     })?;
     // SAFETY: `dlsym` found the object, which is a `const uint32_t`.

@@ -369,7 +369,7 @@ fn init_thread_does_not_begin_jobs_above_the_limit() {
     assert_eq!(fixture.answered.recv_timeout(TIMEOUT), Ok(first));
     // The first thread waits for the link. The other thread uses up the limit of one job, so the new job stays pending.
     fixture.send_jobs([QUICK]);
-    fixture.wait_for("the job has arrived and not begun", |state| state.arrived == 3 && state.idle == 1);
+    fixture.wait_for("the job has arrived but not begun", |state| state.arrived == 3 && state.idle == 1);
     assert_eq!(lock(&fixture.pool.state).pending.len(), 1);
     fixture.release([other]);
     assert_eq!(fixture.next_begun(1), [QUICK]);

@@ -45,9 +45,9 @@ section! {
 
     /// Maximum number of this tenant's jobs in flight in the whole bulkhead. With `tenants.isolate`, the
     /// maximum per worker process, at most 4096.
-    max_in_flight: u32 as count(1, PERMITS_CEILING), without "as for every tenant", such as "2";
+    max_in_flight: u32 as count(1, PERMITS_CEILING), without "as for other tenants", such as "2";
     /// Maximum number of queued jobs of this tenant.
-    max_queue: u32 as count(0, QUEUE_CEILING), without "as for every tenant", such as "20";
+    max_queue: u32 as count(0, QUEUE_CEILING), without "as for other tenants", such as "20";
     /// Number of worker processes for this tenant. Needs `tenants.isolate`.
     processes: u32 as count(1, PROCESSES_CEILING), without "the bulkhead's `processes`", such as "2";
 

@@ -187,10 +187,10 @@ impl Checker<'_> {
         let Some(position) = report_position_of(&[&max_active, &processes, &spares]) else { return };
         let per_tenant = format!("`processes` ({})", processes.with_origin(processes.value));
         let (per_tenant, with) = match spares.value {
-            0 => (per_tenant, "these processes"),
+            0 => (per_tenant, "this many processes"),
             some => (
                 format!("({per_tenant} + `start.spares` ({}))", spares.with_origin(some)),
-                "these processes and spares",
+                "this many processes and spares",
             ),
         };
         let max_active = max_active.with_origin(max_active.value);
@@ -217,8 +217,7 @@ impl Checker<'_> {
                 processes.value,
                 defaults::ISOLATED_WORKERS_CEILING
             ),
-            "write fewer `processes`, here or for other tenants, fewer `start.spares`, or a smaller \
-             `tenants.max_active`",
+            "reduce `processes` (here or for other tenants), `start.spares` or `tenants.max_active`",
         );
     }
 }

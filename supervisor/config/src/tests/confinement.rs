@@ -404,8 +404,8 @@ fn summary_shows_sandbox_rlimits_unless_overridden() {
     let defaults = |lines: &str| {
         let summary = folder.accept(&bulkhead(lines)).summary();
         [
-            "# rlimits.fsize: 4GiB by the sandbox\n",
-            "# rlimits.nproc: 1024 by the sandbox where the limit counts",
+            "# rlimits.fsize: 4GiB, set by the sandbox\n",
+            "# rlimits.nproc: 1024, set by the sandbox if the limit applies",
         ]
         .map(|line| summary.contains(line))
     };
@@ -440,7 +440,7 @@ fn summary_explains_tmp_check_of_default_profile() {
     ] {
         let config = folder.accept(&bulkhead(&format!("sandbox = {{ {entries} }}")));
         let summary = config.summary();
-        let comment = "\n# sandbox.tmp: a directory on disk, which is checked every second\n";
+        let comment = "\n# sandbox.tmp: a directory on disk, whose size is checked every second\n";
         assert_eq!(summary.contains(comment), is_told, "{entries}: {summary}");
         assert_eq!(folder.accept(&summary), config, "{entries}");
     }

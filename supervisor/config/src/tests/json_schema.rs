@@ -61,7 +61,7 @@ fn is_of_shape(problem: &Problem) -> bool {
         " is not a size: ",
         " is not a mode of ",
         " is not a range of IDs: ",
-        " has no effect: the limit of a tenant always applies per tenant",
+        " has no effect: a tenant's rate limit always applies per tenant",
         " must be one of ",
         " must be a duration with a unit, not a bare number",
         "the configuration file contains no bulkheads",

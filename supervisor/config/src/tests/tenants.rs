@@ -148,7 +148,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &text(17, 1024),
         (4, 42),
         "`processes` (17) × `tenants.max_active` (1024) is above 16384",
-        "with these processes, set `max_active` to at most 963",
+        "with this many processes, set `max_active` to at most 963",
     );
     let spares = |spares: u32| format!("{}start.spares = {spares}\n", text(15, 1024));
     folder.accept(&spares(1));
@@ -156,7 +156,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &spares(2),
         (4, 42),
         "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) is above 16384",
-        "with these processes and spares, set `max_active` to at most 963",
+        "with this many processes and spares, set `max_active` to at most 963",
     );
     folder.reject_one(
         &bulkhead("processes = 257\ntenants = { isolate = true }"),
@@ -170,7 +170,7 @@ fn isolated_tenants_have_at_most_16384_workers() {
         &format!("{}{tenants}", text(16, 1024)),
         (6, 13),
         "with `tenant.x.processes` (20) there can be 16390 workers at the same time, above 16384",
-        "write fewer `processes`",
+        "reduce `processes` (here or for other tenants)",
     );
     assert_eq!(folder.accept(&format!("{}{tenants}", text(2, 3))).bulkheads[0].workers_max(), 53);
     assert_eq!(folder.accept(&format!("{}{tenants}", text(16, 2))).bulkheads[0].workers_max(), 38);
@@ -214,7 +214,7 @@ fn error_in_tenant_table_names_tenant() {
         (
             "rate_limit = { per_second = 3, per = \"tenant\" }",
             32,
-            "`tenant.acme.rate_limit.per` has no effect: the limit of a tenant always applies per tenant",
+            "`tenant.acme.rate_limit.per` has no effect: a tenant's rate limit always applies per tenant",
             "remove `per`",
         ),
     ];

@@ -407,7 +407,7 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
         let reason = format!(
             "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}: \
-             five times the longest job is enough",
+             a deadline of five times the longest job is enough",
             time(longest),
             format_duration(settings.deadline)
         );

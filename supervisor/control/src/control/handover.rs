@@ -93,7 +93,7 @@ impl ProcessEnd {
         if let Some(other) = self.lock().take()
             && !wait_until_readable(&other, drain_timeout + END_TIMEOUT).unwrap_or(false)
         {
-            tracing::warn!("the other supervisor of the upgrade did not exit in time");
+            tracing::warn!("the other supervisor in the upgrade did not exit in time");
         }
         !self.has_failed.load(Ordering::SeqCst)
     }
@@ -236,7 +236,7 @@ impl Handover {
         let has_effect = self.stop_requested(|stops| stops.signals += 1);
         let other = self.other.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(Err(error)) = other.map(|link| link.send_now(kind::STOP)) {
-            tracing::warn!("failed to tell the other supervisor of the upgrade to stop: {error}");
+            tracing::warn!("failed to tell the other supervisor in the upgrade to stop: {error}");
         }
         has_effect
     }

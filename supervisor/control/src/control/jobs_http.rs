@@ -89,7 +89,7 @@ pub(super) fn start(
 async fn listen(control: Shared, socket: TcpListener) {
     let listener = match tokio::net::TcpListener::from_std(socket) {
         Ok(listener) => listener,
-        Err(error) => return tracing::error!("failed to listen on the address of jobs_http: {error}"),
+        Err(error) => return tracing::error!("failed to listen on the jobs_http address: {error}"),
     };
     let max = control.config().supervisor.jobs_http_max;
     let (dispatcher, queue) =

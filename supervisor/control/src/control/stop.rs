@@ -59,7 +59,7 @@ fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(
 async fn drain_after(control: Arc<Control>, notice: Duration) {
     control.set_stopping();
     tracing::info!(
-        "stopping in {}: /readyz responds 503, and jobs are still accepted",
+        "stopping in {}: /readyz responds with 503, and jobs are still accepted",
         format_duration(notice)
     );
     tokio::time::sleep(notice).await;

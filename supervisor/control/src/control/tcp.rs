@@ -179,7 +179,7 @@ impl RequestCheck {
                 forbid("this token can only read: send the token from http_token_file")
             }
             Some(Role::Read) => Ok(Permission::Read),
-            Some(Role::Jobs) => forbid("this token only submits jobs, at the address of jobs_http"),
+            Some(Role::Jobs) => forbid("this token can only submit jobs, at the jobs_http address"),
             None => Err(unauthorized(request).into()),
         }
     }

@@ -142,7 +142,7 @@ fn begin(control: &Shared, query: UpgradeQuery) -> Result<mpsc::Receiver<Upgrade
     if std::env::var_os("NOTIFY_SOCKET").is_none() && query.unmanaged != Some(true) {
         return impossible(
             "this supervisor was started without NOTIFY_SOCKET, and a service manager that watches the \
-             process ID would mistake the new main process for a crash; if none does, use \
+             process ID would mistake the switch to the new main process for a crash; if none does, use \
              `bulkhead upgrade --unmanaged`",
         );
     }
@@ -256,7 +256,7 @@ impl Upgrade {
         let command = Command::Handover(Box::new(command));
         // An error means that the data plane is stuck or has stopped, in which case the supervisor shuts down.
         if let Err(error) = self.control.commands.send_within(command, COMMAND_TIMEOUT).await {
-            tracing::error!("a step of the upgrade had no effect: {error}");
+            tracing::error!("an upgrade step had no effect: {error}");
         }
     }
 

@@ -53,7 +53,7 @@ pub struct OpenError {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
     /// There is no report with this ID, or it has been dropped.
-    #[error("there is no crash report with this id")]
+    #[error("there is no crash report with this ID")]
     NotFound,
     /// The report's file cannot be read or is not a valid report.
     #[error("the crash report file cannot be read: {0}")]

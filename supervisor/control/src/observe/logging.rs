@@ -132,7 +132,10 @@ fn write_lines(receiver: &Receiver<Vec<u8>>) {
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
         let mut out = io::stderr().lock();
         if dropped > 0 {
-            let _ = writeln!(out, "{dropped} log lines were dropped: standard error is not read fast enough");
+            let _ = writeln!(
+                out,
+                "{dropped} log lines were dropped: standard error is not being read fast enough"
+            );
         }
         // Errors are ignored, because there is nowhere else to report that standard error is closed.
         let _ = out.write_all(&line);

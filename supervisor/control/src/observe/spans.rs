@@ -51,7 +51,7 @@ pub fn start(
 ) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
-        tracing::warn!("job spans are not sent: {error}");
+        tracing::warn!("job spans will not be sent: {error}");
         None
     });
     if !is_logged && collector.is_none() {

@@ -94,7 +94,7 @@ impl SymbolizerOptions {
             RecordKind::Crash { signal } => take_crash_record(&record.file, signal),
             RecordKind::Sample => take_sample(&record.file),
         };
-        let taken = taken.map_err(|error| format!("failed to read the records of its threads: {error}"))?;
+        let taken = taken.map_err(|error| format!("failed to read the thread records: {error}"))?;
         let none = if record.kind == RecordKind::Sample { NO_SAMPLE } else { NO_RECORD };
         let mut bytes = taken.ok_or_else(|| none.to_owned())?;
         let answer = self.run(record, &bytes, deadline);
@@ -103,7 +103,7 @@ impl SymbolizerOptions {
         serde_json::from_slice(&answer)
             .ok()
             .filter(NativeCrash::is_valid)
-            .ok_or_else(|| "the symbolizer failed: its answer is not valid".to_owned())
+            .ok_or_else(|| "the symbolizer failed: its output is invalid".to_owned())
     }
 
     /// Starts a symbolizer and returns its answer.
@@ -189,8 +189,8 @@ impl SymbolizerOptions {
 }
 
 /// Reasons for a missing backtrace if there is no record.
-const NO_RECORD: &str = "the worker wrote no record of its crash; code in the worker may handle the signal itself, \
-                         or the stack of a thread without a signal stack has overflowed";
+const NO_RECORD: &str = "the worker wrote no record of its crash; its code may have handled the signal itself, or a \
+                         thread without an alternate signal stack may have overflowed its stack";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";
 
 /// Copies the record that a worker wrote before `signal` killed it, so that processes of the worker can no longer

@@ -183,8 +183,8 @@ impl DataPlane {
 
     /// Closes an idle connection to make room for another user.
     pub(crate) fn close_idle_session(&mut self, index: SessionIndex) {
-        let message = "this idle connection was closed to make room for another user, because this user has \
-                       most of the connections that max_clients allows; connect again";
+        let message = "this idle connection was closed to make room for another user: the limit of max_clients \
+                       was reached, and your user has the most connections; connect again";
         self.reject_session(index, RejectReason::Overloaded, message);
         self.flush_session(index);
         self.close_session(index);

@@ -43,7 +43,7 @@ fn features() -> [Feature; 5] {
         Feature {
             layer: "landlock truncate",
             since: 3,
-            what_to_do: "run kernel 6.2 or later; seccomp is used instead",
+            what_to_do: "run kernel 6.2 or later; until then, seccomp is used instead",
             handled: files(AccessFs::Truncate),
             forbidden: untestable,
             refusal: Errno::ACCESS,
@@ -51,7 +51,7 @@ fn features() -> [Feature; 5] {
         Feature {
             layer: "landlock tcp",
             since: 4,
-            what_to_do: "run kernel 6.7 or later; without `tcp_ports` in `network`, seccomp is used instead",
+            what_to_do: "run kernel 6.7 or later; until then, seccomp is used instead unless `network` sets `tcp_ports`",
             handled: HandledAccess { network: tcp, ..NOTHING },
             forbidden: bind_tcp,
             refusal: Errno::ACCESS,
@@ -59,7 +59,7 @@ fn features() -> [Feature; 5] {
         Feature {
             layer: "landlock scopes",
             since: 6,
-            what_to_do: "run kernel 6.12 or later; a separate user for each worker or a pid namespace is used instead",
+            what_to_do: "run kernel 6.12 or later; until then, a separate user for each worker or a pid namespace is used instead",
             handled: HandledAccess { scopes, ..NOTHING },
             forbidden: signal_parent,
             refusal: Errno::PERM,
@@ -67,7 +67,7 @@ fn features() -> [Feature; 5] {
         Feature {
             layer: "landlock unix sockets",
             since: 9,
-            what_to_do: "run kernel 7.1 or later; seccomp is used instead",
+            what_to_do: "run kernel 7.1 or later; until then, seccomp is used instead",
             handled: files(AccessFs::ResolveUnix),
             forbidden: untestable,
             refusal: Errno::ACCESS,

@@ -31,7 +31,7 @@ const STEPS: [(&str, Step, &str); 9] = [
         "user namespace",
         || unshare(libc::CLONE_NEWUSER),
         "allow user namespaces with sysctl: user.max_user_namespaces, kernel.unprivileged_userns_clone = 1, \
-         kernel.apparmor_restrict_unprivileged_userns = 0; or run outside of the container",
+         kernel.apparmor_restrict_unprivileged_userns = 0; or run outside the container",
     ),
     ("network namespace", || unshare(libc::CLONE_NEWNET), NEEDS_USER_NAMESPACES),
     ("ipc namespace", || unshare(libc::CLONE_NEWIPC), NEEDS_USER_NAMESPACES),
@@ -43,11 +43,7 @@ const STEPS: [(&str, Step, &str); 9] = [
         mount_setattr,
         "run kernel 5.12 or later, and allow mount_setattr in the container's seccomp filter",
     ),
-    (
-        "own /proc",
-        private_proc,
-        "run outside of a container, or in a container without masked paths in /proc",
-    ),
+    ("own /proc", private_proc, "run outside a container, or in a container without masked paths in /proc"),
     ("pivot_root", pivot_root, NEEDS_USER_NAMESPACES),
 ];
 

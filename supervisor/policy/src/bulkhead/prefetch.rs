@@ -212,8 +212,8 @@ impl<T> Bulkhead<T> {
             return Some(begun);
         }
         let message = format!(
-            "the worker's journal counts {begun} started jobs, but {sent} jobs were sent, and the journal \
-             counted {last_begun} before"
+            "the worker's journal reports {begun} started jobs, but {sent} jobs were sent, and the journal \
+             previously reported {last_begun}"
         );
         self.edit(place, |worker| worker.journal = None);
         self.kill(place, KillReason::Protocol(message));

@@ -129,8 +129,8 @@ impl Folder {
     pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
         let failed = |errno| self.failed("read", file, errno);
         let bytes = read_all(&self.descriptor, file, FILE_BYTES_MAX).map_err(failed)?;
-        let text = String::from_utf8(bytes).map_err(|_| self.failed("understand", file, Errno::ILSEQ))?;
-        parse(&text).ok_or_else(|| self.failed("understand", file, Errno::BADMSG))
+        let text = String::from_utf8(bytes).map_err(|_| self.failed("parse", file, Errno::ILSEQ))?;
+        parse(&text).ok_or_else(|| self.failed("parse", file, Errno::BADMSG))
     }
 
     pub(super) fn read_words(&self, file: &str) -> Result<Vec<String>, Failure> {

@@ -693,7 +693,7 @@ fn calls_through_32_bit_and_x32_abi_kill_the_process() {
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
     let finished = start(INT_80);
     if finished.status.signal() == Some(libc::SIGSEGV) {
-        eprintln!("NOT RUN: this kernel does not run 32-bit system calls");
+        eprintln!("NOT RUN: this kernel does not support 32-bit system calls");
         return;
     }
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
