@@ -1,4 +1,4 @@
-//! `bulkhead reload`: makes the supervisor reload its configuration and prints the changes.
+//! Implements `bulkhead reload`, which makes the supervisor reload its configuration and prints the changes.
 
 use bulkhead_api::{BulkheadChange, ChangeKind, Changes, Word};
 use hyper::Method;

@@ -1,4 +1,4 @@
-//! `bulkhead upgrade`: replaces the supervisor's program and prints each step.
+//! Implements `bulkhead upgrade`, which replaces the supervisor's program and prints each step.
 
 use bulkhead_api::UpgradeStep;
 use hyper::Method;

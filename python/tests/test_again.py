@@ -321,7 +321,7 @@ def test_job_ends_at_its_deadline_without_a_supervisor(fake: FakeSupervisor, way
 
 
 @WAYS
-def test_zero_reconnect_timeout_fails_jobs_of_a_lost_connection(fake: FakeSupervisor, way: str) -> None:
+def test_zero_reconnect_timeout_fails_jobs_on_a_lost_connection(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()
         peer.job()

@@ -32,7 +32,7 @@ pub struct Claim {
     pub previous: Option<Outcome>,
 }
 
-/// What follows from an attempt's outcome.
+/// Consequence of an attempt's outcome.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Consequence {
     /// The outcome is final.
@@ -50,7 +50,7 @@ pub enum Consequence {
     },
 }
 
-/// Returns what follows from an attempt. `jitter` is a random number from 0 to 1.
+/// Returns the consequence of an attempt's end. `jitter` is a random number from 0 to 1.
 pub fn decide(
     message: &Message,
     terms: &Terms,

@@ -133,7 +133,7 @@ fn decided_job_is_announced_again_but_not_run() {
     }
 }
 
-/// Returns what follows from an outcome of the first attempt.
+/// Returns the consequence of an outcome of the first attempt.
 fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
     let claim = Claim { attempts, previous: None };
     let end = AttemptEnd::Reported(ending(outcome));
@@ -299,7 +299,7 @@ fn conflict_with_own_record_counts_as_success() {
 }
 
 #[test]
-fn conflict_with_record_of_another_agent_fences() {
+fn conflict_with_another_agents_record_discards_the_outcome() {
     let mut handling = submitted();
     outcome_write(&mut handling);
     handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);

@@ -203,7 +203,7 @@ pub(crate) struct Selection {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Try {
-    /// Program of the NATS server [default: nats-server in PATH]
+    /// NATS server executable [default: nats-server in PATH]
     #[arg(long, value_name = "PATH")]
     pub(crate) server: Option<PathBuf>,
 }

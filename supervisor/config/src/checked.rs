@@ -1,5 +1,5 @@
-//! The checked configuration: plain values without file positions, independent of TOML. A [`Config`] is always valid,
-//! so its users do not have to check it again.
+//! The validated configuration, as plain values without file positions and independent of TOML. A [`Config`] is always
+//! valid, so its users do not have to validate it again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

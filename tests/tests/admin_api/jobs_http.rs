@@ -281,7 +281,7 @@ fn admin_api_is_read_only_for_access_tokens() {
 }
 
 #[test]
-fn access_entry_restricts_jobs_of_its_token() {
+fn access_entry_restricts_jobs_with_its_token() {
     let entries = "[[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"b\"]\ntenants = [\"acme\"]\n\
                    [[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"c\"]\n\
                    [[access]]\ntoken_file = \"read\"\n";

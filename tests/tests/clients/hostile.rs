@@ -521,7 +521,7 @@ fn invalid_job_does_not_close_the_connection() {
 }
 
 #[test]
-fn reusing_number_of_a_running_job_closes_the_connection() {
+fn reusing_a_running_jobs_number_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
     // If their numbers were unused, these jobs would each have a different outcome.

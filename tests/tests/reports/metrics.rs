@@ -134,7 +134,7 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     });
 }
 
-/// Returns the name and both values of each number that differs between the metrics and the snapshot.
+/// Returns the name and both values of each figure that differs between the metrics and the snapshot.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));

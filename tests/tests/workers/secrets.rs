@@ -109,8 +109,7 @@ fn secret_can_contain_any_bytes_except_nul() {
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Returns the configuration of a bulkhead whose workers return their environment for the operation
-/// `environment`.
+/// Returns the configuration of a bulkhead whose workers return their environment for the `environment` operation.
 fn hostile(name: &str, more: &str) -> String {
     let program = programs().join("hostile");
     format!(

@@ -1,6 +1,6 @@
-//! `exec`: runs an unmodified program for each job. The program reads the payload from standard input and
-//! writes the result to standard output. Standard error goes to the log. Instead of the standard streams,
-//! files in the job's folder can contain the payload and the result.
+//! Implements `exec`, which runs an unmodified program for each job. The program reads the payload from standard input
+//! and writes the result to standard output. Standard error goes to the log. Instead of the standard streams, files in
+//! the job's folder can contain the payload and the result.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};

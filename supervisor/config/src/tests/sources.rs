@@ -97,7 +97,7 @@ fn relative_paths_are_resolved_against_their_own_file() {
 }
 
 #[test]
-fn all_files_are_reported_at_once_with_positions() {
+fn problems_in_all_files_are_reported_with_positions() {
     let folder = Folder::new();
     let main = format!("{MAIN}deadlin = \"5s\"\n");
     let first = format!("# größe\n{}processes = 0\nfallback = [\"nobody\"]\n", named("b"));
