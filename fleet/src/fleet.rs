@@ -301,7 +301,7 @@ impl FleetJob {
         }
     }
 
-    /// Returns true if the bulkhead does not exist, so that no stream accepts the subject. In a cluster, a stream can
+    /// Returns true if no stream accepts the subject because the bulkhead does not exist. In a cluster, a stream can
     /// also be without a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. Reads the ledger
     /// to check that JetStream works, because tenants do not have permission to query the stream.
     async fn is_missing(&self, has_time: bool) -> bool {

@@ -595,7 +595,7 @@ def test_retries_never_exceed_the_share_of_a_window() -> None:
                 events.append((int(now), True))
 
 
-def test_error_of_an_attempt_that_ran_is_reported() -> None:
+def test_error_from_an_attempt_that_ran_is_reported() -> None:
     options: tuple[Any, ...] = ("plain", "", "", None, "normal", False, 1, None, None)
     failed = bulkhead.Failed(bulkhead.Outcome("failed", "busy", executed="yes", retryable=True))
     rejected = bulkhead.Rejected(bulkhead.Outcome("rejected", "not_found"))

@@ -101,7 +101,7 @@ fn claim_survives_the_first_redelivery() {
 }
 
 #[test]
-fn lost_claim_of_idempotent_job_is_taken_over() {
+fn lost_claim_on_idempotent_job_is_taken_over() {
     let next = on(6, true, Some(&claimed(7, 4)), IN_TIME);
     let previous = Some(host_lost(&terms(true), 1));
     assert_eq!(next, Next::Claim { expects: 42, attempts: 2, previous });
@@ -234,7 +234,7 @@ fn disconnect_after_sending_is_host_lost_unless_idempotent() {
 }
 
 #[test]
-fn later_rejection_keeps_outcome_of_earlier_run() {
+fn later_rejection_keeps_outcome_from_earlier_run() {
     let claim = Claim { attempts: 2, previous: Some(crashed()) };
     let decide = |outcome| {
         let end = AttemptEnd::Reported(ending(outcome));

@@ -588,7 +588,7 @@ fn second_signal_ends_the_drain_notice() {
 /// A client with a token sends chunked payloads until its share of the memory is used up. The supervisor's own user
 /// still gets a share.
 #[test]
-fn token_holder_cannot_use_memory_share_of_another_user() {
+fn token_holder_cannot_use_another_users_memory_share() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);
     let piece = vec![7; 1 << 20];
     let senders: Vec<_> = (0..12)

@@ -1138,7 +1138,7 @@ fn result(client: &Client, operation: &str, payload: &str) -> Result<Reply, JobE
 }
 
 #[test]
-fn worker_cannot_answer_jobs_of_other_workers() {
+fn worker_cannot_answer_other_workers_jobs() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("{PATIENT}processes = 2\nmax_queue = 10\n");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));

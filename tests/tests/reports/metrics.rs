@@ -348,7 +348,7 @@ fn accept_header_selects_the_format() {
 // Tenants.
 
 #[test]
-fn tenant_label_escapes_names_and_groups_unlisted_tenants() {
+fn tenant_names_are_escaped_and_unlisted_ones_share_a_label() {
     let hostile = "a\"} 1\n# EOF\n\\{b=\"ü";
     let toml = hostile.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     let supervisor = Supervisor::start(&format!(
@@ -666,7 +666,7 @@ fn metrics_stay_consistent_across_reloads() {
 }
 
 #[test]
-fn metrics_still_count_jobs_of_forgotten_tenants() {
+fn metrics_still_count_jobs_from_forgotten_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true, max_active = 2, idle = \"5ms\" }\n",
     );

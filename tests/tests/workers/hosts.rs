@@ -395,7 +395,7 @@ fn output_flood_after_exit_leaves_neighbour_running() {
 }
 
 #[test]
-fn deadline_kills_only_the_process_tree_of_the_job() {
+fn deadline_kills_only_the_jobs_process_tree() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\ngrace = \"60s\"\n");
     let worker = supervisor.worker_pids("x");
     let (ours, theirs) = (tenant("DEADLINE"), tenant("NEIGHBOUR"));

@@ -13,7 +13,7 @@ use bulkhead_tests::confined::{DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setu
 use bulkhead_tests::{Supervisor, kill_pid, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 
-/// Content of the file `neighbour/secret` in the supervisor's folder, which no worker can read.
+/// Contents of the file `neighbour/secret` in the supervisor's folder, which no worker can read.
 const CONTENT: &str = "something";
 
 const PROFILES: [(&str, &[&str]); 3] = [

@@ -427,7 +427,7 @@ fn configuration_summary_shows_every_sandbox_key() {
 }
 
 #[test]
-fn summary_explains_tmp_check_of_default_profile() {
+fn summary_explains_tmp_check_in_default_profile() {
     let folder = Folder::new();
     let strict = "profile = \"strict\", user = \"root\"";
     for (entries, is_told) in [

@@ -132,7 +132,7 @@ fn problems_in_all_files_are_reported_with_positions() {
 }
 
 #[test]
-fn syntax_errors_of_all_files_are_reported() {
+fn syntax_errors_in_all_files_are_reported() {
     let folder = Folder::new();
     let problems =
         folder.problems("[supervisor\n", &[("1.toml", "\n[bulkhead.b]\nexec: 5\n"), ("2.toml", "a = \"\n")]);
