@@ -14,7 +14,7 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum timeout of a poll, even if the wait ends earlier.
+/// Minimum timeout for a poll, even if the wait ends earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
 /// Time at which a wait is over, or `None` if the wait is unlimited.

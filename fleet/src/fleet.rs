@@ -343,7 +343,7 @@ impl Submitted {
         &self.id
     }
 
-    /// Waits for the outcome, but no longer than `host_lost_after` past the deadline.
+    /// Waits for the outcome. Gives up when `host_lost_after` has elapsed after the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

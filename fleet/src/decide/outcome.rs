@@ -50,7 +50,7 @@ pub enum Consequence {
     },
 }
 
-/// Returns the consequence of an attempt's end. `jitter` is a random number from 0 to 1.
+/// Returns the consequence of an attempt that has ended. `jitter` is a random number from 0 to 1.
 pub fn decide(
     message: &Message,
     terms: &Terms,

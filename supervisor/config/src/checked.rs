@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// Metrics label of tenants that have no separate label, and of jobs without a tenant.
+/// Metrics label shared by tenants without a separate label and by jobs without a tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
 /// A complete configuration.

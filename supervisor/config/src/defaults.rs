@@ -47,7 +47,7 @@ pub const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
 pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
 /// Default path of root's configuration file.
 pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
-/// Default path of another user's configuration file, in the user's configuration folder.
+/// Default path of a non-root user's configuration file, in the user's configuration folder.
 pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
 /// Name of the folder, next to the configuration file, for files with additional bulkheads and access rules.
 pub const FRAGMENTS_FOLDER: &str = "conf.d";

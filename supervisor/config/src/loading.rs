@@ -15,7 +15,7 @@ use super::diagnostics::{ConfigErrors, Problems, place, shown};
 use super::sources::{Source, Sources};
 use super::{defaults, syntax, units, values};
 
-/// Mode bits that let the group, or all users, modify a file.
+/// Mode bits that let the group or all other users modify a file.
 const GROUP_WRITE: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 

@@ -668,7 +668,7 @@ fn library_observes_deadline_and_cancellation() {
     let limit = Duration::from_secs(2);
     let late = client.job("x", "").operation("wait").deadline(limit).send();
     assert_eq!(outcome(&late), "deadline_exceeded/running");
-    // The permit is free long before the `grace` of 30 s ends, because the library checks for cancellation.
+    // The permit is free long before the `grace` period of 30 s ends, because the library checks for cancellation.
     supervisor.wait_number("x", "available", 1);
 
     let mut job = client.job("x", "").operation("wait").start().unwrap();

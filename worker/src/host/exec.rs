@@ -402,9 +402,9 @@ fn append(message: &mut String, tail: &str) {
     }
 }
 
-/// Returns the error for output that did not end within `grace` after the program had exited. `file` is the
-/// name of the output file, or `None` for standard output. `holders` contains the names of processes that had
-/// the output open.
+/// Returns the error for output that did not end within the `grace` period after the program had exited. `file` is the
+/// name of the output file, or `None` for standard output. `holders` contains the names of processes that had the
+/// output open.
 fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> HandlerError {
     let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };

@@ -159,7 +159,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects denying a system call that every worker needs.
+    /// Rejects a configuration that denies a system call that every worker needs.
     fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {
