@@ -45,7 +45,7 @@ pub enum Consequence {
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
-        /// True if the agent must stop pulling jobs of the bulkhead during the delay.
+        /// True if the agent must stop pulling jobs for the bulkhead during the delay.
         pauses_pulls: bool,
     },
 }
