@@ -388,7 +388,7 @@ async def measure_alone(system: System, numbers: Iterator[int]) -> list[float]:
 
 
 async def measure_rate(system: System, numbers: Iterator[int], jobs: int) -> float:
-    """Returns the jobs per second with `OPEN` jobs at once."""
+    """Returns the number of jobs per second with `OPEN` concurrent jobs."""
     left = iter(range(jobs))
 
     async def submitter() -> None:

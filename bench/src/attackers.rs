@@ -72,7 +72,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     }
 }
 
-/// Submits jobs to a missing bulkhead as fast as possible, over `connections` connections.
+/// Submits jobs to a nonexistent bulkhead as fast as possible, over `connections` connections.
 fn flood(path: &Path, connections: usize) -> Result<()> {
     let burst: Vec<u8> =
         (0..64).map(|number| submit("missing", number)).collect::<Result<Vec<_>>>()?.concat();

@@ -151,7 +151,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     attackers.push(Process::start(&mut host.attacker(scene, "spin")?)?);
                 } else {
                     let client = host.client.clone();
-                    // Every bench worker supports the operation `crash`.
+                    // Every bench worker supports the `crash` operation.
                     let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {

@@ -67,7 +67,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// Module whose operation `hold` keeps the interpreter's lock for about half a second in a single C call.
+/// Module whose `hold` operation keeps the interpreter's lock for about half a second in a single C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \

@@ -70,12 +70,12 @@ pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
 
-/// Returns the worker's command as elements of a TOML array, for the key `command`.
+/// Returns the worker's command as elements of a TOML array, for the `command` key.
 pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command of another role as elements of a TOML array, for the key `command`.
+/// Returns the command of another role as elements of a TOML array, for the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;

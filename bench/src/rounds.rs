@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of rounds, however long the rounds take. A median of fewer rounds would be meaningless.
+/// Minimum number of rounds, regardless of how long they take. A median of fewer rounds would be meaningless.
 const ROUNDS_MIN: usize = 3;
 
 /// Iterator over the rounds of a measurement, numbered from 0. Ends early if the rounds take too long.

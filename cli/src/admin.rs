@@ -1,4 +1,4 @@
-//! Bulkheads: `status`, `resize`, and the formatting that other commands share.
+//! The `status` and `resize` commands, and formatting that other commands share.
 
 use std::cmp::Reverse;
 use std::fmt::Display;
@@ -152,7 +152,7 @@ pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Returns lines for facts that have no column in the table of bulkheads.
+/// Returns lines for facts that have no column in the bulkhead table.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));
@@ -234,7 +234,7 @@ fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
     table.trim_fmt()
 }
 
-/// Columns of the table of workers.
+/// Columns of the worker table.
 pub(crate) const WORKER_COLUMNS: [&str; 8] =
     ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
 

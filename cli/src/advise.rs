@@ -1,5 +1,5 @@
-//! `advise`: shows the recommended limits as a table, with reasons, the command to run, and the lines for the
-//! configuration file.
+//! Implements `bulkhead advise`, which shows the recommended limits as a table, with reasons, the command to run, and
+//! the lines for the configuration file.
 
 use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
 use serde::de::DeserializeOwned;

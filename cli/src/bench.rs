@@ -1,4 +1,4 @@
-//! `bulkhead bench`: puts load on a bulkhead for a given time, and prints throughput and latency.
+//! Implements `bulkhead bench`, which puts load on a bulkhead for a given time, and prints throughput and latency.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;

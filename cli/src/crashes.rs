@@ -1,4 +1,4 @@
-//! Crash reports: list, details and replay. The reports contain data from the crashed process, so all text is escaped
+//! Lists, shows and replays crash reports. The reports contain data from the crashed process, so all text is escaped
 //! before it reaches a terminal.
 
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `bulkhead events`: stored and new events, filtered by bulkhead, kind, severity and time.
+//! Implements `bulkhead events`, which prints stored and new events, filtered by bulkhead, kind, severity and time.
 
 use std::time::SystemTime;
 

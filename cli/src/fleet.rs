@@ -1,4 +1,4 @@
-//! `bulkhead fleet`: replaces this process with `bulkhead-fleet`.
+//! Implements `bulkhead fleet`, which replaces this process with `bulkhead-fleet`.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;

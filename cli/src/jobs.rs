@@ -1,4 +1,4 @@
-//! `bulkhead jobs` and `bulkhead cancel`: list and cancel unfinished jobs.
+//! Implements `bulkhead jobs` and `bulkhead cancel`, which list and cancel unfinished jobs.
 
 use bulkhead_api::{Job, Jobs};
 use hyper::Method;

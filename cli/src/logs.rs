@@ -1,4 +1,4 @@
-//! `bulkhead logs`: shows the output of the workers of one or more bulkheads, ordered by time.
+//! Implements `bulkhead logs`, which shows the output of the workers of one or more bulkheads, ordered by time.
 
 use std::time::SystemTime;
 

@@ -1,5 +1,5 @@
-//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over the admin socket. Each
-//! kind of failure has its own exit code. Only results and tables are written to standard output.
+//! The `bulkhead` command, which submits jobs over the jobs socket and operates a supervisor over the admin socket.
+//! Each kind of failure has its own exit code. Only results and tables are written to standard output.
 
 mod admin;
 mod advise;

@@ -1,4 +1,4 @@
-//! Actions on bulkheads, with waiting for their effect: restart, drain, resume, reset and is-ready.
+//! The `restart`, `drain`, `resume`, `reset` and `is-ready` commands, which can wait for their effect.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum timeout of a poll, even if the wait is over earlier.
+/// Minimum timeout for a poll, even if the wait ends earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
 /// Time at which a wait is over, or `None` if the wait is unlimited.
@@ -40,7 +40,7 @@ impl WaitLimit {
         })
     }
 
-    /// Sleeps until the next poll, but no longer than until the wait is over.
+    /// Sleeps until the next poll or the end of the wait, whichever is earlier.
     async fn pause(self) {
         let next = Instant::now() + POLL_INTERVAL;
         tokio::time::sleep_until(self.0.map_or(next, |at| at.min(next))).await;

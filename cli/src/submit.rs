@@ -1,4 +1,4 @@
-//! `bulkhead submit`: submits one job or many.
+//! Implements `bulkhead submit`, which submits one job or many.
 
 use std::cell::{Cell, RefCell};
 use std::fs::OpenOptions;
@@ -19,7 +19,7 @@ use crate::payload;
 /// Maximum time to wait for the outcomes of jobs that were cancelled by ^C.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Runs the command. Returns the exit code of the first job that was not `ok`, or 0 if all were.
+/// Runs the command. Returns the exit code of the first job that was not `ok`, or 0 if all jobs were `ok`.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let (payload, client) = match prepare(args, submit).await {
         Ok(prepared) => prepared,

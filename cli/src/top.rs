@@ -1,5 +1,5 @@
-//! `bulkhead top`: a live, full-screen `status`. One task owns the screen and handles keys, samples and signals
-//! sequentially. Sampling runs concurrently, so that key presses do not have to wait for a slow supervisor.
+//! Implements `bulkhead top`, a live, full-screen `status`. One task owns the screen and handles keys, samples and
+//! signals sequentially. Sampling runs concurrently, so that key presses do not have to wait for a slow supervisor.
 
 mod app;
 mod columns;

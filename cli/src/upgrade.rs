@@ -1,4 +1,4 @@
-//! `bulkhead upgrade`: replaces the supervisor's program and prints each step.
+//! Implements `bulkhead upgrade`, which replaces the supervisor's program and prints each step.
 
 use bulkhead_api::UpgradeStep;
 use hyper::Method;
@@ -19,7 +19,7 @@ pub(crate) async fn run(args: &Args, upgrade: &Upgrade) -> Result<u8, Failure> {
         path.push_str(&format!("&program={}", percent_encoded(program)));
     }
     let response = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
-        // Returned if the supervisor cannot be upgraded in this way.
+        // The code for a supervisor that cannot be upgraded.
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;

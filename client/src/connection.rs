@@ -132,7 +132,7 @@ impl Target {
         }
     }
 
-    /// Formats the location for messages, to follow the words "the supervisor".
+    /// Formats the location as it appears in messages, directly after "the supervisor".
     fn describe(&self) -> String {
         match self {
             Self::Path(path) => format!("at {}", path.display()),

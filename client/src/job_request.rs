@@ -1,4 +1,4 @@
-//! Job requests: jobs that the client has prepared and not yet sent to the supervisor.
+//! Jobs that the client has prepared but not yet sent to the supervisor.
 
 use std::fmt;
 use std::fs::File;

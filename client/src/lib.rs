@@ -1,4 +1,4 @@
-//! Client library: submits jobs to a `bulkhead-supervisor`.
+//! Client library that submits jobs to a `bulkhead-supervisor`.
 //!
 //! ```no_run
 //! use std::time::Duration;

@@ -92,7 +92,7 @@ impl std::ops::Deref for Failure {
     }
 }
 
-/// Error of a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
+/// Error returned for a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
 #[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
     /// The handler reported an error.
@@ -126,7 +126,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Returns the error for a job that waited for a connection in vain.
+    /// Returns the error for a job that waited for a connection but did not get one.
     pub(crate) fn unreachable(executed: Executed, problem: &str) -> Self {
         let advice = match executed {
             Executed::No => {

@@ -47,7 +47,7 @@ const BATCH_MAX: usize = 64;
 pub(crate) enum SubmitError {
     /// The request is invalid.
     Rejected(JobError),
-    /// The send queue is full, so that the job has to wait.
+    /// The send queue is full, so the job has to wait.
     Full,
     /// The connection is unusable.
     Closed,

@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn reused_slot_rejects_the_number_of_an_earlier_request() {
+    fn reused_slot_rejects_an_earlier_request_number() {
         let mut waiters = Waiters::<()>::default();
         let first = insert(&mut waiters, None);
         assert!(waiters.remove(first).unwrap().waiter.is_some());

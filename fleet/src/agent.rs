@@ -50,7 +50,7 @@ struct Served {
 /// State shared by all tasks of an agent.
 struct Shared {
     host: String,
-    /// Identifies this process, as distinct from earlier and later agents on the same host.
+    /// ID that distinguishes this process from earlier and later agents on the same host.
     instance: String,
     client: async_nats::Client,
     supervisor: Supervisor,

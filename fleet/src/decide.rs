@@ -65,7 +65,7 @@ pub struct Faults {
     pub claims_without_expectation: bool,
     /// Takes over another agent's claim at the first redelivery.
     pub takes_over_at_first_redelivery: bool,
-    /// Treats a pending write as one that another agent has won.
+    /// Treats a pending write as won by another agent.
     pub mistakes_pending_write_for_refusal: bool,
 }
 

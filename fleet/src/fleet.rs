@@ -1,4 +1,4 @@
-//! The client library: submits jobs to a fleet and waits for their outcomes.
+//! The client library, which submits jobs to a fleet and waits for their outcomes.
 
 use std::fmt;
 use std::time::Duration;
@@ -38,7 +38,7 @@ pub struct Fleet {
     host_lost_after: Duration,
 }
 
-/// Error for a job without a result.
+/// Error returned for a job without a result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FleetError {
     /// The job's outcome is not `ok`, or the fleet rejected the submission.
@@ -118,7 +118,7 @@ impl Fleet {
         Self::connect_with(&Nats::new(servers), &Streams::default()).await
     }
 
-    /// Connects with the settings in the tables `[nats]` and `[streams]` of a configuration.
+    /// Connects with the settings in the `[nats]` and `[streams]` tables of a configuration.
     pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
         let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
         let tenant = nats.tenant.clone().unwrap_or_default();
@@ -164,8 +164,8 @@ pub struct FleetJob {
 }
 
 impl FleetJob {
-    /// Sets the ID, which has 1 to 128 bytes. If several jobs of a tenant have the same ID, only one of them runs, and
-    /// all of them get its outcome.
+    /// Sets the ID, which has 1 to 128 bytes. If a tenant submits several jobs with the same ID, only one of them runs,
+    /// and its outcome applies to all of them.
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.options.id = id.into();
         self
@@ -301,7 +301,7 @@ impl FleetJob {
         }
     }
 
-    /// Returns true if the bulkhead does not exist, so that no stream accepts the subject. In a cluster, a stream can
+    /// Returns true if no stream accepts the subject because the bulkhead does not exist. In a cluster, a stream can
     /// also be without a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. Reads the ledger
     /// to check that JetStream works, because tenants do not have permission to query the stream.
     async fn is_missing(&self, has_time: bool) -> bool {
@@ -343,7 +343,7 @@ impl Submitted {
         &self.id
     }
 
-    /// Waits for the outcome, but no longer than `host_lost_after` past the deadline.
+    /// Waits for the outcome. Gives up when `host_lost_after` has elapsed after the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn every_outcome_survives_the_ledger() {
+    fn every_outcome_survives_a_ledger_round_trip() {
         for verdict in verdicts() {
             let mut outcome = outcome(verdict);
             outcome.retryable = matches!(outcome.verdict, Verdict::Failed(_));
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_survive_the_ledger() {
+    fn claims_survive_a_ledger_round_trip() {
         for previous in [None, Some(outcome(Verdict::DeadlineRunning))] {
             let phase = Phase::Claimed { stream_sequence: 7, delivery: 2, previous };
             let record = Record { nonce: "n".into(), agent: "a".into(), attempts: 1, phase };

@@ -115,7 +115,7 @@ impl JobOptions {
     }
 
     /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid ID
-    /// is given a new one, so that every message can have a record.
+    /// receives a new ID, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,

@@ -67,7 +67,7 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
-/// Returns the subject filters of one of a bulkhead's `lanes` consumers.
+/// Returns the subject filters for one of a bulkhead's `lanes` consumers.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn lane_of_a_tenant_never_changes() {
+    fn tenant_lane_never_changes() {
         // Consumers filter by lane, so a changed assignment would break running fleets.
         assert_eq!([lane(""), lane("acme"), lane("quiet")], [3, 2, 0]);
     }

@@ -212,7 +212,7 @@ impl Operator {
         Ok(letters)
     }
 
-    /// Resubmits the job of a dead letter and removes the letter. Returns the new ID. The ID is derived from the letter
+    /// Resubmits the job in a dead letter and removes the letter. Returns the new ID. The ID is derived from the letter
     /// so that repeating the request does not run the job twice.
     pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
         let mut options = letter.options.clone();

@@ -45,7 +45,7 @@ def is_sleeping(pid: int) -> bool:
 
 
 def read(path: os.PathLike[str] | str) -> str | None:
-    """Returns the content of a file, or None if the file does not exist."""
+    """Returns the contents of a file, or None if the file does not exist."""
     try:
         with open(path) as file:
             return file.read()

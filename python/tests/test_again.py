@@ -321,7 +321,7 @@ def test_job_ends_at_its_deadline_without_a_supervisor(fake: FakeSupervisor, way
 
 
 @WAYS
-def test_zero_reconnect_timeout_fails_jobs_of_a_lost_connection(fake: FakeSupervisor, way: str) -> None:
+def test_zero_reconnect_timeout_fails_jobs_on_a_lost_connection(fake: FakeSupervisor, way: str) -> None:
     def script(fake: FakeSupervisor) -> None:
         peer = fake.welcome()
         peer.job()
@@ -595,7 +595,7 @@ def test_retries_never_exceed_the_share_of_a_window() -> None:
                 events.append((int(now), True))
 
 
-def test_error_of_an_attempt_that_ran_is_reported() -> None:
+def test_error_from_an_attempt_that_ran_is_reported() -> None:
     options: tuple[Any, ...] = ("plain", "", "", None, "normal", False, 1, None, None)
     failed = bulkhead.Failed(bulkhead.Outcome("failed", "busy", executed="yes", retryable=True))
     rejected = bulkhead.Rejected(bulkhead.Outcome("rejected", "not_found"))

@@ -202,7 +202,7 @@ async def call_once(client: AsyncClient) -> bytes | bytearray:
     return (await client.call("two", b"x")).payload
 
 
-def test_closing_a_client_cancels_jobs_of_other_event_loops(supervisor: Supervisor) -> None:
+def test_closing_a_client_cancels_jobs_in_other_event_loops(supervisor: Supervisor) -> None:
     client = AsyncClient(supervisor.socket)
     began = threading.Event()
     errors: list[BaseException] = []

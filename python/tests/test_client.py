@@ -575,7 +575,7 @@ def test_signal_handler_can_close_a_connecting_client(tmp_path: Path) -> None:
     assert client._connection is None
 
 
-def test_ctrl_c_does_not_lose_futures_of_other_threads(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_lose_futures_in_other_threads(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.call("two", b"x").payload == b"x"
     found: list[Any] = []
     told: list[Any] = []

@@ -200,7 +200,7 @@ COPY = b"h\x01h\x00\x85R"
         (b"\x80\x04" + COPIED + named("collections", "Counter")[2:] + b"\x94](" + COPY * 1000 + b"e.", "second"),
     ],
 )
-def test_work_is_limited_by_the_size_of_the_pickle(pickled: bytes, why: str) -> None:
+def test_work_is_limited_by_pickle_size(pickled: bytes, why: str) -> None:
     with pytest.raises(DataOnly, match=why):
         loads(pickled)
 

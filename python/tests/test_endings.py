@@ -166,7 +166,7 @@ def test_callbacks_can_submit_large_calls() -> None:
     assert errors == []
 
 
-def test_inherited_future_does_not_cancel_calls_of_the_child() -> None:
+def test_inherited_future_does_not_cancel_calls_in_the_child() -> None:
     with BulkheadExecutor(1) as pool:
         inherited = [pool.submit(jobs.double, number) for number in range(5)]
         pending = pool.submit(time.sleep, LONG)

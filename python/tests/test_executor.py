@@ -170,7 +170,7 @@ def test_pool_keeps_no_reference_to_results(pool: BulkheadExecutor) -> None:
 # Timeout and cancel.
 
 
-def test_timeout_kills_the_process_tree_of_the_call(pool: BulkheadExecutor, tmp_path: Path) -> None:
+def test_timeout_kills_the_calls_process_tree(pool: BulkheadExecutor, tmp_path: Path) -> None:
     note = str(tmp_path / "note")
     future = pool.with_options(timeout=3).submit(jobs.hang, note)
     with pytest.raises(CallTimeout) as raised:

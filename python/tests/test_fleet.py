@@ -25,7 +25,7 @@ PROGRAMS = Path(os.environ.get("BULKHEAD_SUPERVISOR", "/none")).parent
 SERVER = PROGRAMS.parent / "nats-server" / "2.15.1" / "nats-server"
 AGENT = PROGRAMS / "bulkhead-fleet"
 
-# The server chooses a free port and writes its address to a file `*.ports`.
+# The server chooses a free port and writes its address to a `*.ports` file.
 NATS = 'listen: "127.0.0.1:-1"\nports_file_dir: "."\njetstream { store_dir: "nats" }\n'
 
 WORKERS = """

@@ -259,7 +259,7 @@ def test_rejects_forged_frames(columns: Any) -> None:
         loads(pickle.dumps(_Made(_libraries.make_frame, columns, 0, 1, [None], labels, [None], False), 5))
 
 
-def test_rejects_makers_and_buffers_as_values() -> None:
+def test_rejects_functions_and_buffers_as_values() -> None:
     for pickled in (
         pickle.dumps(_libraries.make_array),
         pickle.dumps([_libraries.make_image]),

@@ -138,7 +138,7 @@ def test_killed_caller_leaves_no_process(tmp_path: Path) -> None:
 def test_call_that_kills_its_process_group_fails_alone() -> None:
     """Workers run as this user, so a call can kill its own process group.
 
-    That call gets an error, and the next call is served.
+    That call fails, and the next call is served.
     """
     with BulkheadExecutor(2) as pool:
         for _ in range(3):

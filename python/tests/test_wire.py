@@ -216,7 +216,7 @@ def test_frames_are_complete_for_all_read_sizes(sizes: list[int], is_interrupted
     assert isinstance(subject.frames[-1][3], bytes)
 
 
-def test_texts_are_truncated_between_characters() -> None:
+def test_text_is_truncated_between_characters() -> None:
     assert _wire.text("grün", 3) == text("gr")
     assert _wire.text("grün", 4) == text("grü")
     assert _wire.text("a\ud800b") == text("a?b")

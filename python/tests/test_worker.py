@@ -184,7 +184,7 @@ def test_handler_sees_the_cancellation(tmp_path: pathlib.Path) -> None:
         assert "never awaited" not in own.log()
 
 
-def test_worker_follows_changes_of_max_in_flight(supervisor: Supervisor) -> None:
+def test_worker_follows_changes_to_max_in_flight(supervisor: Supervisor) -> None:
     with running(one={**WORKER, "max_in_flight": 1}) as own, Client(own.socket) as client:
         for limit in (6, 2, 5, 1, 3):
             assert own.request("PATCH", "/v1/bulkheads/one", {"max_in_flight": limit})[0] == 200

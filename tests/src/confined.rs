@@ -34,7 +34,7 @@ const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead
 /// Mode of another user's file. Without confinement, only the file's owner and root can read it.
 const SECRET_MODE: u32 = 0o600;
 
-/// Layers of confinement that the profile `strict` needs.
+/// Layers of confinement that the `strict` profile needs.
 pub const STRICT_LAYERS: &[&str] = &[
     "landlock scopes",
     "seccomp notify",
@@ -48,13 +48,13 @@ pub const STRICT_LAYERS: &[&str] = &[
     "pivot_root",
 ];
 
-/// Layers of confinement that `default` needs to give the expected results.
+/// Layers of confinement that the `default` profile needs to produce the expected results.
 pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 
 /// Parameters for starting a supervisor.
 #[derive(Clone, Copy, Default)]
 pub struct Setup<'s> {
-    /// Additional keys for the table `[supervisor]`, in TOML.
+    /// Additional keys for the `[supervisor]` table, in TOML.
     pub supervisor: &'s str,
     /// Configuration of the bulkheads, in TOML. `HOSTILE` is replaced with the path of the hostile worker,
     /// and `PLACE` with the path of the supervisor's folder.
@@ -65,8 +65,8 @@ pub struct Setup<'s> {
     pub user_with_ids: Option<User>,
     /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,
-    /// Rules for the program `filtered`. They make system calls by the supervisor and its descendants fail or
-    /// have no effect.
+    /// Rules for the `filtered` program. They make system calls by the supervisor and its descendants fail or have no
+    /// effect.
     pub filter: &'s [&'s str],
 }
 
@@ -146,8 +146,8 @@ pub struct Ground {
 }
 
 impl Ground {
-    /// Creates the folder, with `config` as the file `workers.toml`. In `config`, `HOSTILE` is replaced with
-    /// the path of the hostile worker, and `PLACE` with the path of the folder.
+    /// Creates the folder, with `config` as the contents of `workers.toml`. In `config`, `HOSTILE` is replaced with the
+    /// path of the hostile worker, and `PLACE` with the path of the folder.
     pub fn prepare(config: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path();
@@ -188,9 +188,9 @@ fn file(path: PathBuf, mode: u32) -> PathBuf {
     path
 }
 
-/// Creates programs, folders and files. `work` is the working folder. `read` and `write` are the folders for
-/// the keys `read` and `write`. Only the owner can access `neighbour`. Every user can write to `outside`.
-/// `tmp` is the supervisor's temporary folder.
+/// Creates programs, folders and files. `work` is the working folder. `read` and `write` are the folders for the `read`
+/// and `write` keys. Only the owner can access `neighbour`. Every user can write to `outside`. `tmp` is the
+/// supervisor's temporary folder.
 fn furnish(place: &Path) -> Value {
     folder(place.to_owned(), 0o755);
     let bin = folder(place.join("bin"), 0o755);
@@ -276,7 +276,7 @@ impl Place {
         Client::connect(self.supervisor.socket()).expect("the jobs socket answers")
     }
 
-    /// Returns the targets of attempts. The target `sibling` is the only worker of the bulkhead `sibling`.
+    /// Returns the targets of attempts. The `sibling` target is the only worker of the `sibling` bulkhead.
     pub fn targets(&self, sibling: &str) -> Value {
         let mut targets = self.targets.clone();
         targets["sibling"] = self.worker(sibling).into();

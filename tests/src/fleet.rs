@@ -13,10 +13,10 @@ use tempfile::TempDir;
 use crate::ports::free_port;
 use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 
-/// Oldest and newest server version that is tested.
+/// Oldest and newest tested server versions.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
-/// Returns the server program of a version, as unpacked by `.ci/run`. Prints a note if the program is missing.
+/// Returns the server program for a version, as unpacked by `.ci/run`. Prints a note if the program is missing.
 pub fn server_program(version: &str) -> Option<PathBuf> {
     let program = programs().join("..").join("nats-server").join(version).join("nats-server");
     if program.exists() {
@@ -364,7 +364,7 @@ pub fn cluster(routes: &[u16], own: usize) -> String {
 /// Short value of `host_lost_after`, for fast tests.
 pub const HOST_LOST_AFTER: Duration = Duration::from_secs(4);
 
-/// Returns the table `[streams]` with this number of replicas, for fast tests.
+/// Returns the `[streams]` table with this number of replicas, for fast tests.
 pub fn streams(replicas: usize) -> String {
     format!(
         "[streams]\nreplicas = {replicas}\nhost_lost_after = \"{}s\"\nmax_bytes = \"64MiB\"\nledger_max_bytes = \

@@ -16,7 +16,7 @@ use crate::{PATIENCE, Supervisor, wait_for};
 pub enum Place {
     /// The admin socket.
     Unix(PathBuf),
-    /// The TCP address from the key `http`.
+    /// The TCP address from the `http` key.
     Tcp(SocketAddr),
 }
 

@@ -105,9 +105,8 @@ pub struct Plan {
     pub lasts: Duration,
     /// Seed for random choices. Timing still depends on the machine.
     pub seed: u64,
-    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A killed worker
-    /// can run for a moment alongside its successor. Otherwise, the limit on concurrent jobs is never
-    /// exceeded.
+    /// True if jobs hang and workers are stopped, so the supervisor has to kill workers. A killed worker can run for a
+    /// moment alongside its successor. Otherwise, the limit on concurrent jobs is never exceeded.
     pub has_hangs: bool,
 }
 

@@ -97,10 +97,10 @@ typedef struct bulkhead_host {
  * by host->error. */
 int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host);
 
-/* Optional. Runs once before the first job, for at most `start.ready`. Returns
- * 0 if the library is ready. For any other value, the worker does not start, and
- * operators see the text in `message` (at most `size` bytes, including the
- * final NUL). */
+/* Optional. Runs once before the first job, within the `start.ready` time limit.
+ * Returns 0 if the library is ready. For any other value, the worker does not
+ * start, and operators see the text in `message` (at most `size` bytes,
+ * including the final NUL). */
 int bulkhead_init(char *message, size_t size);
 
 #ifdef __cplusplus

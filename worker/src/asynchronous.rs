@@ -1,4 +1,4 @@
-//! Async handlers (feature `tokio`).
+//! Async handlers (`tokio` feature).
 //!
 //! As in every worker, each job in flight occupies one handler thread. The thread blocks on the handler's
 //! future, which need not be `Send`. A blocked thread uses little memory, because most of its stack is never

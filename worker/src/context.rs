@@ -165,8 +165,7 @@ impl<S> Ctx<S> {
         JobId(self.metadata.number)
     }
 
-    /// Returns the deadline of the job. When the deadline passes, the client gets the outcome
-    /// `deadline_exceeded`.
+    /// Returns the deadline of the job. When the deadline passes, the client receives the outcome `deadline_exceeded`.
     pub fn deadline(&self) -> Instant {
         self.metadata.deadline
     }
@@ -223,7 +222,7 @@ impl<S> Ctx<S> {
     }
 }
 
-/// The context of [`crate::Server::init`].
+/// The context passed to the function that [`crate::Server::init`] sets.
 pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }

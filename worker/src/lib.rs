@@ -10,9 +10,9 @@
 //! kills the worker if a job hangs. `max_in_flight` can change while the worker is running. The SDK starts
 //! handler threads when jobs need them, and stops surplus threads after their current job.
 //!
-//! A handler can block, use much CPU time, crash or leak memory. This affects only the worker process and the
-//! jobs in it. [`Server`] supports several operations and state that is initialised once for all jobs. With
-//! the feature `tokio`, handlers can be async functions.
+//! A handler can block, use much CPU time, crash or leak memory. This affects only the worker process and the jobs in
+//! it. [`Server`] supports several operations and state that is initialised once for all jobs. With the `tokio`
+//! feature, handlers can be async functions.
 
 mod context;
 mod crash_recorder;

@@ -137,7 +137,7 @@ struct State {
     /// True if a wake request to the handler threads is pending: `wake` is readable, and at least one thread
     /// is idle.
     is_wake_pending: bool,
-    /// True if READY was queued, so that the supervisor can send jobs.
+    /// True if READY was queued, which allows the supervisor to send jobs.
     is_ready: bool,
     /// True if the supervisor has announced that no more jobs follow.
     is_draining: bool,
@@ -317,7 +317,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut ended = None;
         // Time of the oldest unsent reply.
         let mut unwritten_since = None;
-        // True if every reply was sent or is in the journal, so that the next job cannot lose a reply by killing this
+        // True if every reply was sent or is in the journal, so the next job cannot lose a reply by killing this
         // process.
         let mut is_safe = true;
         loop {

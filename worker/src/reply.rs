@@ -1,10 +1,10 @@
-//! Results and errors of handlers.
+//! Results and errors returned by handlers.
 
 use std::fmt;
 
 use bulkhead_shared::Fault;
 
-/// Error of a handler that could not complete a job.
+/// Error returned by a handler that could not complete a job.
 ///
 /// The `?` operator converts every [`std::error::Error`] into a `HandlerError` with the code `error`,
 /// `fault` set to `Dependency`, and `retryable` set to false.

@@ -41,8 +41,8 @@ const IOCTL_DEV: u64 = 1 << 15;
 const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
-/// Environment variables that are set to the path of the temporary folder, unless the configuration key `env`
-/// sets them.
+/// Environment variables that are set to the path of the temporary folder, unless the `env` configuration key sets
+/// them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// No flags, so that the kernel logs denied accesses.

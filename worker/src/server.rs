@@ -114,8 +114,8 @@ impl Server<(), Blank> {
     /// Handlers access the state with [`Ctx::state`]. `init` runs on the first handler thread, which lives as
     /// long as the worker. Other handler threads start and exit as needed.
     ///
-    /// `init` can run for as long as `start.ready`, and can ask for more time. If `init` fails, the worker does
-    /// not start, and operators see the reason.
+    /// `init` must return within the `start.ready` time limit, but can ask for more time. If `init` fails, the worker
+    /// does not start, and operators see the reason.
     ///
     /// Must be called before handlers and hooks are added, because these depend on the type of the state.
     pub fn init<S, E, I>(self, init: I) -> Server<S>

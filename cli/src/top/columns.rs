@@ -1,4 +1,4 @@
-//! Columns of the table of bulkheads: their contents, and which of them fit a given width.
+//! Columns of the bulkhead table: their contents, and which columns fit a given width.
 
 use super::sample::{Bulkhead, Counts};
 use super::text::{rate, short, width};

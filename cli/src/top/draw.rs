@@ -1,4 +1,4 @@
-//! Draws the screen into a buffer: header, footer, table of bulkheads, and help. Parts that do not fit are left out.
+//! Draws the screen into a buffer: header, footer, bulkhead table, and help. Parts that do not fit are left out.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! `top` without a screen: takes samples for one interval and prints the result as a table or JSON.
+//! Implements `top` without a screen, which takes samples for one interval and prints the result as a table or JSON.
 
 use std::time::Duration;
 

@@ -59,7 +59,7 @@ pub(super) struct Bulkhead {
     /// Median run time.
     pub(super) p50: String,
     pub(super) p99: String,
-    /// Further facts, one per line, for the page of the bulkhead.
+    /// Further facts, one per line, for the bulkhead's page.
     pub(super) facts: Vec<String>,
     pub(super) tenants: Vec<Tenant>,
     pub(super) workers: Vec<Worker>,
@@ -69,7 +69,7 @@ pub(super) struct Bulkhead {
 #[derive(Clone, Debug)]
 pub(super) struct Worker {
     pub(super) tenant: Option<String>,
-    /// Cells of the worker's row in the table of workers, as in `bulkhead status`.
+    /// Cells of the worker's row in the worker table, as in `bulkhead status`.
     pub(super) cells: [String; 8],
 }
 
@@ -224,7 +224,7 @@ impl<'a> Sampler<'a> {
             Value::Array(bulkheads) => bulkheads,
             _ => Vec::new(),
         };
-        // Starts at the last known event, in order to detect a restart of the supervisor.
+        // Starts at the last known event, to detect a restart of the supervisor.
         let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
         let (events, was_restarted) = match new_events(self.last.as_ref(), self.events(since).await?) {
             EventLog::Same(events) => (events, false),
@@ -288,7 +288,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn snapshot_texts_contain_no_control_characters() {
+    fn snapshot_text_contains_no_control_characters() {
         let evil = "\u{1b}[2J\n\u{202e}evil";
         let odd = json!({
             "name": evil, "state": evil, "service": evil, "detail": evil, "service_cause": evil, "breaker": evil, "rejected": {evil: 1},

@@ -1,4 +1,4 @@
-//! Drawing helpers for lines of text and for rows of the table of bulkheads.
+//! Drawing helpers for lines of text and for rows of the bulkhead table.
 
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;

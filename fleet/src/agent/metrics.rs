@@ -35,7 +35,7 @@ pub(crate) fn count(counter: &AtomicU64) {
 
 type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &AtomicU64);
 
-/// Metric families with the label `bulkhead`: name, type, description and value.
+/// Metric families with the `bulkhead` label: name, type, description and value.
 const FAMILIES: [Family; 5] = [
     ("decided", "counter", "Jobs whose outcome this agent recorded.", |of| &of.decided),
     ("returned", "counter", "Attempts after which the job was returned to the queue.", |of| &of.returned),

@@ -1,5 +1,5 @@
-//! Permits for the jobs of one bulkhead. Their number follows the supervisor's, and lanes are given permits in the
-//! order in which they ask for them.
+//! Permits for one bulkhead's jobs. The number of permits follows that of the supervisor, and lanes receive permits in
+//! the order in which they request them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -65,7 +65,7 @@ pub enum Conclusion {
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
-        /// True if the agent must stop pulling jobs of the bulkhead during the delay.
+        /// True if the agent must stop pulling jobs for the bulkhead during the delay.
         pauses_pulls: bool,
     },
     /// Another agent holds the job. If there is a delay, redelivery of the message was requested.

@@ -32,7 +32,7 @@ pub struct Claim {
     pub previous: Option<Outcome>,
 }
 
-/// What follows from an attempt's outcome.
+/// Consequence of an attempt's outcome.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Consequence {
     /// The outcome is final.
@@ -45,12 +45,12 @@ pub enum Consequence {
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
-        /// True if the agent must stop pulling jobs of the bulkhead during the delay.
+        /// True if the agent must stop pulling jobs for the bulkhead during the delay.
         pauses_pulls: bool,
     },
 }
 
-/// Returns what follows from an attempt. `jitter` is a random number from 0 to 1.
+/// Returns the consequence of an attempt that has ended. `jitter` is a random number from 0 to 1.
 pub fn decide(
     message: &Message,
     terms: &Terms,

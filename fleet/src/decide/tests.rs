@@ -101,7 +101,7 @@ fn claim_survives_the_first_redelivery() {
 }
 
 #[test]
-fn lost_claim_of_idempotent_job_is_taken_over() {
+fn lost_claim_on_idempotent_job_is_taken_over() {
     let next = on(6, true, Some(&claimed(7, 4)), IN_TIME);
     let previous = Some(host_lost(&terms(true), 1));
     assert_eq!(next, Next::Claim { expects: 42, attempts: 2, previous });
@@ -133,7 +133,7 @@ fn decided_job_is_announced_again_but_not_run() {
     }
 }
 
-/// Returns what follows from an outcome of the first attempt.
+/// Returns the consequence of an outcome of the first attempt.
 fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
     let claim = Claim { attempts, previous: None };
     let end = AttemptEnd::Reported(ending(outcome));
@@ -234,7 +234,7 @@ fn disconnect_after_sending_is_host_lost_unless_idempotent() {
 }
 
 #[test]
-fn later_rejection_keeps_outcome_of_earlier_run() {
+fn later_rejection_keeps_outcome_from_earlier_run() {
     let claim = Claim { attempts: 2, previous: Some(crashed()) };
     let decide = |outcome| {
         let end = AttemptEnd::Reported(ending(outcome));
@@ -299,7 +299,7 @@ fn conflict_with_own_record_counts_as_success() {
 }
 
 #[test]
-fn conflict_with_record_of_another_agent_fences() {
+fn conflict_with_another_agents_record_discards_the_outcome() {
     let mut handling = submitted();
     outcome_write(&mut handling);
     handling.apply(Event::Written(WriteResult::Conflict(42)), IN_TIME);

@@ -1,4 +1,4 @@
-//! `agent`: runs the agent for this host until a signal arrives.
+//! Implements `agent`, which runs the agent for this host until a signal arrives.
 
 use bulkhead_fleet::agent::{self, AgentError};
 use bulkhead_fleet::settings::Settings;

@@ -1,4 +1,4 @@
-//! `dead`: jobs that did not end `ok`.
+//! Implements `dead`, which manages jobs that did not end `ok`.
 
 use bulkhead_api::JobOutcome;
 use bulkhead_api::text::escape;

@@ -1,4 +1,4 @@
-//! `init`: creates the streams of a fleet.
+//! Implements `init`, which creates the fleet's streams.
 
 use bulkhead_fleet::operate::Operator;
 use bulkhead_fleet::settings::Settings;

@@ -1,4 +1,4 @@
-//! `bulkhead-fleet man`: man pages, generated from the command line.
+//! Implements `bulkhead-fleet man`, which generates man pages from the command line definition.
 
 use std::io;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `status`: agents, waiting jobs and streams.
+//! Implements `status`, which shows agents, waiting jobs and streams.
 
 use bulkhead_api::text::escape;
 use bulkhead_fleet::operate::{Operator, Status};

@@ -1,4 +1,4 @@
-//! The commands `submit` and `result`.
+//! The `submit` and `result` commands.
 
 use std::cell::Cell;
 use std::fs::File;

@@ -1,4 +1,5 @@
-//! `try`: demonstrates a complete fleet in a temporary folder, and kills an agent while a hundred jobs are running.
+//! Implements `try`, which demonstrates a complete fleet in a temporary folder, and kills an agent while a hundred jobs
+//! are running.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Server version that the error message recommends.
 const VERSION: &str = "2.12.8";
 
-/// Configuration of the server. The server chooses a free port and writes its address to a file `*.ports`.
+/// Configuration of the server. The server chooses a free port and writes its address to a `*.ports` file.
 const NATS: &str = "listen: \"127.0.0.1:-1\"\nports_file_dir: \".\"\njetstream { store_dir: \"nats\" }\n";
 
 /// Configuration of the supervisor. Each run of a job appends a line to the file `begun`.
@@ -41,7 +42,7 @@ pub(crate) async fn run(options: &Try) -> Result<u8, Failure> {
     demo.submit_all().await
 }
 
-/// Returns the path of the server's program, after checking that it can be executed.
+/// Returns the path of the server executable, after checking that it can be executed.
 async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     let program = options.server.clone().unwrap_or_else(|| "nats-server".into());
     let output = Command::new(&program).arg("--version").output().await;

@@ -18,7 +18,7 @@ pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum delay between attempts to reconnect.
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Error when connecting for the first time.
+/// Error from the first connection attempt.
 #[derive(Debug)]
 pub struct ConnectError(String);
 

@@ -1,5 +1,5 @@
-//! Permission errors from the server. They arrive separately, and a request without permission never receives a
-//! response.
+//! Permission errors from the server. The server reports them separately, and never responds to a request that lacks
+//! permission.
 
 use tokio::sync::watch;
 

@@ -37,7 +37,7 @@ pub enum Finding {
     Differs(String, Vec<String>),
 }
 
-/// Error of `init`.
+/// Error returned by `init`.
 #[derive(Debug)]
 pub enum InitError {
     /// No bulkheads are configured.
@@ -266,8 +266,8 @@ async fn prepare_consumers(
     Ok(())
 }
 
-/// Removes consumers that were created for another number of lanes, because their filters would overlap with those of
-/// the new consumers. Requires an empty queue, because delivery counts are lost with the consumers.
+/// Removes consumers that were created for a different number of lanes, because their filters would overlap with those
+/// of the new consumers. Requires an empty queue, because delivery counts are lost with the consumers.
 async fn remove_other_lanes(
     client: &Client,
     name: &str,
@@ -355,7 +355,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_compared_by_number() {
+    fn versions_are_compared_numerically() {
         assert_eq!(parse_version("2.12.8"), Some((2, 12, 8)));
         assert_eq!(parse_version("2.9.10-beta.1"), Some((2, 9, 10)));
         assert!(parse_version("2.9.10") < Some(VERSION_MIN_SINGLE));

@@ -93,8 +93,8 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, no matter which of its deliveries the acknowledgement is for. A few acknowledged
-    /// messages are delivered once more.
+    /// Acknowledges a message, regardless of which delivery is being acknowledged. A few acknowledged messages are
+    /// delivered once more.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {

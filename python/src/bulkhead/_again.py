@@ -34,7 +34,7 @@ BUDGET_FLOOR = 10
 
 #: Position of the deadline in a tuple of options.
 DEADLINE = 3
-#: Position of the flag ``idempotent`` in a tuple of options.
+#: Position of the ``idempotent`` flag in a tuple of options.
 IDEMPOTENT = 5
 #: Position of the run limit in a tuple of options.
 RUN_LIMIT = 8

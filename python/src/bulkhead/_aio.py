@@ -35,7 +35,7 @@ class AsyncJob(asyncio.Future[Reply]):
     """A submitted job. Awaiting it returns a ``Reply`` or raises a ``JobError``.
 
     ``cancel()``, or cancelling the awaiting task, cancels the job. The worker is asked to stop the job, and is killed
-    if the job is still running after the bulkhead's ``grace``.
+    if the job is still running after the bulkhead's ``grace`` period.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, job: _again.Job) -> None:

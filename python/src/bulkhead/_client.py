@@ -98,7 +98,7 @@ class Client(BaseClient):
     a deadline wait until five seconds after the loss. ``reconnect_timeout`` is an additional limit for all jobs, in
     seconds; if it is 0, no job waits or is sent again.
 
-    ``retry`` is the default for the parameter ``retry`` of ``call``.
+    ``retry`` is the default for the ``retry`` parameter of ``call``.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class Connection:
         self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
         #: True if a buffer was queued while the queue was being sent.
         self._has_more = False
-        #: True if a call was abandoned, so that its result may arrive while no thread reads.
+        #: True if a call was abandoned, so its result may arrive while no thread reads.
         self._leaves_unread = False
         #: True if the client was dropped.
         self._is_released = False

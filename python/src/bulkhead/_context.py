@@ -25,8 +25,8 @@ class HandlerError(Exception):
 
     ``code`` is a short, machine-readable name, and ``message`` is a human-readable sentence. ``retryable`` is true if
     the same job may succeed later. ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong. Failures
-    with the fault ``"caller"`` do not count against the bulkhead. The client receives ``payload``, at most 64 KiB, as
-    ``JobError.payload``.
+    with ``fault`` set to ``"caller"`` do not count against the bulkhead. The client receives ``payload``, at most
+    64 KiB, as ``JobError.payload``.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ def _refuse(what: str) -> NoReturn:
     raise DataOnly(f"{what}, which is not plain data")
 
 
-# Pickles that can be read with the module ``pickle``.
+# Pickles that can be read with the ``pickle`` module.
 
 #: Patterns for texts, bytes and numbers whose length is stored in one byte.
 _SIZES = [b"\\x%02x.{%d}" % (size, size) for size in range(256)]

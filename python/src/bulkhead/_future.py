@@ -97,9 +97,9 @@ class JobFuture(CancellableFuture[Reply]):
     """A ``concurrent.futures.Future`` whose ``result()`` returns a ``Reply`` or raises a ``JobError``.
 
     ``cancel()`` also stops a running job. The worker is asked to stop the job, and is killed if the job is still
-    running after the bulkhead's ``grace``. ``cancel()`` returns false only if the future is done. ``running()`` returns
-    true once the job has been sent. Callbacks run in the thread that reads the connection or cancels the job, so they
-    must be short.
+    running after the bulkhead's ``grace`` period. ``cancel()`` returns false only if the future is done. ``running()``
+    returns true once the job has been sent. Callbacks run in the thread that reads the connection or cancels the job,
+    so they must be short.
     """
 
     def __init__(self, job: Job | None = None) -> None:

@@ -170,7 +170,7 @@ def make_array(descr: Any, shape: Any, is_fortran: Any, data: Any) -> Any:
 
 
 def make_image(mode: Any, size: Any, data: Any, palette: Any, info: Any) -> Any:
-    """Returns an image of the class ``PIL.Image.Image``, whatever file format it was read from."""
+    """Returns an instance of ``PIL.Image.Image``, whatever file format the image was read from."""
     library, (width, height) = _library("PIL.Image"), _shape(size)
     bytes_of_row = (width * _PIXEL_BITS[mode] + 7) // 8
     if bytes_of_row * height != len(_bytes(data)) or max(width, height) > _SIDE_MAX:

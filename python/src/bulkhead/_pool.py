@@ -144,7 +144,7 @@ class PoolFuture(CancellableFuture[T]):
     def _begin(self) -> bool:
         """Sets the state to running. Returns false if the future was cancelled."""
         with self._lock:
-            # A call in the state RUNNING is sent again if a signal handler interrupted the first attempt with an
+            # A call in the RUNNING state is sent again if a signal handler interrupted the first attempt with an
             # exception.
             if self._state not in (PENDING, RUNNING):
                 return False

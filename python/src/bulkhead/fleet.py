@@ -209,7 +209,8 @@ class Submitted:
         self._until = until
 
     async def result(self) -> Reply:
-        """Waits for the outcome, until ``host_lost_after`` after the deadline. Raises the errors of a local job."""
+        """Waits for the outcome. Gives up when ``host_lost_after`` has elapsed after the deadline. Raises the same
+        errors as a local job."""
         pause = 1.0
         try:
             while True:

@@ -1,5 +1,5 @@
-//! The checked configuration: plain values without file positions, independent of TOML. A [`Config`] is always valid,
-//! so its users do not have to check it again.
+//! The validated configuration, as plain values without file positions and independent of TOML. A [`Config`] is always
+//! valid, so its users do not have to validate it again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// Metrics label of tenants that have no separate label, and of jobs without a tenant.
+/// Metrics label shared by tenants without a separate label and by jobs without a tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
 /// A complete configuration.

@@ -9,7 +9,7 @@ use super::ids::UidRange;
 pub const SOCKET_MODE: u32 = 0o600;
 /// Default file name of the jobs socket.
 pub const SOCKET_NAME: &str = "jobs.sock";
-/// Default file name of the admin socket, which is in the folder of the jobs socket.
+/// Default file name of the admin socket, which is in the same folder as the jobs socket.
 pub const ADMIN_NAME: &str = "admin.sock";
 /// Name of the folder for sockets in `$XDG_RUNTIME_DIR` or [`RUNTIME_DIR_OF_ROOT`].
 pub const RUNTIME_FOLDER: &str = "bulkhead";
@@ -47,7 +47,7 @@ pub const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
 pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
 /// Default path of root's configuration file.
 pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
-/// Default path of another user's configuration file, in the user's configuration folder.
+/// Default path of a non-root user's configuration file, in the user's configuration folder.
 pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
 /// Name of the folder, next to the configuration file, for files with additional bulkheads and access rules.
 pub const FRAGMENTS_FOLDER: &str = "conf.d";
@@ -57,11 +57,11 @@ pub const FRAGMENTS_MAX: usize = 256;
 pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
 /// Maximum number of bulkheads.
 pub const BULKHEADS_MAX: usize = 1024;
-/// Maximum value of the key `max_clients`.
+/// Maximum value of the `max_clients` key.
 pub const CLIENTS_CEILING: u64 = 1_000_000;
 /// Maximum number of worker processes in a bulkhead.
 pub const PROCESSES_CEILING: u64 = 1024;
-/// Maximum value of the key `start.spares`.
+/// Maximum value of the `start.spares` key.
 pub const SPARES_CEILING: u64 = 64;
 /// Maximum number of jobs in flight per worker.
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
@@ -71,17 +71,17 @@ pub const QUEUE_CEILING: u64 = 1_000_000;
 pub const PERMITS_CEILING: u64 = 1_000_000;
 /// Maximum rate of a rate limit in jobs per second. Also the maximum burst size in jobs.
 pub const RATE_CEILING: u64 = 1_000_000_000;
-/// Minimum value of the key `breaker.window`. Shorter windows would mostly measure timing noise.
+/// Minimum value of the `breaker.window` key. Shorter windows would mostly measure timing noise.
 pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
-/// Maximum value of the key `breaker.min_calls`.
+/// Maximum value of the `breaker.min_calls` key.
 pub const BREAKER_CALLS_CEILING: u64 = 1_000_000;
 /// Maximum number of jobs that a half-open breaker admits as probes.
 pub const BREAKER_PROBES_CEILING: u64 = 1000;
-/// Maximum value of the key `retry.attempts`.
+/// Maximum value of the `retry.attempts` key.
 pub const RETRY_CEILING: u64 = 100;
-/// Maximum value of the key `poison.crashes`.
+/// Maximum value of the `poison.crashes` key.
 pub const POISON_CEILING: u64 = 1000;
-/// Maximum number of fallbacks of a bulkhead.
+/// Maximum number of fallbacks for a bulkhead.
 pub const FALLBACKS_MAX: usize = 8;
 /// Maximum number of isolated tenants that have workers at the same time.
 pub const TENANTS_ACTIVE_CEILING: u64 = 1024;
@@ -89,11 +89,11 @@ pub const TENANTS_ACTIVE_CEILING: u64 = 1024;
 pub const ISOLATED_WORKERS_CEILING: u64 = 16_384;
 /// Maximum number of `[bulkhead.NAME.tenant.TENANT]` tables in a bulkhead.
 pub const TENANT_TABLES_MAX: usize = 1024;
-/// Maximum value of the key `restart.max`.
+/// Maximum value of the `restart.max` key.
 pub const RESTART_CEILING: u64 = 1000;
-/// Maximum value of the key `health.missed`.
+/// Maximum value of the `health.missed` key.
 pub const MISSED_CEILING: u64 = 1000;
-/// Maximum value of the key `crash_keep`.
+/// Maximum value of the `crash_keep` key.
 pub const CRASH_KEEP_CEILING: u64 = 10_000;
 /// Maximum number of tenants with a separate label in the metrics. Each label adds several lines per bulkhead
 /// to the metrics page.
@@ -109,17 +109,17 @@ pub const ACCESS_TENANTS_MAX: usize = 1024;
 /// Maximum number of paths in `crash_symbols`.
 pub const CRASH_SYMBOLS_MAX: usize = 8;
 
-/// Maximum number of paths in `sandbox.read` and in `sandbox.write`, each.
+/// Maximum number of paths in each of `sandbox.read` and `sandbox.write`.
 pub const SANDBOX_PATHS_MAX: usize = 256;
 /// Maximum number of ports in `sandbox.network.tcp_ports`.
 pub const TCP_PORTS_MAX: usize = 256;
 /// Maximum number of files in `env_files`, each of at most 64 KiB.
 pub const ENV_FILES_MAX: usize = 64;
-/// Maximum number of system calls in `sandbox.syscalls.allow` and in `sandbox.syscalls.deny`, each.
+/// Maximum number of system calls in each of `sandbox.syscalls.allow` and `sandbox.syscalls.deny`.
 pub const SYSCALLS_MAX: usize = 512;
-/// Minimum value of the key `cgroup.memory` in bytes.
+/// Minimum value of the `cgroup.memory` key, in bytes.
 pub const CGROUP_MEMORY_MIN: u64 = 1024 * 1024;
-/// Maximum value of the key `cgroup.cpu`.
+/// Maximum value of the `cgroup.cpu` key.
 pub const CGROUP_CPU_CEILING: u64 = 1024;
 /// Maximum length of a Unix socket's path in bytes: the size of `sun_path` minus the terminating NUL.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -127,5 +127,5 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
 /// Search path for programs if the supervisor has no `PATH`, similar to the default of `execvp`.
 pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
-/// Default value of the key `output_grace` in an `exec` bulkhead.
+/// Default value of the `output_grace` key in an `exec` bulkhead.
 pub const OUTPUT_GRACE: Duration = Duration::from_secs(1);

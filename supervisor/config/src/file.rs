@@ -22,7 +22,7 @@ pub(crate) struct RawFile {
     pub(crate) access: Vec<RawAccess>,
     /// Bulkheads in file order, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
-    /// All bulkhead names in the file, including bulkheads that could not be read.
+    /// All bulkhead names in the file, including those of bulkheads that could not be read.
     pub(crate) names: Vec<String>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct RawFile {
 pub(crate) struct Raw<K> {
     /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,
-    /// Position of the table's heading, or the start of the file if the table `[supervisor]` is absent.
+    /// Position of the table's heading, or the start of the file if the `[supervisor]` table is absent.
     pub(crate) heading: Range<usize>,
     keys: K,
 }
@@ -54,7 +54,7 @@ impl<K> Deref for Raw<K> {
 /// program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
-/// Names of the tables that contain settings of individual tenants. Not allowed in `[defaults]`.
+/// Names of the tables that contain per-tenant settings. Not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
 /// Returns true for bulkhead keys that are not allowed in `[defaults]`.

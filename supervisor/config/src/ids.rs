@@ -4,8 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// The range of user IDs in the key `worker_uids`, at most 1,000,000 IDs. `Display` writes the range as in
-/// the file.
+/// The range of user IDs in the `worker_uids` key, at most 1,000,000 IDs. `Display` writes the range as in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct UidRange {
     /// First ID, at least 1.

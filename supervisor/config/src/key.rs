@@ -64,7 +64,7 @@ pub enum Kind {
         /// True if 1 is allowed. Otherwise the value must be below 1.
         all: bool,
     },
-    /// A number above 0, whole or not, up to the given maximum.
+    /// A number above 0 and up to the given maximum, which can have a fraction.
     Number(u64),
     /// `true` or `false`.
     Boolean,
@@ -113,7 +113,7 @@ pub enum DefaultValue {
     Count(u64),
     /// A fraction.
     Share(f64),
-    /// A number, whole or not.
+    /// A number that can have a fraction.
     Number(f64),
     /// `true` or `false`.
     Boolean(bool),
@@ -125,7 +125,7 @@ pub enum DefaultValue {
     Described(&'static str),
 }
 
-/// Effect of a reload in which the value of a key has changed.
+/// Effect of a reload that changes the value of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnReload {
     /// The new value takes effect immediately.
@@ -136,8 +136,8 @@ pub enum OnReload {
     NeedsRestart,
 }
 
-/// Names that other systems use for a bulkhead's settings. Each comes with the keys that the author could have meant,
-/// and with their meanings.
+/// Names that other systems use for a bulkhead's settings. Each is paired with the keys that the author could have
+/// meant and their meanings.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     (
         "timeout",
@@ -156,7 +156,7 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// Main keys of some tables. If a file has a value in place of the table, the author most likely meant this key:
+/// Main keys of some tables. If a file contains a value in place of the table, the author most likely meant this key:
 /// `sandbox = "strict"` means `sandbox.profile`. The boolean is true if the key takes text.
 pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),

@@ -1,6 +1,6 @@
 //! Declarations of all configuration keys, grouped by subject. Each key has one row. The modules also define the types
-//! of the checked values, except for types that `policy` defines. To add a key, add a row here, a field in the checked
-//! type, and the code that uses the field.
+//! of the validated values, except for types that `policy` defines. To add a key, add a row here, a field in the
+//! validated type, and the code that uses the field.
 
 pub(crate) mod access;
 pub(crate) mod admission;

@@ -15,7 +15,7 @@ use super::diagnostics::{ConfigErrors, Problems, place, shown};
 use super::sources::{Source, Sources};
 use super::{defaults, syntax, units, values};
 
-/// Mode bits that let the group, or all users, modify a file.
+/// Mode bits that let the group or all other users modify a file.
 const GROUP_WRITE: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 
@@ -36,7 +36,7 @@ pub(super) fn from_text(path: &Path, text: &str) -> Result<Sources, ConfigErrors
     };
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {
-        // Checked paths must be UTF-8, because they are also shown as text.
+        // Validated paths must be UTF-8, because they are also shown as text.
         let message =
             format!("the name of the directory \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
         return fail(message, "rename the directory, or move the file to another directory");
@@ -231,7 +231,7 @@ fn moved_span(span: Range<usize>, by: usize) -> Range<usize> {
 }
 
 /// Returns the paths of the configuration files in a folder: those ending in `.toml`, except for hidden files, which
-/// editors leave behind. Returns none if the folder does not exist.
+/// editors leave behind. Returns an empty list if the folder does not exist.
 fn names_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -91,7 +91,7 @@ pub(super) struct TableReader<'t, 'p> {
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Known keys of this table that were probably meant by misspelt ones.
+    /// Known keys of this table that the file probably misspells.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -297,7 +297,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Opens the table of the tenant `name` inside the table `tenant`.
+    /// Opens the table for the tenant `name` inside the `tenant` table.
     pub(super) fn tenant(&mut self, name: &str, table: &'t DeTable<'t>) -> TableReader<'t, '_> {
         let path = format!("tenant.{}", shown_key(name));
         let (title, prefix) = (self.title_of(&path), format!("{path}."));

@@ -1,4 +1,4 @@
-//! Converts the contents of the configuration file into checked values: adds defaults, resolves paths, and checks all
+//! Converts the contents of the configuration file into validated values: adds defaults, resolves paths, and checks all
 //! rules that span several keys. Violations are reported at the value in the bulkhead's table, or otherwise at the
 //! value in `[defaults]`.
 

@@ -1,4 +1,4 @@
-//! Units and descriptions of the keys in the table `rlimits`. Each key is a setrlimit(2) resource. The keeper sets the
+//! Units and descriptions of the keys in the `rlimits` table. Each key is a setrlimit(2) resource. The keeper sets the
 //! limits.
 
 use bulkhead_linux::rlimits::Resource;
@@ -27,7 +27,7 @@ fn serialize_limit<S: Serializer>(limit: &Option<u64>, serializer: S) -> Result<
     }
 }
 
-/// Value in the configuration file that stands for no limit.
+/// Value in the configuration file that means no limit.
 pub(super) const UNLIMITED: &str = "unlimited";
 
 /// Unit of a resource limit.

@@ -197,7 +197,7 @@ impl Lines {
         }
     }
 
-    /// Adds comments about the user, and about the limit on `tmp`, whose size only the profile `strict` enforces at all
+    /// Adds comments about the user, and about the limit on `tmp`, whose size only the `strict` profile enforces at all
     /// times.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
@@ -346,7 +346,7 @@ impl Write for TenantsConfig {
     }
 }
 
-/// With the profile `none`, other keys would have no effect and are omitted.
+/// With the `none` profile, other keys would have no effect and are omitted.
 impl Write for SandboxConfig {
     fn written(&self, _: Kind) -> Option<Written> {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;

@@ -33,7 +33,7 @@ pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
 
-/// A checked value, formatted for output.
+/// A validated value, formatted for output.
 pub(crate) enum Written {
     Scalar(DefaultValue),
     Toml(String),
@@ -48,7 +48,7 @@ impl Written {
     }
 }
 
-/// A type of checked value that can be written as TOML or JSON.
+/// A type of validated value that can be written as TOML or JSON.
 pub(crate) trait Write {
     /// Returns the formatted value, or `None` if the key is not written.
     fn written(&self, kind: Kind) -> Option<Written>;
@@ -122,17 +122,17 @@ pub(crate) trait Table: Sized {
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table whose checked values need no rules beyond those in its rows.
+/// A table whose values need no rules beyond those in its rows.
 pub(crate) trait ByRows {
     type Checked;
 
     /// Returns the position of the table's name in the file, if the table is present.
     fn presence(&self) -> &Field<()>;
 
-    /// Returns the checked values.
+    /// Returns the validated values.
     fn checked(&self) -> Self::Checked;
 
-    /// Returns the checked values, if the table is present.
+    /// Returns the validated values, if the table is present.
     fn checked_if_present(&self) -> Option<Self::Checked> {
         self.presence().given().map(|_| self.checked())
     }
@@ -171,13 +171,13 @@ pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, n
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
 
-/// The checked values of a table, as a list of keys and values.
+/// The validated values of a table, as a list of keys and values.
 pub(crate) trait Section {
     /// Returns all keys of the table with their values.
     fn key_values(&self) -> Vec<KeyValue>;
 }
 
-/// A key of a table and its checked value.
+/// A table key and its validated value.
 pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
     /// `None` if the key is not set.
@@ -196,7 +196,7 @@ pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serializes a table whose checked type is defined in `policy`. Each value has the format declared in the table's
+/// Serializes a table whose validated type is defined in `policy`. Each value has the format declared in the table's
 /// rows.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.key_values();
@@ -211,7 +211,7 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// Serializes an optional table whose checked type is defined in `policy`. Each value has the format declared in the
+/// Serializes an optional table whose validated type is defined in `policy`. Each value has the format declared in the
 /// table's rows.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,

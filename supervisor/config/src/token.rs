@@ -1,4 +1,4 @@
-//! Tokens of HTTP clients, and the files that contain them.
+//! HTTP client tokens, and the files that contain them.
 
 use std::fmt;
 use std::path::Path;
@@ -10,7 +10,7 @@ const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
 const MAKE_IT: &str = "create a token: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
-/// The secret of an HTTP client. Stored as a hash, which is compared in constant time.
+/// An HTTP client's secret. Stored as a hash, which is compared in constant time.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(blake3::Hash);
 

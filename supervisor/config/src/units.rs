@@ -37,7 +37,7 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     })
 }
 
-/// Returns the cause of `humantime`'s error `NumberOverflow`: a number that is too large or has too many decimal
+/// Returns the cause of `humantime`'s `NumberOverflow` error: a number that is too large or has too many decimal
 /// places, or malformed text, because `humantime` does not check the rest of the text after an overflow.
 fn overflow(text: &str) -> UnitError {
     match without_fractions(text) {

@@ -30,7 +30,7 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key of an open table, and its name for messages.
+/// A key in an open table, and its name in messages.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
     /// Name of the key relative to the bulkhead's or supervisor's table, such as `restart.backoff` or

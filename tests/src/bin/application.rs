@@ -1,6 +1,6 @@
-//! An application with an embedded supervisor. The same program is the supervisor's keeper. The first
-//! argument selects the scenario. Each scenario runs in its own folder, and the environment variable
-//! `MISBEHAVE` names the worker's program. Panics on any failure.
+//! An application with an embedded supervisor. The same program is the supervisor's keeper. The first argument selects
+//! the scenario. Each scenario runs in its own folder, and the `MISBEHAVE` environment variable names the worker's
+//! program. Panics on any failure.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -420,7 +420,7 @@ fn attempts(profile: &str) {
     let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
         client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
     };
-    // `read-shadow` needs no process as a target.
+    // `read-shadow` needs no target process.
     let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
     targets["sibling"] = sibling.into();
     targets["supervisor"] = std::process::id().into();

@@ -77,8 +77,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a template. The operation `who` returns the PIDs of the template and the worker. After `forks_max`
-/// forks, a process limit makes further forks fail.
+/// Runs a template. The `who` operation returns the PIDs of the template and the worker. After `forks_max` forks, a
+/// process limit makes further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {

@@ -19,7 +19,7 @@ use super::worker::now_us;
 use super::{BULKHEADS, Plan, config};
 use crate::{Supervisor, kill_pid, request, write_config};
 
-/// A small random number generator (splitmix64). The same seed gives the same sequence.
+/// A small random number generator (splitmix64). The same seed produces the same sequence.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 

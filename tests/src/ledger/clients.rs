@@ -64,7 +64,7 @@ impl Told {
         }
     }
 
-    /// Returns true for the outcome `ok`.
+    /// Returns true if the outcome is `ok`.
     pub fn is_ok(&self) -> bool {
         matches!(self, Self::Ok)
     }

@@ -19,7 +19,7 @@ use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan, has_more_descriptors};
 use crate::{PATIENCE, descriptors, kill_pid, name, parent, processes_with, programs};
 
-/// Runs the program `ledger` with these arguments. Then checks that no processes or files are left.
+/// Runs the `ledger` program with these arguments. Then checks that no processes or files are left.
 pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     let (notes, temporary) = (folder(), folder());
     super::open_to_all(notes.path());

@@ -581,7 +581,7 @@ fn event_stream_continues_stored_events_without_gaps() {
     let before = kept();
     assert_eq!(get(&supervisor, "/v1/events?follow=0").header("content-type"), "application/x-ndjson");
     let last = before.last().unwrap()["seq"].as_u64().unwrap();
-    // Three ways to choose the first event: the parameter `since`, the `Last-Event-ID` header of a reconnecting
+    // Three ways to choose the first event: the `since` parameter, the `Last-Event-ID` header of a reconnecting
     // browser, and the beginning of the log.
     let middle = format!("Last-Event-ID: {}", last - 1);
     let paths = [

@@ -281,7 +281,7 @@ fn admin_api_is_read_only_for_access_tokens() {
 }
 
 #[test]
-fn access_entry_restricts_jobs_of_its_token() {
+fn access_entry_restricts_jobs_with_its_token() {
     let entries = "[[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"b\"]\ntenants = [\"acme\"]\n\
                    [[access]]\ntoken_file = \"jobs\"\nbulkheads = [\"c\"]\n\
                    [[access]]\ntoken_file = \"read\"\n";
@@ -588,7 +588,7 @@ fn second_signal_ends_the_drain_notice() {
 /// A client with a token sends chunked payloads until its share of the memory is used up. The supervisor's own user
 /// still gets a share.
 #[test]
-fn token_holder_cannot_use_memory_share_of_another_user() {
+fn token_holder_cannot_use_another_users_memory_share() {
     let (supervisor, place) = start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", ONE);
     let piece = vec![7; 1 << 20];
     let senders: Vec<_> = (0..12)

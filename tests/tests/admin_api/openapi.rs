@@ -175,7 +175,7 @@ fn every_route_matches_the_openapi_document() {
             };
             let answer = with(&[], &joined(&fitting(&parameter["schema"])), body);
             compare(&document, said, &answer, &format!("{asked}?{name}"));
-            // The value `ä` is valid only for strings.
+            // `ä` is a valid value only for strings.
             if parameter["schema"]["type"] != "string" {
                 let answer = with(&[], &joined("%C3%A4"), body);
                 assert_eq!(answer.status, 400, "{asked}?{name}: {}", answer.text());

@@ -332,7 +332,7 @@ fn rejected_clients_do_not_flood_events_and_log() {
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);
-    // An event can summarise several rejections. The field `refused` contains their number.
+    // An event can summarise several rejections. The `refused` field contains their count.
     let count = |events: &[Value], uid: u32| -> u64 {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
@@ -420,7 +420,7 @@ fn worker_without_access_rule_is_reported_as_worker() {
 }
 
 #[test]
-fn connection_of_exited_worker_process_is_rejected() {
+fn connection_from_exited_worker_process_is_rejected() {
     let supervisor = Supervisor::start(SHELL);
     // The stopped supervisor accepts no connections, so the connecting process exits before the supervisor looks up its
     // credentials.
@@ -499,7 +499,7 @@ fn worker_connection_attempts_do_not_block_clients() {
 }
 
 #[test]
-fn connection_of_exited_client_process_is_rejected() {
+fn connection_from_exited_client_process_is_rejected() {
     let supervisor = Supervisor::start(ECHO);
     supervisor.signal(Signal::SIGSTOP);
     let mut caller = Command::new(programs().join("caller"))

@@ -521,7 +521,7 @@ fn invalid_job_does_not_close_the_connection() {
 }
 
 #[test]
-fn reusing_number_of_a_running_job_closes_the_connection() {
+fn reusing_a_running_jobs_number_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
     // If their numbers were unused, these jobs would each have a different outcome.
@@ -1138,7 +1138,7 @@ fn result(client: &Client, operation: &str, payload: &str) -> Result<Reply, JobE
 }
 
 #[test]
-fn worker_cannot_answer_jobs_of_other_workers() {
+fn worker_cannot_answer_other_workers_jobs() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("{PATIENT}processes = 2\nmax_queue = 10\n");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));

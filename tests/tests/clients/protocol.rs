@@ -1156,7 +1156,7 @@ fn invalid_signal_number_is_a_protocol_violation() {
 // Later versions.
 
 #[test]
-fn outcome_reports_the_run_limit_of_the_job() {
+fn outcome_reports_the_jobs_run_limit() {
     let supervisor = Supervisor::start(SDK);
     let mut client = Client::connect(&supervisor);
     let limit = 250_000_u64.to_le_bytes();

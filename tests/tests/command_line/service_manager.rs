@@ -1,4 +1,4 @@
-//! The supervisor under a service manager: the watchdog, and sockets that the service manager passes. The tests stand
+//! The supervisor under a service manager: the watchdog, and sockets passed in by the service manager. The tests stand
 //! in for systemd.
 
 use std::io::{Read, Write};
@@ -97,7 +97,7 @@ fn supervisor_without_watchdog_sends_no_pings() {
     assert_eq!((manager.count("READY=1"), manager.count("WATCHDOG=1")), (1, 0));
 }
 
-/// Listening sockets that the stand-in passes to each supervisor and that outlive it.
+/// Listening sockets that the stand-in passes to each supervisor. They outlive the supervisor.
 struct SocketUnits {
     jobs: UnixListener,
     http: TcpListener,
@@ -144,7 +144,7 @@ impl SocketUnits {
 
 /// Clients that connect while no supervisor runs wait for the next one.
 #[test]
-fn passed_sockets_outlive_the_supervisor() {
+fn inherited_sockets_outlive_the_supervisor() {
     let folder = tempfile::tempdir().unwrap();
     let units = SocketUnits::listen(folder.path());
     let mut supervisor = units.start(folder, "jobs:http").until_ready();
@@ -175,7 +175,7 @@ fn passed_sockets_outlive_the_supervisor() {
 }
 
 #[test]
-fn passed_sockets_with_wrong_names_are_rejected() {
+fn inherited_sockets_with_wrong_names_are_rejected() {
     for (names, expected) in [
         (
             "bulkhead.socket:http",

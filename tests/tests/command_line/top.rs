@@ -35,8 +35,8 @@ fn lines(count: u16) -> NonZero<u16> {
 }
 
 impl Terminal {
-    /// Runs a script in a terminal with 24 lines. Returns `None` and prints the reason if `setsid`, which gives a
-    /// session its terminal, is not installed.
+    /// Runs a script in a terminal with 24 lines. Returns `None` and prints the reason if `setsid`, which assigns a
+    /// terminal to a session, is not installed.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
             not_run!("setsid, which gives the test a terminal, is not installed");

@@ -124,7 +124,7 @@ fn default_profile_stops_attempts_as_documented() {
     }
 }
 
-/// Runs all attempts under an embedded supervisor. The program `application` judges the results according to the same
+/// Runs all attempts under an embedded supervisor. The `application` program judges the results according to the same
 /// table.
 fn stops_as_much_in_an_application(profile: &str, word: &str) {
     let ground = Ground::prepare(&bulkheads(WORKER, profile));

@@ -148,7 +148,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
     }
 }
 
-/// If the layer `program_scopes` is missing, programs can run concurrently only with `best_effort`.
+/// If the `program_scopes` layer is missing, programs can run concurrently only with `best_effort`.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {

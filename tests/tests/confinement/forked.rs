@@ -581,7 +581,7 @@ fn hostile_template_does_not_affect_other_bulkheads() {
 const EXITING_MAX: usize = 16;
 
 /// Each job gets a fresh process, and spares are kept ready. The number of processes, including exiting ones, stays
-/// bounded, and dead workers leave no open descriptors. The environment variable `BULKHEAD_FORKS` sets the number of
+/// bounded, and dead workers leave no open descriptors. The `BULKHEAD_FORKS` environment variable sets the number of
 /// jobs.
 #[test]
 fn many_forks_leak_no_processes_or_descriptors() {

@@ -106,7 +106,7 @@ fn snapshot_reports_the_confinement_in_force() {
 
 /// The snapshot contains the worker's PID, not the PID of the first process in the worker's PID namespace.
 #[test]
-fn snapshot_contains_the_pid_of_the_worker() {
+fn snapshot_contains_the_workers_pid() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }

@@ -43,7 +43,7 @@ fn ports(listeners: &[TcpListener]) -> Vec<u16> {
     listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect()
 }
 
-/// Attempts that must be refused although the worker can use TCP. The flag `udp` does not affect these attempts.
+/// Attempts that must be refused although the worker can use TCP. The `udp` flag does not affect these attempts.
 const ALWAYS_REFUSED: [(&str, &[&str]); 13] = [
     ("connect-by-mptcp", &["EPROTONOSUPPORT"]),
     ("connect-by-fast-open", &["EOPNOTSUPP"]),

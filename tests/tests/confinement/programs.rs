@@ -463,7 +463,7 @@ fn worker_has_private_dev_shm() {
 
 /// The temporary folder of the worker, which contains the folders of the programs, is also mounted at `/dev/shm`.
 #[test]
-fn dev_shm_does_not_expose_files_of_other_programs() {
+fn dev_shm_does_not_expose_other_programs_files() {
     for profile in profiles() {
         let runs = "exec = [\"/bin/sh\", \"-c\", \"case $BULKHEAD_OPERATION in \
                     keep) echo mine > $TMPDIR/secret; touch PLACE/write/kept; \

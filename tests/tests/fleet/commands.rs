@@ -195,7 +195,7 @@ fn metrics_in(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn alerts_and_dashboard_use_only_metrics_of_the_agent() {
+fn alerts_and_dashboard_use_only_agent_metrics() {
     let Some(mut fleet) = start() else { return };
     assert_eq!(fleet.json(&["submit", "b", "-n"]).0, 0);
     let port = fleet.hosts[0].http;

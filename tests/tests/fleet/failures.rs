@@ -77,7 +77,7 @@ fn non_idempotent_job_on_a_lost_host_ends_as_host_lost() {
 }
 
 #[test]
-fn outcome_of_a_frozen_agent_is_fenced() {
+fn outcome_from_a_frozen_agent_is_discarded() {
     let Some(fleet) = two_hosts() else { return };
     run(async {
         let client = fleet.connect().await;

@@ -458,7 +458,7 @@ fn fallback_limit_includes_diverted_jobs() {
 }
 
 #[test]
-fn full_fallback_reports_the_reject_reason_of_the_entry() {
+fn full_fallback_reports_the_entrys_reject_reason() {
     let supervisor = start("", "max_queue = 1");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -486,7 +486,7 @@ fn full_fallback_reports_the_reject_reason_of_the_entry() {
 }
 
 #[test]
-fn queue_timeout_in_fallback_reports_reason_of_the_entry() {
+fn queue_timeout_in_fallback_reports_the_entrys_reason() {
     let supervisor = start("", "max_queue = 5\nqueue_timeout = \"50ms\"");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -598,7 +598,7 @@ fn open_breaker_does_not_bypass_rate_limit() {
 // Deadlines.
 
 #[test]
-fn deadline_includes_time_in_the_queue_of_the_entry() {
+fn deadline_includes_time_in_the_entry_queue() {
     let supervisor = start("max_queue = 5", "");
     run(async {
         let client = connect(&supervisor).await;
@@ -626,7 +626,7 @@ fn deadline_includes_time_in_the_queue_of_the_entry() {
 }
 
 #[test]
-fn deadline_of_the_entry_applies_in_the_fallback() {
+fn entry_deadline_applies_in_the_fallback() {
     let supervisor = start("deadline = \"40s\"", "deadline = \"50ms\"");
     supervisor.resize("entry", FORCED_OPEN);
     run(async {

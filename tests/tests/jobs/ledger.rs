@@ -18,7 +18,7 @@ fn every_job_begins_once_and_has_one_outcome() {
 
 /// Runs the embedded supervisor first on a separate thread, and then on the clients' thread.
 #[test]
-fn every_job_has_one_outcome_with_embedded_supervisor() {
+fn embedded_supervisor_gives_each_job_exactly_one_outcome() {
     for mode in ["embedded", "embedded-local"] {
         let kept = ledger::embedded::keep_in_process(&["10", "20261123", mode]);
         kept.unwrap_or_else(|fault| panic!("{mode}: {fault}"));

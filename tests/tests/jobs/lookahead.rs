@@ -1,5 +1,5 @@
-//! Prefetched jobs (`lookahead`). A worker's death loses no prefetched jobs, and no job begins twice. Jobs behind a
-//! slow job go to other workers.
+//! Prefetched jobs (`lookahead`). No prefetched jobs are lost when a worker dies, and no job begins twice. Jobs behind
+//! a slow job go to other workers.
 
 use std::time::Duration;
 

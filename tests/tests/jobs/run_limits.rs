@@ -66,7 +66,7 @@ fn run_limit_excludes_queue_time() {
 /// A run limit requested by a client ends only the client's job. The bulkhead's run limit kills the worker, including
 /// all of its jobs.
 #[test]
-fn only_the_run_limit_of_the_bulkhead_kills_a_shared_worker() {
+fn only_the_bulkheads_run_limit_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let neighbour = client.job("asked", "5000").operation("sleep").start().unwrap();

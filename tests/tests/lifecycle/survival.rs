@@ -86,7 +86,7 @@ fn shutdown_finishes_running_jobs_and_rejects_new_ones() {
 }
 
 #[test]
-fn second_signal_or_drain_timeout_stops_immediately() {
+fn second_signal_or_drain_timeout_forces_immediate_stop() {
     for is_second_signal in [true, false] {
         let timeout = if is_second_signal { "60s" } else { "300ms" };
         let mut supervisor = Supervisor::start_with(&format!("drain_timeout = \"{timeout}\""), TREE);

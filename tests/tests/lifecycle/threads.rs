@@ -10,7 +10,7 @@ fn panic_of_essential_thread_stops_the_supervisor() {
         not_run!("a release build does not panic on request");
         return;
     }
-    // Covers one task on the thread `control`, and the whole thread `onlookers`. The log names exactly one task or
+    // Covers one task on the `control` thread, and the whole `onlookers` thread. The log names exactly one task or
     // thread.
     for thread in ["CONTROL", "ONLOOKERS"] {
         let signs = tempfile::tempdir().unwrap();

@@ -85,7 +85,7 @@ impl Drop for Stopped {
 
 /// The control plane is stopped while the events arrive, so the descriptors of a new worker's output stay queued.
 #[test]
-fn event_storm_does_not_lose_output_of_new_workers() {
+fn event_storm_does_not_lose_output_from_new_workers() {
     let _turn = heavy();
     let hostile = programs().join("hostile");
     let supervisor = Supervisor::start(&format!(

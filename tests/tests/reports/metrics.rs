@@ -134,7 +134,7 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     });
 }
 
-/// Returns the name and both values of each number that differs between the metrics and the snapshot.
+/// Returns the name and both values of each figure that differs between the metrics and the snapshot.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));
@@ -348,7 +348,7 @@ fn accept_header_selects_the_format() {
 // Tenants.
 
 #[test]
-fn tenant_label_escapes_names_and_groups_unlisted_tenants() {
+fn tenant_names_are_escaped_and_unlisted_ones_share_a_label() {
     let hostile = "a\"} 1\n# EOF\n\\{b=\"ü";
     let toml = hostile.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     let supervisor = Supervisor::start(&format!(
@@ -666,7 +666,7 @@ fn metrics_stay_consistent_across_reloads() {
 }
 
 #[test]
-fn metrics_still_count_jobs_of_forgotten_tenants() {
+fn metrics_still_count_jobs_from_forgotten_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true, max_active = 2, idle = \"5ms\" }\n",
     );

@@ -108,7 +108,7 @@ async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
 }
 
 #[test]
-fn shutdown_leaves_no_tenant_job_without_outcome() {
+fn every_tenant_job_has_an_outcome_after_shutdown() {
     for _ in 0..3 {
         let mut supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"5ms\"", "max_queue = 20"));
         let keeper = supervisor.keeper();

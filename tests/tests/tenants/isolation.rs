@@ -146,7 +146,7 @@ fn crashes_and_hangs_affect_only_their_tenant() {
 }
 
 #[test]
-fn open_breaker_of_tenant_survives_idle_shutdown() {
+fn open_tenant_breaker_survives_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 2, idle = \"100ms\"",
         "max_queue = 10\nbreaker = { window = \"5m\", min_calls = 3, open_for = \"5m\" }",
@@ -177,7 +177,7 @@ fn open_breaker_of_tenant_survives_idle_shutdown() {
 }
 
 #[test]
-fn rate_limit_of_tenant_survives_idle_shutdown() {
+fn tenant_rate_limit_survives_idle_shutdown() {
     for per in ["bulkhead", "tenant"] {
         let supervisor = Supervisor::start(&isolated(
             "max_active = 3, idle = \"100ms\"",

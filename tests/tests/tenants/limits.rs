@@ -58,7 +58,7 @@ fn resize(supervisor: &Supervisor, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn tenant_table_sets_share_of_common_workers() {
+fn tenant_table_sets_share_of_shared_workers() {
     let supervisor = Supervisor::start(&shared(
         "processes = 8\nmax_queue = 100\ntenants = { max_in_flight = 2, max_queue = 1 }\n\
          [bulkhead.b.tenant.acme]\nmax_in_flight = 4\nmax_queue = 3\n\
@@ -171,7 +171,7 @@ fn raised_rate_limit_applies_to_the_next_job() {
 
 /// Also checks that a smaller share drops no jobs.
 #[test]
-fn larger_share_starts_waiting_jobs_of_the_tenant() {
+fn larger_share_starts_the_tenants_waiting_jobs() {
     let supervisor = Supervisor::start(&shared(
         "processes = 6\nmax_queue = 100\ntenants = { max_in_flight = 1, max_queue = 50 }",
     ));
@@ -240,7 +240,7 @@ fn tenant_table_overrides_limits_of_isolated_tenant() {
 
 /// Also checks that the limits apply immediately to running workers.
 #[test]
-fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
+fn live_limits_for_isolated_tenant_survive_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
     run(async {
         let client = connect(&supervisor).await;

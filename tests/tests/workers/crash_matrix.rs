@@ -1,4 +1,4 @@
-//! Worker failures, and their effects on jobs, bulkheads and neighbours.
+//! Worker failures and their effects on jobs, bulkheads and neighbours.
 
 use std::time::Duration;
 

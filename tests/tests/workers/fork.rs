@@ -203,7 +203,7 @@ fn leftover_process_is_killed_after_failed_fork() {
 /// Each process forks a successor and exits, so a signal always comes too late. Does not run under `none`, because that
 /// profile does not limit the number of processes, and zombies can use up all PIDs on the machine.
 #[test]
-fn process_chains_do_not_affect_jobs_of_other_workers() {
+fn process_chains_do_not_affect_jobs_in_other_workers() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
             not_run!("{profile} requires root and the profile's layers");

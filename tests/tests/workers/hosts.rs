@@ -395,7 +395,7 @@ fn output_flood_after_exit_leaves_neighbour_running() {
 }
 
 #[test]
-fn deadline_kills_only_the_process_tree_of_the_job() {
+fn deadline_kills_only_the_jobs_process_tree() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\ngrace = \"60s\"\n");
     let worker = supervisor.worker_pids("x");
     let (ours, theirs) = (tenant("DEADLINE"), tenant("NEIGHBOUR"));
@@ -668,7 +668,7 @@ fn library_observes_deadline_and_cancellation() {
     let limit = Duration::from_secs(2);
     let late = client.job("x", "").operation("wait").deadline(limit).send();
     assert_eq!(outcome(&late), "deadline_exceeded/running");
-    // The permit is free long before the `grace` of 30 s ends, because the library checks for cancellation.
+    // The permit is free long before the `grace` period of 30 s ends, because the library checks for cancellation.
     supervisor.wait_number("x", "available", 1);
 
     let mut job = client.job("x", "").operation("wait").start().unwrap();

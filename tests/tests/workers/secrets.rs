@@ -13,7 +13,7 @@ use bulkhead_tests::confined::{DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setu
 use bulkhead_tests::{Supervisor, kill_pid, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 
-/// Content of the file `neighbour/secret` in the supervisor's folder, which no worker can read.
+/// Contents of the file `neighbour/secret` in the supervisor's folder, which no worker can read.
 const CONTENT: &str = "something";
 
 const PROFILES: [(&str, &[&str]); 3] = [
@@ -109,8 +109,7 @@ fn secret_can_contain_any_bytes_except_nul() {
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Returns the configuration of a bulkhead whose workers return their environment for the operation
-/// `environment`.
+/// Returns the configuration of a bulkhead whose workers return their environment for the `environment` operation.
 fn hostile(name: &str, more: &str) -> String {
     let program = programs().join("hostile");
     format!(

@@ -55,7 +55,7 @@ fn slow_keeper_does_not_cause_handshake_timeouts() {
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         kill_pid(keeper, Signal::SIGSTOP);
         supervisor.resize("b", r#"{"processes": 2}"#);
-        // The job lasts longer than `start.handshake`, but not as long as a keeper may stay silent.
+        // The job takes longer than `start.handshake`, but less than the time for which a keeper may stay silent.
         assert_eq!(outcome(&job.await.unwrap()), "ok");
         kill_pid(keeper, Signal::SIGCONT);
     });

@@ -1,4 +1,4 @@
-//! SIGTERM to a worker, from an operator or for the whole control group. The worker exits in an orderly way and loses
+//! SIGTERM sent to a worker by an operator, or to the whole control group. The worker exits in an orderly way and loses
 //! no accepted jobs, including jobs that are still on their way to the worker.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,6 @@
-//! `exec`: runs an unmodified program for each job. The program reads the payload from standard input and
-//! writes the result to standard output. Standard error goes to the log. Instead of the standard streams,
-//! files in the job's folder can contain the payload and the result.
+//! Implements `exec`, which runs an unmodified program for each job. The program reads the payload from standard input
+//! and writes the result to standard output. Standard error goes to the log. Instead of the standard streams, files in
+//! the job's folder can contain the payload and the result.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -402,9 +402,9 @@ fn append(message: &mut String, tail: &str) {
     }
 }
 
-/// Returns the error for output that did not end within `grace` after the program had exited. `file` is the
-/// name of the output file, or `None` for standard output. `holders` contains the names of processes that had
-/// the output open.
+/// Returns the error for output that did not end within the `grace` period after the program had exited. `file` is the
+/// name of the output file, or `None` for standard output. `holders` contains the names of processes that had the
+/// output open.
 fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> HandlerError {
     let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };

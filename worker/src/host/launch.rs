@@ -1,4 +1,4 @@
-//! Starts one program: arguments, environment, and the setup of the child process before `execve`.
+//! Starts one program. Prepares the arguments and the environment, and sets up the child process before `execve`.
 
 use std::ffi::{CString, OsStr, OsString, c_char};
 use std::io::{self, PipeReader, PipeWriter};

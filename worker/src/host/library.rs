@@ -1,5 +1,5 @@
-//! `library`: each job is a call to a function in a C library, as described in `bulkhead.h`. Data from the
-//! library is checked as far as C allows.
+//! Implements `library`, where each job is a call to a function in a C library, as described in `bulkhead.h`. Data from
+//! the library is checked as far as C allows.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_double, c_int, c_void};

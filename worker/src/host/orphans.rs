@@ -5,10 +5,10 @@
 //! exited program has left a process behind. The kernel lists the children of a thread in `/proc`, so the
 //! first thread is woken only if there are orphans.
 //!
-//! During a program's `output_grace`, its orphans must survive the cleanup after other programs. Each program
-//! is the leader of a separate session, which descendants can leave only by starting another session. The
-//! session of an orphan therefore identifies the program. Descendants in other sessions are recorded when a
-//! program exits and during each cleanup.
+//! During a program's `output_grace` period, its orphans must survive the cleanup after other programs. Each program is
+//! the leader of a separate session, which descendants can leave only by starting another session. The session of an
+//! orphan therefore identifies the program. Descendants in other sessions are recorded when a program exits and during
+//! each cleanup.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -42,7 +42,7 @@ const SEARCHED_MAX: usize = 256;
 /// Maximum number of descriptors to check per process.
 const DESCRIPTORS_MAX: usize = 1024;
 
-/// Programs that are running or in their `output_grace`, and the channel to the thread that kills orphans.
+/// Programs that are running or in their `output_grace` period, and the channel to the thread that kills orphans.
 pub(super) struct Orphans {
     programs: Mutex<Programs>,
     /// Locked for reading by threads that start a program, and for writing by the thread that kills

@@ -26,7 +26,7 @@ def _run(program: str) -> NoReturn:
 
 
 def run_bulkhead() -> NoReturn:
-    """Replaces this process with the command ``bulkhead``."""
+    """Replaces this process with the ``bulkhead`` command."""
     _run("bulkhead")
 
 

@@ -50,7 +50,7 @@ vocabulary! {
 /// `[[access]]`: permissions of a user, a group or a token. A client that matches no entry has no permissions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AccessConfig {
-    /// User or group that the entry applies to, by peer credentials, or the token.
+    /// User or group (identified by peer credentials) or token that the entry applies to.
     pub who: Who,
     /// What the token is used for. Always [`Role::Jobs`] for users and groups.
     #[serde(serialize_with = "role_name")]

@@ -1,5 +1,5 @@
-//! Tables of a bulkhead that control the admission, queueing and rejection of jobs. `policy` defines the
-//! types of the checked values, except for `priority`.
+//! Tables of a bulkhead that control the admission, queueing and rejection of jobs. `policy` defines the types of the
+//! validated values, except for `priority`.
 
 use std::time::Duration;
 

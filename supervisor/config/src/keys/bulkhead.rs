@@ -177,7 +177,7 @@ pub struct BulkheadConfig {
     pub rate_limit: Option<RateLimit>,
     /// Limits that apply to each tenant, or tenant isolation. `None` means that tenants have no limits of their own.
     pub tenants: Option<tenants::TenantsConfig>,
-    /// Settings of individual tenants, by name. At most 1024 tenants.
+    /// Per-tenant settings, by tenant name. At most 1024 tenants.
     pub tenant: BTreeMap<String, tenants::TenantConfig>,
     /// Settings of the circuit breaker. `None` means no breaker.
     #[serde(serialize_with = "as_table_option")]

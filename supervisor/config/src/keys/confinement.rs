@@ -54,7 +54,7 @@ table! {
     deny: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
 }
 
-/// Settings of the table `sandbox`. If the profile is [`Profile::None`], all other fields are empty and unused.
+/// Settings in the `sandbox` table. If the profile is [`Profile::None`], all other fields are empty and unused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SandboxConfig {
     /// Profile, which selects the layers of confinement.
@@ -74,7 +74,7 @@ pub struct SandboxConfig {
     pub user: Option<SandboxUser>,
     /// System calls that are allowed in addition to those of the profile. None of them is in `deny`.
     pub allow: Vec<String>,
-    /// System calls of the profile that are forbidden.
+    /// System calls that the profile allows but the configuration forbids.
     pub deny: Vec<String>,
     /// Layers that workers can start without. All other layers of the profile are required.
     pub best_effort: Vec<Layer>,
@@ -153,7 +153,7 @@ impl SandboxUser {
     /// Word in the configuration file for [`SandboxUser::Shared`].
     pub const SHARED: &str = "shared";
 
-    /// Returns the value of the key `sandbox.user` in the configuration file.
+    /// Returns the value of the `sandbox.user` key in the configuration file.
     pub fn name(&self) -> &str {
         match self {
             Self::Auto => Self::AUTO,
@@ -190,9 +190,9 @@ vocabulary! {
         Identity = "identity",
         /// Control group with resource limits.
         Cgroup = "cgroup",
-        /// The flag `no_new_privs`, which ensures that executing a program never adds privileges.
+        /// The `no_new_privs` flag, which ensures that executing a program never adds privileges.
         NoNewPrivs = "no_new_privs",
-        /// Isolation from each other of programs that the same `exec` worker runs at the same time.
+        /// Isolation between programs that an `exec` worker runs at the same time.
         ProgramScopes = "program_scopes",
     }
 }

@@ -1,5 +1,4 @@
-//! Tables of a bulkhead that control the life cycle of its workers. `policy` defines the types of the checked
-//! values.
+//! Tables of a bulkhead that control the life cycle of its workers. `policy` defines the types of the validated values.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Keys of the table `rlimits`, one for each [`Resource`].
+//! Keys of the `rlimits` table, one for each [`Resource`].
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ fn row(resource: Resource) -> Key {
     }
 }
 
-/// Keys of the table `rlimits`, in the order of [`Resource::ALL`].
+/// Keys of the `rlimits` table, in the order of [`Resource::ALL`].
 pub(crate) struct RawRlimits([Field<Option<u64>>; Resource::ALL.len()]);
 
 impl NestedTable for RawRlimits {

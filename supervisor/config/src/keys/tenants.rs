@@ -1,5 +1,5 @@
-//! The table `tenants`, and the tables `[bulkhead.NAME.tenant.TENANT]` with settings of individual tenants. The file's
-//! author chooses the names of the latter, so only the keys in these tables have rows.
+//! The `tenants` table, and the `[bulkhead.NAME.tenant.TENANT]` tables with per-tenant settings. The file's author
+//! chooses the names of the latter, so only the keys in these tables have rows.
 
 use std::time::Duration;
 
@@ -65,8 +65,8 @@ table! {
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
 
-/// Settings of the table `tenants`: limits for each tenant on shared workers, or isolation of tenants. At
-/// least one field is set. If `isolation` is set, the other fields are `None`.
+/// Settings in the `tenants` table: limits for each tenant on shared workers, or isolation of tenants. At least one
+/// field is set. If `isolation` is set, the other fields are `None`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {
     /// Maximum number of jobs that each tenant can have in flight in the whole bulkhead, at least 1. `None` means no

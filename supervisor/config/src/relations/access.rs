@@ -1,5 +1,5 @@
-//! Rules for `[[access]]`. Each entry applies to one existing user or group or to one token, names only existing
-//! bulkheads, and grants at least one permission.
+//! Rules for `[[access]]`. Each entry applies to one existing user, one existing group or one token, names only
+//! existing bulkheads, and grants at least one permission.
 
 use super::Checker;
 use crate::diagnostics::shown;

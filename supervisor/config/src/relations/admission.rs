@@ -1,4 +1,4 @@
-//! Checks of admission control keys: keys that a table requires, keys that need a queue, and limits that depend on the
+//! Checks admission control keys: keys that a table requires, keys that need a queue, and limits that depend on the
 //! number of permits.
 
 use std::fmt::Display;
@@ -13,8 +13,8 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// Returns the message and help for an `overflow` key in a bulkhead without a queue, in a configuration file or in a
-/// live change.
+/// Returns the message and help for an `overflow` key in a bulkhead without a queue, whether in a configuration file or
+/// in a live change.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),

@@ -1,4 +1,4 @@
-//! Checks of confinement keys: keys that have no effect with the configured profile, and names that do not exist.
+//! Checks confinement keys. Rejects keys that have no effect with the configured profile, and names that do not exist.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ impl Checker<'_> {
         sandbox
     }
 
-    /// Rejects keys that have no effect with the profile `none`.
+    /// Rejects keys that have no effect with the `none` profile.
     fn check_profile(&mut self, raw: &SandboxKeys, profile: &Resolved<Profile>) {
         self.check_confined("network", &raw.network, raw, profile);
         self.check_confined("read", &raw.read, raw, profile);
@@ -159,7 +159,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects denying a system call that every worker needs.
+    /// Rejects a configuration that denies a system call that every worker needs.
     fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {

@@ -1,4 +1,4 @@
-//! Rules for the environment of workers: its total size, and the files that contain values.
+//! Rules for the workers' environment: its total size, and the files that contain values.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! Checks of keys that apply only to `exec` programs.
+//! Checks keys that apply only to `exec` programs.
 
 use super::Checker;
 use crate::Profile;

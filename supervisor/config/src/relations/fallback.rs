@@ -1,4 +1,4 @@
-//! Checks of `fallback`: each name must be another bulkhead in the file, and no name may occur twice.
+//! Checks `fallback`: each name must be another bulkhead in the file, and no name may occur twice.
 
 use super::Checker;
 use crate::diagnostics::shown;

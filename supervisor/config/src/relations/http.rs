@@ -36,7 +36,7 @@ impl Checker<'_> {
         Some(HttpConfig { address: address?, token_file: token_file?.path })
     }
 
-    /// Checks the address for jobs, which must differ from the address of the admin API.
+    /// Checks the jobs address, which must differ from the admin API address.
     pub(super) fn jobs_http(&mut self, raw: &RawSupervisor) -> Option<SocketAddr> {
         let address = self.address("jobs_http", "0.0.0.0:9465", &raw.jobs_http)?;
         let http = raw.http.given().and_then(|given| given.value.parse::<SocketAddr>().ok());
@@ -137,7 +137,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a token with two roles. The token of `http_token_file` cannot have any other role.
+    /// Reports a token with two roles. The token in `http_token_file` cannot have any other role.
     fn check_token_uses(&mut self, raw: &RawSupervisor, entries: &[RawAccess], access: &[AccessConfig]) {
         let path = |given: &Given<String>| programs::resolve(self.folder(&given.span), &given.value);
         let admin_file: Option<PathBuf> = raw.http_token_file.given().map(path);

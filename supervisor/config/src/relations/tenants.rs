@@ -1,5 +1,5 @@
-//! Checks of tenant keys: limits on shared workers, isolation, and the tables of individual tenants, whose meaning
-//! depends on whether tenants are isolated.
+//! Checks tenant keys: limits on shared workers, isolation, and the per-tenant tables, whose meaning depends on whether
+//! tenants are isolated.
 
 use std::collections::BTreeMap;
 
@@ -222,7 +222,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns true if tenants have separate workers, or `None` if the value of the key `isolate` is invalid.
+/// Returns true if tenants have separate workers, or `None` if the value of `isolate` is invalid.
 fn isolated(raw: &TenantsKeys) -> Option<bool> {
     match (&*raw.isolate, &raw.presence) {
         (Field::Given(isolate), _) => Some(isolate.value),

@@ -1,4 +1,4 @@
-//! Checks of the time limits for jobs. No time limit may exceed the longest deadline.
+//! Checks the time limits for jobs, none of which may exceed the longest deadline.
 
 use std::time::Duration;
 

@@ -9,8 +9,8 @@
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!
-//! `reload` declares the effect of a reload in which the value has changed. Without `reload`, the new value takes
-//! effect immediately. `no field` means that the checked type has no field with the name of the key.
+//! `reload` declares the effect of a reload that changes the value. Without `reload`, the new value takes effect
+//! immediately. `no field` means that the validated type has no field with the name of the key.
 
 /// Declares a table; see the module documentation. Inner tables are declared after the rows.
 macro_rules! table {
@@ -75,8 +75,9 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Declares a table whose checked type has a field of the same name for each key and each inner table. With `by rows`,
-/// the macro also generates the conversion to the checked type. Otherwise, the conversion is in `relations`.
+/// Declares a table whose validated type has a field of the same name for each key and each inner table. With
+/// `by rows`, the macro also generates the conversion to the validated type. Otherwise, the conversion is in
+/// `relations`.
 macro_rules! section {
     (
         $(#[$about:meta])*

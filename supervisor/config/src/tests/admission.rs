@@ -301,7 +301,7 @@ fn evict_oldest_overflow_requires_a_queue() {
 }
 
 #[test]
-fn pressure_of_bulkhead_requires_a_queue() {
+fn bulkhead_with_pressure_requires_a_queue() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("pressure = { warn = 0.5 }"),

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a bulkhead with a sandbox on line 3. `entries` are further keys of the sandbox.
+/// Returns a bulkhead with a sandbox on line 3. `entries` are further sandbox keys.
 fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
@@ -94,7 +94,7 @@ fn profile_none_rejects_other_sandbox_keys() {
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
         folder.reject_one(&defaults, (2, column), &message, "; for a bulkhead without a sandbox, set");
-        // Unlike a key in `[defaults]`, a key in the bulkhead's own table contradicts the profile `none` in the same
+        // Unlike a key in `[defaults]`, a key in the bulkhead's own table contradicts the `none` profile in the same
         // table.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.reject_one(&text, (5, column), &message, &help);
@@ -427,7 +427,7 @@ fn configuration_summary_shows_every_sandbox_key() {
 }
 
 #[test]
-fn summary_explains_tmp_check_of_default_profile() {
+fn summary_explains_tmp_check_in_default_profile() {
     let folder = Folder::new();
     let strict = "profile = \"strict\", user = \"root\"";
     for (entries, is_told) in [

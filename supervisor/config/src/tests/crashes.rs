@@ -1,4 +1,4 @@
-//! Tests of the keys for crash reports.
+//! Tests of the crash report keys.
 
 use super::*;
 

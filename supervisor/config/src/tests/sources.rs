@@ -97,7 +97,7 @@ fn relative_paths_are_resolved_against_their_own_file() {
 }
 
 #[test]
-fn all_files_are_reported_at_once_with_positions() {
+fn problems_in_all_files_are_reported_with_positions() {
     let folder = Folder::new();
     let main = format!("{MAIN}deadlin = \"5s\"\n");
     let first = format!("# größe\n{}processes = 0\nfallback = [\"nobody\"]\n", named("b"));
@@ -132,7 +132,7 @@ fn all_files_are_reported_at_once_with_positions() {
 }
 
 #[test]
-fn syntax_errors_of_all_files_are_reported() {
+fn syntax_errors_in_all_files_are_reported() {
     let folder = Folder::new();
     let problems =
         folder.problems("[supervisor\n", &[("1.toml", "\n[bulkhead.b]\nexec: 5\n"), ("2.toml", "a = \"\n")]);

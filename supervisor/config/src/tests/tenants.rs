@@ -1,4 +1,4 @@
-//! Tests of isolated tenants, and of the tables of individual tenants.
+//! Tests of isolated tenants, and of per-tenant tables.
 
 use std::time::Duration;
 

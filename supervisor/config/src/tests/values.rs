@@ -207,7 +207,7 @@ fn environment_requires_valid_names_and_strings() {
 }
 
 #[test]
-fn rlimit_values_must_be_in_units_of_the_resource() {
+fn rlimit_values_must_be_in_the_resources_unit() {
     let folder = Folder::new();
     let cases = [
         ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),
@@ -285,7 +285,7 @@ fn env_files_require_valid_names_and_paths() {
 }
 
 #[test]
-fn variable_cannot_be_in_env_and_env_files() {
+fn variable_cannot_be_in_both_env_and_env_files() {
     let folder = Folder::new();
     let (env, files) = ("env = { A = \"x\", B = \"y\" }", "env_files = { A = \"token\" }");
     let message = "`A` is in both `env` and `env_files`";

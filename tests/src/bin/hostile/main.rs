@@ -112,7 +112,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during startup that a sealed worker cannot run later. The operation `prepared` returns the results.
+/// Runs attempts during startup that a sealed worker cannot run later. The `prepared` operation returns the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];

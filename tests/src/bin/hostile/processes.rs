@@ -232,7 +232,7 @@ fn serve_as_before(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Writes the current content of a file in `/proc` back to the file.
+/// Writes the current contents of a file in `/proc` back to the file.
 fn write_as_it_is(pid: i32, file: &str) -> Tried {
     let what = "write to another process's file in /proc";
     let path = format!("/proc/{pid}/{file}");

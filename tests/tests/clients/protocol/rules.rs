@@ -150,7 +150,7 @@ fn stop(worker: &mut Worker) {
 }
 
 /// Sends nothing for ten heartbeat intervals while a job is running, and nothing after the job. The worker does not
-/// announce the capability `DISPATCH_THREAD`.
+/// announce the `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();

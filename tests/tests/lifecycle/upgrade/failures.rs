@@ -74,7 +74,7 @@ const DEATHS: [&str; 26] = [
     "receive 33",
 ];
 
-/// Number of deaths to try. The variable `BULKHEAD_UPGRADE_DEATHS` overrides the default.
+/// Number of deaths to try. The `BULKHEAD_UPGRADE_DEATHS` variable overrides the default.
 fn deaths() -> usize {
     std::env::var("BULKHEAD_UPGRADE_DEATHS").ok().and_then(|count| count.parse().ok()).unwrap_or(10)
 }
