@@ -118,7 +118,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of at most `NAMES_MAX` entries. The caller removes these and calls this function again.
+/// Returns the names of at most `NAMES_MAX` entries. After removing these entries, the caller calls this function
+/// again.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

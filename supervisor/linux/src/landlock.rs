@@ -8,8 +8,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know
-/// fewer fields, and accept additional fields if these are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset denies unless a rule grants them. Older kernels know fewer
+/// fields, but accept additional fields that are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {

@@ -18,11 +18,11 @@ pub const VARIABLE_BYTES_MAX: usize = 64 * 1024;
 /// Mode bits that a secret file must not have: write permission for the group, and any permission for others.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
-/// Content of a file with a secret. The memory is erased when the value is dropped.
+/// Content of a secret file. The memory is erased when the value is dropped.
 pub type Secret = Zeroizing<Vec<u8>>;
 
-/// Reason why a secret file is rejected. `Display` continues a sentence that begins with the path. It never contains
-/// the content of the file.
+/// Reason why a secret file is rejected. `Display` writes the end of a sentence that begins with the path, and never
+/// reveals the content of the file.
 #[derive(Debug)]
 pub enum SecretFileError {
     /// The file cannot be opened or read.
@@ -31,14 +31,14 @@ pub enum SecretFileError {
     NotRegular,
     /// The mode lets other users read or change the file.
     Mode(u32),
-    /// The content is larger than this maximum in bytes.
+    /// The content is larger than this maximum, in bytes.
     TooLarge(usize),
     /// The content contains a NUL byte.
     Nul,
 }
 
 impl SecretFileError {
-    /// Returns the error number that describes the problem best.
+    /// Returns the error number that best describes the problem.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Unreadable(error) => errno::from_io(error, Errno::IO),

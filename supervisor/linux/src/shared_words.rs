@@ -9,7 +9,7 @@ use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::{MembarrierCommand, membarrier, membarrier_query};
 
-/// A mapping of the start of a memory file as 64-bit numbers in little-endian order.
+/// The beginning of a memory file, mapped as 64-bit numbers in little-endian order.
 #[derive(Debug)]
 pub struct SharedWords {
     base: NonNull<AtomicU64>,

@@ -10,8 +10,8 @@ static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 /// Runs `check_descriptor` before Rust's runtime starts.
 #[used]
 #[expect(unsafe_code, reason = "running before the runtime has no safe wrapper")]
-// SAFETY: the section holds pointers to functions of this type, which the loader calls one after the other. This
-// function makes a system call and stores a flag, and does not need the runtime.
+// SAFETY: the section holds pointers to functions of this type, which the loader calls one after another. This function
+// makes a system call and stores a flag, and does not need the runtime.
 #[unsafe(link_section = ".init_array")]
 static CHECK_BEFORE_MAIN: extern "C" fn() = check_descriptor;
 

@@ -21,12 +21,12 @@ pub struct Access {
     /// Access rules, in the order in which they appear in the file. They also apply to root and the supervisor's user.
     /// If there are no rules, only these two users have access, without any restrictions.
     rules: Vec<Arc<AccessRule>>,
-    /// Cache of processes known not to be descendants of the supervisor. Without the cache, this check would be the
-    /// main cost of a new connection.
+    /// Cache of processes known not to be descendants of the supervisor. Without the cache, checking the ancestors
+    /// would be the main cost of a new connection.
     unrelated: Arc<UnrelatedProcesses>,
 }
 
-/// A rule in `[[access]]`. The rule contains the names of bulkheads, because a reload can add and remove bulkheads.
+/// A rule in `[[access]]`. Bulkheads are identified by name, because a reload can add and remove bulkheads.
 #[derive(Debug)]
 pub struct AccessRule {
     who: Who,
@@ -48,10 +48,10 @@ impl Grant {
     }
 }
 
-/// Sender of jobs over HTTP.
+/// Client that submits jobs over HTTP.
 #[derive(Clone, Debug)]
 pub enum HttpClient {
-    /// User of the admin socket, or holder of the admin token. Unrestricted.
+    /// User of the admin socket, or holder of the admin token. Both have all permissions.
     Operator {
         uid: u32,
     },
@@ -64,7 +64,7 @@ pub struct TokenGrant {
     /// Number that identifies the token.
     pub id: u32,
     pub role: Role,
-    /// Rules for jobs. A job must be allowed by at least one of them.
+    /// Rules for jobs. Each job must be allowed by at least one of the rules.
     pub rules: Arc<[Arc<AccessRule>]>,
 }
 
@@ -98,8 +98,7 @@ impl Tokens {
         self.0.iter().any(|(_, grant)| grant.id == id)
     }
 
-    /// Returns the permissions of the token with this `secret`. Compares each token in constant time, and always
-    /// compares all of them.
+    /// Returns the permissions of the token with this `secret`. Always compares all tokens, each in constant time.
     pub fn find(&self, secret: &[u8]) -> Option<&TokenGrant> {
         let given = Token::new(secret);
         self.0.iter().fold(None, |found, (token, grant)| if *token == given { Some(grant) } else { found })

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bulkhead_policy::{BreakerState, RestartCause, Transition};
 use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 
-/// Names of outcomes in metrics, indexed by [`outcome_index`].
+/// Outcome names used in metrics, indexed by [`outcome_index`].
 pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
@@ -45,13 +45,13 @@ pub struct BulkheadCounters {
     /// Outcomes of jobs that were passed on to a fallback, for each fallback. Fallbacks removed by a reload keep their
     /// counts.
     pub fallback: Vec<FallbackCounters>,
-    /// Number of this bulkhead's jobs that are currently at a fallback. Their outcomes will be counted for
-    /// this bulkhead.
+    /// Number of this bulkhead's jobs that are currently in a fallback. Their outcomes will be counted for this
+    /// bulkhead.
     pub elsewhere: u64,
-    /// Number of jobs from other bulkheads that are currently in this bulkhead as a fallback. Their
-    /// outcomes will be counted for the other bulkheads.
+    /// Number of jobs that are in this bulkhead because it is a fallback for another bulkhead. Their outcomes will be
+    /// counted for the other bulkhead.
     pub guests: u64,
-    /// Number of retries of jobs whose worker died.
+    /// Number of retries of jobs whose workers died.
     pub retries: u64,
     /// Number of worker replies that were ignored, because the job already had an outcome or was never sent to the
     /// worker.
@@ -167,8 +167,8 @@ pub const BOUNDS: [(u64, &str); 21] = [
 /// provide percentiles for the last one to two minutes, its counts never decrease.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// Number of values in each bucket of [`BOUNDS`], not including values in lower buckets. The last entry is the
-    /// number of values above the last bound.
+    /// Number of values in each bucket of [`BOUNDS`], excluding values in lower buckets. The last entry is the number
+    /// of values above the last bound.
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }

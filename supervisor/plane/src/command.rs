@@ -58,7 +58,7 @@ pub enum Command {
     /// Return the state of one bulkhead or, if `None`, of all bulkheads.
     Snapshot {
         bulkhead: Option<String>,
-        /// Receives the snapshots. The list is empty if there is no such bulkhead.
+        /// Channel for the reply: the snapshots. The list is empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
     /// Return the name and state of each bulkhead.
@@ -96,7 +96,7 @@ pub enum Command {
     Change {
         bulkhead: String,
         change: Change,
-        /// Receives a snapshot of the bulkhead after the change, or an error.
+        /// Channel for the reply: a snapshot of the bulkhead after the change, or an error.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
     /// Change the limits of one tenant in a bulkhead.
@@ -104,13 +104,13 @@ pub enum Command {
         bulkhead: String,
         tenant: String,
         change: TenantChange,
-        /// Receives all limits set for this tenant after the change, or an error.
+        /// Channel for the reply: all limits set for this tenant after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the observed demand of a bulkhead. Advice is computed from it.
+    /// Return the observed demand for a bulkhead. Advice is computed from these observations.
     Observe {
         bulkhead: String,
-        /// Receives the observation, or `None` if there is no such bulkhead.
+        /// Channel for the reply: the observation, or `None` if there is no such bulkhead.
         reply: oneshot::Sender<Option<Box<Observation>>>,
     },
     WorkerProcesses {
@@ -131,7 +131,7 @@ pub enum Command {
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage in bytes, excluding subfolders named like the folders of forked workers.
+        /// Disk usage in bytes, excluding subfolders that have the names of forked workers' folders.
         bytes_without_forked: u64,
         /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the report if
         /// this is not the worker's template, because any worker can create a folder with such a name.
@@ -140,9 +140,10 @@ pub enum Command {
     /// Run a job from a crash report again, in a separate worker.
     Replay {
         request: ReplayRequest,
-        /// Receives `Ok` when the replay has begun, or the reason why it cannot begin.
+        /// Channel for the reply: `Ok` when the replay has begun, or the reason why it cannot begin.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
-        /// Receives the result after the worker has exited. Dropped if the supervisor stops before then.
+        /// Channel for the result, which is sent after the worker has exited. Dropped if the supervisor stops before
+        /// then.
         done: oneshot::Sender<ReplayResult>,
     },
     /// Serve a connection that the control plane opened for an HTTP client. The control plane has already checked the
@@ -162,7 +163,7 @@ pub enum Command {
         token: u32,
         spool: Arc<SpoolCounters>,
     },
-    /// Serve a client that runs in the application in which this supervisor is embedded.
+    /// Serve a client in the application that embeds this supervisor.
     AddInProcessClient {
         /// The data plane's end of the connection.
         end: bulkhead_shared::in_process::Endpoint,
@@ -177,7 +178,8 @@ pub enum Command {
     /// Apply a new version of the configuration.
     Reload {
         reload: Box<Reload>,
-        /// Receives the live changes that the reload discarded, or an error if the reload was not applied.
+        /// Channel for the reply: the live changes that the reload discarded, or an error if the reload was not
+        /// applied.
         reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
     },
     /// Return the live changes that a reload would discard, without applying the reload.
@@ -189,7 +191,7 @@ pub enum Command {
     Summarise,
     /// Reap exited orphans that this process has inherited.
     ReapOrphans {
-        /// Receives true if there may be more exited orphans.
+        /// Channel for the reply: true if there might be more exited orphans.
         reply: oneshot::Sender<bool>,
     },
 }
@@ -250,7 +252,7 @@ pub enum SteerAction {
     Drain,
     /// Accept new jobs again.
     Resume,
-    /// Clear the restart history, so that failed slots immediately start a worker.
+    /// Clear the restart history, so that each failed slot starts a worker immediately.
     Reset,
 }
 
@@ -305,14 +307,13 @@ pub enum SteerError {
     /// An upgrade is under way.
     #[error("an upgrade is under way; try again when it has finished")]
     Upgrading,
-    /// The bulkhead does not know the tenant, because the tenant has not submitted any job recently.
+    /// The bulkhead has no record of the tenant, because the tenant has not submitted any job recently.
     #[error("this tenant has not sent any jobs to this bulkhead")]
     UnknownTenant,
     /// The bulkhead has no such job. `holder` is the name of another bulkhead that has the job, for example a fallback.
     #[error("this bulkhead has no such job: {}", place_of(.holder))]
     UnknownJob { holder: Option<String> },
-    /// The request conflicts with other settings. The text contains the reason and a way to resolve the
-    /// conflict.
+    /// The request conflicts with other settings. The string contains the reason and a way to resolve the conflict.
     #[error("{0}")]
     Conflict(String),
 }
@@ -343,7 +344,7 @@ pub enum ReplayError {
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
-    /// The maximum number of concurrent replays is reached.
+    /// The maximum number of concurrent replays has been reached.
     #[error("{REPLAYS_MAX} replays are already running; try again when a replay has ended")]
     Busy,
 }
@@ -374,7 +375,7 @@ pub enum CommandSendError {
     Ended,
 }
 
-/// Sender of commands to the data plane.
+/// Sender for commands to the data plane.
 #[derive(Clone, Debug)]
 pub struct CommandSender {
     commands: SyncSender<Command>,

@@ -19,7 +19,7 @@ use bulkhead_keeper::{
 /// Layers and UIDs that are available on this machine, and paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
-    /// Paths that no worker can access. A reload adds paths.
+    /// Paths that no worker can access. A reload can add paths.
     withheld: RwLock<Vec<String>>,
     config: PathBuf,
     ids: IdSource,
@@ -57,8 +57,8 @@ impl SandboxSupport {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
-    /// Withholds the files named in another configuration, such as new token files, from workers of programs that are
-    /// resolved from now on.
+    /// Denies access to the files named in another configuration, such as new token files. Applies to workers of
+    /// programs that are resolved from now on.
     pub fn withhold(&self, config: &Config) {
         let mut withheld = self.withheld.write().unwrap_or_else(PoisonError::into_inner);
         for path in withheld_paths(config) {
@@ -210,7 +210,7 @@ pub struct Sandbox {
     warnings: Vec<String>,
     /// Encoded restrictions that an SDK-based worker applies to itself before its first job.
     seal: Option<Vec<u8>>,
-    /// Reason why a worker must not run several programs at once. `None` if it can.
+    /// Reason why a worker must not run several programs at once, or `None` if this is allowed.
     why_single_program: Option<String>,
     /// Maximum size of a worker's temporary folder or file system, in bytes.
     temporary_bytes: u64,
@@ -288,7 +288,7 @@ impl Sandbox {
         self.programs.iter().map(PathBuf::from).collect()
     }
 
-    /// Returns the reason why a worker must not run several programs at once, or `None` if it can.
+    /// Returns the reason why a worker must not run several programs at once, or `None` if this is allowed.
     pub fn why_single_program(&self) -> Option<&str> {
         self.why_single_program.as_deref()
     }
@@ -374,7 +374,7 @@ impl Sandbox {
     }
 }
 
-/// Entry in `missing` if the number of processes is not limited separately for each worker.
+/// Entry added to `missing` if the number of processes is not limited separately for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
 /// Returns true if RLIMIT_NPROC or a cgroup limits the number of processes of each worker. The kernel counts
@@ -389,7 +389,7 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
-/// Parts of Landlock that are missing from older kernels, with the names added to `missing`.
+/// Parts of Landlock that older kernels lack, each with its name in `missing`.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
@@ -694,7 +694,7 @@ impl LayerResolver<'_> {
         })
     }
 
-    /// Returns the default process limit for a cgroup whose table does not set `pids`.
+    /// Returns the default process limit for a cgroup. Used if the `cgroup` table does not set `pids`.
     fn default_processes(&self, bulkhead: &BulkheadConfig) -> Option<u64> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         let is_free = bulkhead.cgroup.as_ref().is_some_and(|limits| limits.pids.is_none());

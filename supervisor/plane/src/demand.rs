@@ -9,7 +9,7 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// Load of a compartment. The load has not changed since the time `since`.
+/// Load of a compartment. The load has been the same since the time `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
@@ -46,7 +46,7 @@ pub struct Window {
     /// Distributions of run times and of queue times, both in microseconds.
     pub run_us: Histogram,
     pub wait_us: Histogram,
-    /// Total time that all jobs were in flight, in nanoseconds.
+    /// Total time that jobs spent in flight, summed over all jobs, in nanoseconds.
     pub in_flight_ns: u128,
     /// Observations since the limits last changed.
     pub under_limits: LimitedWindow,
@@ -58,7 +58,7 @@ pub struct LimitedWindow {
     /// Distribution of the number of jobs in flight, weighted by time in nanoseconds. The total weight is the
     /// time during which the bulkhead had jobs.
     pub in_flight: Histogram,
-    /// Time during which no permit was free and time during which workers were missing, both in nanoseconds.
+    /// Time during which no permit was free, and time during which workers were missing. Both are in nanoseconds.
     pub no_permit_ns: u64,
     pub workers_missing_ns: u64,
     /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's default
@@ -196,7 +196,7 @@ pub struct CurrentLimits {
 /// Observations of a bulkhead. Another thread computes advice from them.
 #[derive(Debug)]
 pub struct Observation {
-    /// Length of the observation. The observation starts no earlier than the last change of the limits.
+    /// Length of the observation. The observation starts no earlier than the last change to the limits.
     pub duration: Duration,
     /// True if the observation started when the limits were changed.
     pub starts_with_change: bool,

@@ -19,7 +19,7 @@ use tokio::sync::oneshot;
 
 use crate::access::TokenGrant;
 
-/// Version of the messages that this supervisor supports.
+/// Message version that this supervisor supports.
 pub const VERSION: u16 = 1;
 
 /// Maximum size of a message in bytes. The largest message contains the unread bytes of a connection: an incomplete
@@ -62,9 +62,9 @@ pub mod kind {
 /// HELLO, from the successor.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct Hello<'a> {
-    /// Oldest version of the messages that the successor supports.
+    /// Oldest message version that the successor supports.
     pub oldest: u16,
-    /// Newest version of the messages that the successor supports.
+    /// Newest message version that the successor supports.
     pub newest: u16,
     /// Version of the program.
     pub program: &'a str,
@@ -140,7 +140,7 @@ pub struct TenantState {
     pub live: Numbers,
 }
 
-/// WORKER_ID: the UID shared by all workers of a bulkhead, because they write files.
+/// WORKER_ID: a permanent UID. All workers of a bulkhead that write files share such a UID.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,
@@ -150,7 +150,7 @@ pub struct WorkerId<'a> {
 /// STATE: marks the end of the messages about the predecessor's state.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct State {
-    /// Version of the messages that both supervisors support.
+    /// Message version that both supervisors support.
     pub version: u16,
     /// The predecessor's PID.
     pub pid: u32,
@@ -189,7 +189,7 @@ pub struct Quarantined {
 }
 
 impl Quarantined {
-    /// Returns the message about a payload.
+    /// Returns the message for a payload with this digest.
     pub fn new(compartment: CompartmentName, digest: Digest) -> Self {
         Self { compartment, digest: u128::from(digest).to_le_bytes() }
     }
@@ -202,11 +202,11 @@ impl Quarantined {
 /// SWITCH: from now on, the successor serves clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Switch {
-    /// Exclusive lower bound for the numbers of the successor's jobs.
+    /// Exclusive lower bound for the job numbers of the successor.
     pub jobs_after: u64,
-    /// Exclusive lower bound for the numbers of the successor's leases.
+    /// Exclusive lower bound for the lease numbers of the successor.
     pub leases_after: u64,
-    /// Exclusive lower bound for the sequence numbers of the successor's events.
+    /// Exclusive lower bound for the event sequence numbers of the successor.
     pub events_after: u64,
 }
 
@@ -231,12 +231,12 @@ pub struct SessionState {
 pub enum SessionClient {
     /// The peer of the socket. The kernel reports its credentials.
     Peer,
-    /// The control plane, for a user of the admin API.
+    /// The control plane, on behalf of a user of the admin API.
     Operator {
         /// The user's UID.
         uid: u32,
     },
-    /// The control plane, for a client with a token.
+    /// The control plane, on behalf of a client with a token.
     Token {
         /// The token's number.
         id: u32,
@@ -338,11 +338,11 @@ pub fn die_on_request(deed: &str, kind: u8) {
 pub enum HandoverCommand {
     /// Prepare to hand over. Refuse operator commands, lend no files, and recall leases. The keeper holds the lifeline.
     Prepare { lifeline: Arc<OwnedFd>, reply: oneshot::Sender<Result<Prepared, String>> },
-    /// Stop accepting connections and reading from clients once clients have returned their leases.
+    /// Once clients have returned their leases, stop accepting connections and reading from clients.
     Switch {
         /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Receives the permits and numbers for the successor.
+        /// Channel for the reply: the permits and numbers for the successor.
         reply: oneshot::Sender<SwitchState>,
     },
     /// The successor serves clients. Pass on connections, and handle only frames about jobs that were already accepted.
@@ -355,7 +355,7 @@ pub enum HandoverCommand {
     Restore {
         bulkheads: Vec<BulkheadState>,
         tenants: Vec<TenantState>,
-        /// Receives an error if a decision cannot be applied.
+        /// Channel for the reply: an error if a decision cannot be applied.
         reply: oneshot::Sender<Result<(), String>>,
     },
     /// Take over from the predecessor.
@@ -365,7 +365,7 @@ pub enum HandoverCommand {
         switch: Switch,
         /// This process's end of the transfer socket.
         transfer: OwnedFd,
-        /// Token permissions, for connections of HTTP clients.
+        /// Permissions of tokens, needed for connections of HTTP clients.
         tokens: Vec<TokenGrant>,
         reply: oneshot::Sender<()>,
     },
@@ -377,7 +377,7 @@ pub enum HandoverCommand {
 /// contain the current numbers until the control plane replaces them with those from the file.
 pub type Prepared = (Vec<BulkheadState>, Vec<TenantState>, Option<std::os::unix::net::UnixListener>);
 
-/// State of the data plane when it stops serving.
+/// State of the data plane when it stops serving clients.
 #[derive(Debug, Default)]
 pub struct SwitchState {
     /// Permits that are still needed.

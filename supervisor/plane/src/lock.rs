@@ -73,7 +73,7 @@ fn retry_for<T, E>(
 mod tests {
     use super::*;
 
-    /// Also checks that an attempt succeeds if the lock is released before the timeout.
+    /// An attempt must also succeed if the lock is released before the timeout.
     #[test]
     fn waits_for_lock_until_timeout() {
         let folder = tempfile::tempdir().unwrap();

@@ -32,12 +32,12 @@ pub fn current_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Returns the number of a bulkhead's templates. A template needs as many descriptors as a worker.
+/// Returns the number of templates in a bulkhead. Each template needs as many descriptors as a worker.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Limit on open files, and numbers of descriptors that neither clients nor workers can use.
+/// Limit on open files, and numbers of descriptors that are not available to clients or workers.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,

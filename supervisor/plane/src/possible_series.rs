@@ -29,7 +29,7 @@ pub struct PossibleSeries {
 }
 
 impl PossibleSeries {
-    /// Determines the possible series from the bulkhead's limits and its per-tenant limits.
+    /// Determines the possible metric series from the bulkhead's limits and its per-tenant limits.
     pub fn new<'t>(limits: &Limits, own: impl IntoIterator<Item = &'t TenantConfig>) -> Self {
         let (tenants, recycle) = (&limits.tenants, &limits.recycle);
         let mut possible = Self {

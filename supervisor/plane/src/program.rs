@@ -288,7 +288,8 @@ pub fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
-/// Returns a bulkhead's limits for policy. With isolated tenants, the limits apply to each tenant.
+/// Converts a bulkhead's configuration to limits for its state machine. With isolated tenants, the limits apply to each
+/// tenant.
 pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
         processes: bulkhead.processes,

@@ -33,7 +33,7 @@ pub struct BulkheadSpec {
     pub fallback: Arc<[Arc<str>]>,
     /// Maximum number of isolated tenants that can have workers at the same time. `None` if tenants are not isolated.
     pub max_active: Option<usize>,
-    /// True if the bulkhead's own table sets `pressure`, so that the bulkhead must have a queue.
+    /// True if the bulkhead's own table sets `pressure`, in which case the bulkhead must have a queue.
     pub has_own_pressure: bool,
     /// Memory usage in bytes at which a worker is replaced or killed. `None` if there is no limit.
     pub memory_limit: Option<u64>,
@@ -51,7 +51,7 @@ pub struct ChangedBulkhead {
     pub replaces_workers: bool,
 }
 
-/// Keys whose live changes are discarded by a reload, by bulkhead name.
+/// Keys whose live changes a reload discards, indexed by bulkhead name.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
 /// A prepared reload, to be applied by the data plane.
@@ -241,7 +241,7 @@ fn fields(value: &impl Serialize) -> Map<String, Value> {
     }
 }
 
-/// Returns a bulkhead's settings by configuration key.
+/// Returns a bulkhead's settings, indexed by configuration key.
 fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     let mut keys = fields(bulkhead);
     keys.remove("name");

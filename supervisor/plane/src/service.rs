@@ -9,7 +9,7 @@ use bulkhead_policy::Time;
 use bulkhead_shared::limits::truncate;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
-/// Length of a time slice. The window is divided into such slices.
+/// Length of one of the time slices into which the window is divided.
 const SLICE: Duration = Duration::from_secs(5);
 
 /// Number of time slices in the window. Together they cover one minute.
@@ -18,8 +18,7 @@ const SLICES: usize = 12;
 /// Minimum number of jobs in the window for a service level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentage of jobs with an outcome other than `ok` above which the service is degraded, and percentage above which
-/// it is failing.
+/// Percentages of jobs with an outcome other than `ok` above which the service counts as degraded and as failing.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
@@ -64,7 +63,7 @@ pub struct Window {
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice, counted from the start. Slices older than the window are ignored.
+    /// Number of the time slice. Slices that are older than the window are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }

@@ -37,7 +37,7 @@ pub struct JobSpan {
     pub outcome: SpanOutcome,
 }
 
-/// The parts of an outcome that a span records.
+/// The parts of an outcome that are recorded in a span.
 #[derive(Debug)]
 pub struct SpanOutcome {
     pub outcome: &'static str,

@@ -15,7 +15,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` of sysexits.h.
 const HUNG_EXIT_CODE: i32 = 70;
 
-/// Monitor of the essential threads. All clones share the same state.
+/// Monitor for the essential threads. All clones share the same state.
 #[derive(Clone, Default)]
 pub struct ThreadMonitor(Arc<Shared>);
 
@@ -136,7 +136,7 @@ impl Drop for ThreadGuard {
     }
 }
 
-/// Panics in debug builds when the file named by the environment variable `BULKHEAD_PANIC_<NAME>` exists. Used in
+/// In debug builds, panics once the file named by the environment variable `BULKHEAD_PANIC_<NAME>` exists. Used in
 /// tests.
 pub async fn panic_on_request(name: &'static str) {
     let file = if cfg!(debug_assertions) { std::env::var_os(format!("BULKHEAD_PANIC_{name}")) } else { None };

@@ -45,7 +45,7 @@ const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 /// ID again.
 const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval between checks whether an ID is still in use.
+/// Interval between checks of whether an ID is still in use.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum number of IDs to check for one worker. The default range is smaller than this number, and checking all of it
@@ -86,7 +86,7 @@ struct State {
     next: u64,
     /// Permanent IDs, by bulkhead name.
     permanent: BTreeMap<String, u32>,
-    /// Permanent IDs that the previous supervisor in an upgrade still has locked.
+    /// Permanent IDs that are still locked by the previous supervisor during an upgrade.
     inherited: BTreeSet<u32>,
     database_ids: DatabaseIds,
 }

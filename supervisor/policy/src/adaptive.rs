@@ -56,7 +56,7 @@ const TENANTS_MAX: usize = 64;
 /// Maximum number of windows to wait before the limit can grow again.
 const PAUSE_MAX: u32 = 32;
 
-/// Minimum time between two reports of limit changes to operators.
+/// Minimum time between two reports to operators about changes to the limit.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of an adaptive limit, used in snapshots.
@@ -66,11 +66,11 @@ pub struct AdaptiveView {
     pub limits: AdaptiveLimits,
     /// Current limit. In monitor mode, this is the limit that would apply.
     pub limit: u32,
-    /// Latency of the last complete window: the lower median of the tenants' 90th percentiles.
+    /// Latency of the last complete window: the lower median of the tenants' 90th percentile run times.
     pub latency: Option<Duration>,
 }
 
-/// Change of the adaptive limit, to be reported to operators.
+/// A change to the adaptive limit that must be reported to operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitReport {
     pub(crate) from: u32,
@@ -114,9 +114,9 @@ pub(crate) struct Adaptive {
     /// True if a job in the current window ended while every permit within the limit was either in use or reserved for
     /// critical jobs.
     was_full: bool,
-    /// True if a job was counted since the last call of [`Self::is_due`].
+    /// True if a job has been counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Earliest dispatch time of a job that is counted. Jobs dispatched before then started under a higher limit.
+    /// Earliest dispatch time of the jobs that are counted. Jobs dispatched earlier started under a higher limit.
     counts_from: Time,
     /// True if the limit was raised and no complete window has been measured since then.
     has_grown: bool,
@@ -219,7 +219,7 @@ impl Adaptive {
     }
 
     /// Adjusts the limit based on the run times in the current window, and starts the next window. Returns the
-    /// direction of the change.
+    /// direction in which the limit changed.
     pub(crate) fn close_window(&mut self, now: Time) -> Ordering {
         let mut votes: Vec<u64> = self.runs.values_mut().map(Runs::percentile_90).collect();
         let lower_median = votes.len().saturating_sub(1) / 2;
@@ -236,14 +236,14 @@ impl Adaptive {
         self.limit.cmp(&before)
     }
 
-    /// Returns the time at which the latest change of the limit must be reported, or `None` if there is no
-    /// unreported change.
+    /// Returns the time at which the latest change to the limit must be reported, or `None` if there is no unreported
+    /// change.
     pub(crate) fn report_due_at(&self) -> Option<Time> {
         let at = self.reported_at.map_or(Time::ZERO, |at| at + REPORT_INTERVAL);
         (self.limit != self.reported && self.latency.is_some()).then_some(at)
     }
 
-    /// Returns the change of the limit if a report is due, and marks the change as reported.
+    /// Returns the change to the limit if a report is due, and marks the change as reported.
     pub(crate) fn take_report(&mut self, now: Time) -> Option<LimitReport> {
         let latency = self.latency.filter(|_| self.report_due_at().is_some_and(|at| at <= now))?;
         self.reported_at = Some(now);

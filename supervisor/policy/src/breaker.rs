@@ -25,7 +25,7 @@ pub struct BreakerLimits {
     pub min_calls: u32,
     /// Ratio of failed calls at which the breaker opens.
     pub failure_rate: f64,
-    /// Run time above which a call is slow.
+    /// Run time above which a call counts as slow.
     pub slow_call: Option<Duration>,
     /// Ratio of slow calls at which the breaker opens.
     pub slow_rate: f64,
@@ -71,12 +71,12 @@ vocabulary! {
     }
 }
 
-/// Decision about a job that arrives now.
+/// Decision about a newly arrived job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
-    /// The job may pass.
+    /// The job may be dispatched.
     Closed,
-    /// The job may pass as a probe.
+    /// The job may be dispatched as a probe.
     Probe,
     /// The job is rejected because all probes are in progress. It is not known when the next job can pass.
     Probing,
@@ -132,9 +132,9 @@ pub struct Transition {
     pub from: BreakerState,
     /// New state.
     pub to: BreakerState,
-    /// Ratio of failed calls among the calls counted in the previous state.
+    /// Ratio of failed calls to all calls that were counted in the previous state.
     pub failure_rate: f64,
-    /// Ratio of slow calls among the calls counted in the previous state.
+    /// Ratio of slow calls to all calls that were counted in the previous state.
     pub slow_rate: f64,
     /// Number of calls counted in the previous state.
     pub calls: u32,
@@ -187,8 +187,8 @@ impl Breaker {
 
     // Admission.
 
-    /// Returns the decision about a job that arrives now. Does not change the state, so that a job that is later
-    /// rejected for another reason does not use up a probe (like Semian's `request_allowed?`).
+    /// Returns the decision about a newly arrived job. Does not change the state, so that a job that is later rejected
+    /// for another reason does not use up a probe (like Semian's `request_allowed?`).
     pub(crate) fn peek(&self, now: Time, has_ready_worker: bool) -> Admission {
         match self.state {
             State::Closed { .. } => Admission::Closed,
@@ -363,7 +363,7 @@ impl Breaker {
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
     }
 
-    /// Closes a breaker that was forced open. Earlier results are outdated and are discarded.
+    /// Closes a breaker that was forced open. Discards earlier results, because they are outdated.
     pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
         (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
     }
@@ -388,7 +388,7 @@ impl State {
     }
 }
 
-/// Number of counted calls, and how many of them failed or were slow.
+/// Number of counted calls, and numbers of failed calls and of slow calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -685,7 +685,7 @@ mod tests {
         }
     }
 
-    /// Calls that were claimed before the breaker opened, and end while it is half-open, are not counted and do not
+    /// Calls that were claimed before the breaker opened and that end while it is half-open are not counted and do not
     /// free a probe.
     #[test]
     fn ignores_calls_claimed_before_the_breaker_opened() {
@@ -793,7 +793,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// Neither an old success leaving the window nor an ignored call must open the breaker.
+    /// The breaker must not open because an old success leaves the window or because a call is ignored.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();

@@ -61,7 +61,7 @@ pub struct Bulkhead<T> {
     job_timers: Timers,
     workers: Workers,
     queue: Queue,
-    /// Suspects that are waiting for an idle worker, oldest first.
+    /// Suspect jobs that are waiting for an idle worker, oldest first.
     suspects: VecDeque<u32>,
     tenants: Tenants,
     withheld: Vec<Withheld>,
@@ -100,7 +100,7 @@ pub struct Bulkhead<T> {
     evictions: Evictions,
     handover: Handover,
     last_failure: String,
-    /// Actions caused by the current event. Uses the caller's buffer.
+    /// Actions caused by the current event. They are stored in the caller's buffer.
     actions: Vec<Action<T>>,
     /// Events that must be reported after the outcomes to which they refer.
     deferred_events: Vec<OperatorEvent>,
@@ -386,7 +386,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Assigns a job to a worker and applies `change` to the worker in the same edit.
+    /// Assigns a job to a worker and applies `change` to the worker in the same update.
     fn assign<R>(
         &mut self,
         now: Time,
@@ -526,7 +526,7 @@ impl<T> Bulkhead<T> {
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes a job in flight from its worker and applies `change` to the worker in the same edit.
+    /// Removes a job in flight from its worker and applies `change` to the worker in the same update.
     fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
@@ -703,22 +703,22 @@ impl<T> Bulkhead<T> {
 
     // Workers.
 
-    /// Changes a worker and updates all values derived from it.
+    /// Applies a change to a worker and updates all values derived from the worker's state.
     fn edit<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit(&self.limits, place, change)
     }
 
-    /// Changes a worker and its assignment, and updates all values derived from them.
+    /// Applies a change to a worker and its assignment, and updates all values derived from them.
     fn reassign<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.reassign(&self.limits, place, change)
     }
 
-    /// Changes a worker that has not exited.
+    /// Applies a change to a worker and updates all derived values. Does nothing if the worker has exited.
     fn edit_by_id<R>(&mut self, id: WorkerId, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_by_id(&self.limits, id, change)
     }
 
-    /// Changes fields of a worker that affect only its timer.
+    /// Applies a change that affects only the timer of a worker.
     fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_timing(place, change)
     }

@@ -6,7 +6,7 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Death of a process, with the reason if the supervisor killed the process.
+/// Death of a process, together with the reason if the supervisor killed the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
     /// Cause of death.

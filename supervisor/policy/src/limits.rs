@@ -31,7 +31,7 @@ pub struct Limits {
     pub start: Start,
     pub health: Health,
     pub recycle: Recycle,
-    /// Fraction of the permits that are reserved for critical jobs. Must be less than 1.
+    /// Fraction of the permits that is reserved for critical jobs. Must be less than 1.
     pub critical_reserve: f64,
     pub pressure: Pressure,
     pub overflow: Overflow,
@@ -125,7 +125,7 @@ vocabulary! {
         Always = "always",
         /// Restarts every worker, unless the worker exited with status 0 while idle.
         OnFailure = "on-failure",
-        /// Does not restart any worker.
+        /// Never restarts a worker.
         Never = "never",
     }
 }
@@ -147,7 +147,7 @@ pub struct Start {
     pub handshake: Duration,
     /// Maximum time between HELLO and the ready message.
     pub ready: Duration,
-    /// Method of starting a worker. Policy uses it only to allow more time for forked workers.
+    /// Method of starting a worker. Used only to allow more time for forked workers.
     pub mode: StartMode,
     /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,

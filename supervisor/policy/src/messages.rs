@@ -287,8 +287,8 @@ pub enum Event<T> {
     },
     /// The supervisor itself was paused, so workers that have been silent until now may be healthy.
     SupervisorPaused,
-    /// Replaces all workers one after the other. Each old worker continues to run until its replacement is ready.
-    /// Workers that are still starting are killed and restarted.
+    /// Replaces all workers one after another. Each old worker continues to run until its replacement is ready. Workers
+    /// that are still starting are killed and restarted.
     Restart,
     /// Rejects queued jobs and stops accepting new ones. Jobs in flight continue.
     Drain,
@@ -354,14 +354,14 @@ pub enum Action<T> {
     Spawn {
         /// ID of the new worker.
         worker: WorkerId,
-        /// Slot that the worker is started for.
+        /// Slot for which the worker is started.
         slot: u32,
         /// Cause of the restart, or `None` for the slot's first worker.
         restart_cause: Option<RestartCause>,
     },
     /// Send a job to a worker. [`crate::Bulkhead::record_mut`] returns the caller's record of the job.
     Dispatch {
-        /// Worker to send the job to.
+        /// Worker that receives the job.
         worker: WorkerId,
         /// Job to send.
         job: JobId,
@@ -397,7 +397,7 @@ pub enum Action<T> {
     },
     /// Send a worker its new `max_in_flight`.
     SetMaxInFlight {
-        /// Worker to send the new limit to.
+        /// Worker that receives the new limit.
         worker: WorkerId,
         /// New maximum number of jobs in flight.
         max_in_flight: u32,
@@ -462,7 +462,7 @@ pub struct JobOutcome<T> {
     pub worker_pid: Option<u32>,
     /// True if the client may submit the job again.
     pub retryable: bool,
-    /// Time for the client to wait before submitting the job again.
+    /// Time that the client should wait before submitting the job again.
     pub retry_after: Option<Duration>,
     /// Deadline that applied to the job, counted from submission.
     pub deadline: Duration,

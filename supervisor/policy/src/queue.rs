@@ -5,7 +5,7 @@
 //! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit
 //! Round Robin", 1995). In each round, every tenant earns a quantum, and the tenant's oldest job is served once its
 //! cost has been earned. In the paper, the quantum is as large as the largest job. Each visit then serves at least one
-//! job, but many small jobs of the same tenant run one after the other. Here, the quantum is 1, so that small jobs of
+//! job, but many small jobs of the same tenant run one after another. Here, the quantum is 1, so that small jobs of
 //! different tenants alternate. Instead of visiting each round, the queue computes the round in which a job is served.
 //! A tenant whose oldest job costs `c` has its turn `c` rounds later and is stored in the slot for that round. A bitmap
 //! shows the next occupied slot. Two ideas come from Kubernetes' API Priority and Fairness (KEP-1040): fair queuing
@@ -23,7 +23,7 @@ mod tests;
 /// slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Initial number of slots in a class. Equals one word of the bitmap.
+/// Initial number of slots in a class. Equals the number of bits in one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
 /// Maximum number of entries for which a table keeps its memory.
@@ -36,10 +36,10 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: Jobs,
-    /// Classes, indexed by priority code.
+    /// Priority classes, indexed by priority code.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// True for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
+    /// Flags that are true for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
     /// Number of jobs added since memory was last released. The cost of the next release is amortised over these jobs.
@@ -50,7 +50,7 @@ impl Queue {
     /// Memory used by a job's table entries, in bytes.
     pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
 
-    /// Adds a job behind all others of its tenant and class. O(1).
+    /// Adds a job behind all other jobs of its tenant and class. O(1).
     pub(crate) fn push(&mut self, job: u32, class: Priority, tenant: u32, cost: u32) {
         let cost = cost.clamp(1, COST_MAX);
         if self.jobs.enter(job, Entry { class, tenant, cost, age: self.jobs.newest + 1 }) {
@@ -77,7 +77,7 @@ impl Queue {
         self.take(job, Removal::Cancelled);
     }
 
-    /// Returns the next job among the classes from `lowest` upwards. O(1).
+    /// Returns the next job from the class `lowest` or a higher class. O(1).
     pub(crate) fn peek(&self, lowest: Priority) -> Option<u32> {
         let allowed = Priority::ALL.iter().rev().take_while(|&&class| class >= lowest);
         allowed.map(|&class| &self.classes[class as usize]).find_map(Class::next)
@@ -188,7 +188,7 @@ enum Removal {
     Cancelled,
 }
 
-/// Data of a waiting job.
+/// Data about a waiting job.
 #[derive(Clone, Copy)]
 struct Entry {
     class: Priority,
@@ -203,9 +203,9 @@ struct Entry {
 #[derive(Default)]
 struct Jobs {
     table: Vec<Option<Entry>>,
-    /// Links between the jobs of one tenant and class.
+    /// Links that connect the jobs of one tenant and class.
     of_flow: Links,
-    /// Links between the jobs of one class.
+    /// Links that connect the jobs of one class.
     of_class: Links,
     newest: i64,
     oldest: i64,

@@ -40,7 +40,7 @@ pub(crate) struct FailureHistory {
 }
 
 impl FailureHistory {
-    /// Records a failure and returns when the next worker may start. `random` determines the jitter.
+    /// Records a failure and returns the time at which the next worker may start. `random` determines the jitter.
     pub(crate) fn record_failure(&mut self, now: Time, limits: &Restart, random: u64) -> NextStart {
         self.streak = self.streak.saturating_add(1);
         self.failures.push_back(now);

@@ -29,7 +29,7 @@ impl Default for RetryAfter {
 }
 
 impl RetryAfter {
-    /// Counts a rejected job. Returns the time for its client to wait.
+    /// Counts a rejected job. Returns the time that its client should wait before a retry.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {

@@ -25,7 +25,7 @@ pub struct Timers {
     /// Places in the queue, ordered by time. The first and the last place always hold a set timer. A place between them
     /// is stale if its timer was cleared or moved.
     queue: VecDeque<(Time, u32)>,
-    /// Number of the first place in the queue. Wraps around.
+    /// Number of the first place in the queue. The number wraps around.
     first: u32,
     /// Number of timers that are set and stored in the queue.
     queued_timers: usize,

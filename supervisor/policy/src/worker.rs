@@ -10,7 +10,7 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// Maximum time between the request to start a process and the report that it is running. The time is long because the
-/// keeper starts processes one after the other. The `start.handshake` timeout begins once the process is running.
+/// keeper starts processes one after another. The `start.handshake` timeout begins once the process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum time until a process forked from a template is running. The time is long because the template may request
@@ -227,7 +227,7 @@ impl Default for Phase {
     }
 }
 
-/// Consequences for a slot when its worker ends.
+/// Consequences for a slot after its worker has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
     /// The worker failed to start, or ended while idle without having completed a job.
@@ -439,7 +439,7 @@ impl Worker {
         self.last_heard_at + self.silence_max(missed) <= now
     }
 
-    /// Returns the number of jobs that the worker can still be given.
+    /// Returns the number of jobs that can still be given to the worker.
     pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }

@@ -54,7 +54,7 @@ pub(crate) struct SlotRecord {
     pub(crate) saved_state: Option<SlotState>,
     /// True if the slot has had a worker before. Starting its next worker then counts as a restart.
     pub(crate) has_had_worker: bool,
-    /// Recorded cause of the last worker's end.
+    /// Cause of the last worker's end, if one was recorded.
     pub(crate) last_end: Option<RestartCause>,
     /// True if the slot's first start has succeeded or failed.
     pub(crate) has_settled: bool,
@@ -153,7 +153,7 @@ struct Entry {
     prefetch_level: Option<u32>,
 }
 
-/// Sums over all workers and slots.
+/// Totals over all workers and slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     /// Number of workers whose permits count towards the limit.
@@ -190,7 +190,7 @@ pub(crate) struct Workers {
     reserved: Option<u32>,
     /// Smoothed average of the time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
-    /// Workers that do not get any more jobs but may have prefetched jobs to recall.
+    /// Workers that get no more jobs but might have prefetched jobs that must be recalled.
     to_recall: Vec<u32>,
     /// Replaced workers that have finished all their jobs since the last event.
     finished: Vec<u32>,
@@ -271,8 +271,8 @@ impl Workers {
         Some(worker)
     }
 
-    /// Changes a worker's jobs and updates all derived values. Updates the worker's timer only if a check for late jobs
-    /// is scheduled.
+    /// Applies a change to a worker's jobs and updates all derived values. Updates the worker's timer only if a check
+    /// for late jobs is scheduled.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -289,7 +289,7 @@ impl Workers {
         Some(result)
     }
 
-    /// Changes a worker, except its assignment, and updates all derived values.
+    /// Applies a change to a worker, except to its assignment, and updates all derived values.
     pub(crate) fn edit<R>(
         &mut self,
         limits: &Limits,
@@ -300,7 +300,7 @@ impl Workers {
         self.edit_jobs(limits, place, change)
     }
 
-    /// Changes a worker and its assignment, and updates all derived values.
+    /// Applies a change to a worker and its assignment, and updates all derived values.
     pub(crate) fn reassign<R>(
         &mut self,
         limits: &Limits,
@@ -319,7 +319,7 @@ impl Workers {
         result
     }
 
-    /// Changes a worker that has not exited.
+    /// Applies a change to a worker and updates all derived values. Does nothing if the worker has exited.
     pub(crate) fn edit_by_id<R>(
         &mut self,
         limits: &Limits,
@@ -330,7 +330,7 @@ impl Workers {
         self.edit(limits, id.place, change)
     }
 
-    /// Changes fields of a worker that affect only its timer.
+    /// Applies a change that affects only the timer of a worker.
     pub(crate) fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         let result = change(&mut self.table.get_mut(place as usize)?.as_mut()?.worker);
         self.touch(place);
@@ -425,8 +425,8 @@ impl Workers {
         self.slot_timers.pop_due(now)
     }
 
-    /// Returns a worker whose timer has fired. Its deadlines must then be checked. Ends the silence of a worker that
-    /// does not need to send heartbeats.
+    /// Returns a worker whose timer has fired. The caller must then check the worker's deadlines. Ends the silence of a
+    /// worker that does not need to send heartbeats.
     pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
         self.set_timers(limits, is_stopping);
         let place = self.timers.pop_due(now)?;

@@ -16,8 +16,8 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// A bulkhead under load from `waiting` clients, and a record of the limit. Each client submits one job after the
-/// other.
+/// A bulkhead under load from `waiting` clients, and a record of its limit over time. Each client submits one job after
+/// another.
 struct Load {
     fixture: Fixture,
     /// Running jobs, ordered by the time at which they will end.
@@ -36,7 +36,7 @@ impl Load {
         Self { fixture, ends: BTreeMap::new(), seen: 0, waiting, random: 7, done: 0, limits: Vec::new() }
     }
 
-    /// Returns a factor between 0.9 and 1.1.
+    /// Returns a random factor between 0.9 and 1.1.
     fn jitter(&mut self) -> f64 {
         self.random = self.random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         0.9 + (self.random >> 33) as f64 / (1_u64 << 31) as f64 / 5.0
@@ -153,7 +153,7 @@ fn limit_recovers_within_seconds_after_an_overload() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Slow jobs count even though quick jobs end first.
+/// Slow jobs are counted even though quick jobs end first.
 #[test]
 fn limit_stays_low_if_a_third_of_the_jobs_are_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
@@ -235,7 +235,7 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert!(least_limit(&[("a", 8, slow)]) < Some(8), "if there is only one tenant, its vote must decide");
 }
 
-/// A hanging job counts at its deadline.
+/// A job that hangs is counted when its deadline passes.
 #[test]
 fn deadline_misses_lower_the_limit_unlike_quick_failures() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));

@@ -410,7 +410,7 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// Fifty bad payloads must not stop the slot for all other jobs, because deaths during jobs are not failed starts.
+/// Fifty bad payloads must not stop the slot for all other jobs, because a death during a job is not a failed start.
 #[test]
 fn quarantined_payloads_do_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });

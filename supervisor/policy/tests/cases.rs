@@ -545,7 +545,7 @@ fn slot_has_at_most_two_workers() {
     fixture.reply(waits);
 }
 
-/// A rolling restart replaces the workers one after the other, without reporting failures.
+/// A rolling restart replaces the workers one after another, without reporting failures.
 #[test]
 fn rolling_restart_replaces_one_slot_at_a_time() {
     let mut fixture = Fixture::ready(limits(3, 1, 0));

@@ -66,8 +66,8 @@ fn stop_waits_for_reaping() {
     assert!(fixture.bulkhead.is_stopped());
 }
 
-/// The keeper dies before all descendants are gone. No further event about the worker follows, and policy must not wait
-/// for one.
+/// The keeper dies before all descendants are gone. No further event about the worker follows, and the bulkhead must
+/// not wait for one.
 #[test]
 fn keeper_death_ends_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
@@ -77,7 +77,7 @@ fn keeper_death_ends_wait_for_descendants() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-/// The keeper starts workers one after the other, so the last of many workers waits for all the others.
+/// The keeper starts workers one after another, so the last of many workers waits for all the others.
 #[test]
 fn handshake_timeout_counts_from_the_spawn() {
     let mut limits = limits(1, 1, 0);

@@ -14,7 +14,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
 
-/// Returns a bulkhead with a `lookahead` of 100 ms in which each worker has completed jobs of 10 ms.
+/// Returns a bulkhead with a `lookahead` of 100 ms in which each worker has completed jobs that took 10 ms.
 fn fixture(limits: Limits) -> Fixture {
     let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in fixture.spawned.clone() {

@@ -15,7 +15,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Workers that hang at exit.
 
-/// Runs one job in each worker. The workers do not exit. Returns the bulkhead after all outcomes have been sent.
+/// Runs one job in each worker. None of the workers exits. Returns the bulkhead after all outcomes have been sent.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -51,7 +51,7 @@ fn kills_oldest_workers_that_hang_at_exit() {
 
 // The limit across generations.
 
-/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and an equal number
+/// Returns a bulkhead whose workers are being replaced one after another. Every worker has a job, and an equal number
 /// of jobs are waiting.
 fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId>, Vec<JobId>) {
     let mut fixture = Fixture::ready(limits);
@@ -161,8 +161,8 @@ fn outdated(fixture: &Fixture) -> Vec<WorkerId> {
     views.iter().filter(|view| view.is_outdated).map(|view| view.id).collect()
 }
 
-/// A starting worker may have read an old secret. Workers that were started after the restart are not replaced
-/// again.
+/// A worker that is starting might have read an old secret. Workers that were started after the restart are not
+/// replaced again.
 #[test]
 fn restart_replaces_starting_workers_once() {
     for is_draining in [false, true] {
@@ -399,7 +399,7 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A standby may be outdated, so a restart replaces standbys too.
+/// A standby might be outdated, so a restart also replaces standbys.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -486,7 +486,7 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// After a worker was given its last job and has a successor, none of its timers is due.
+/// Once a worker has been given its last job and has a successor, none of its timers is due.
 #[test]
 fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));

@@ -182,8 +182,8 @@ fn variable(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// Runs the history for a seed and returns its number of steps. If a rule is broken, runs the history again with a
-/// trace.
+/// Runs the history generated from a seed and returns its number of steps. If a rule is broken, runs the history again
+/// with a trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
     let history = quiet.unwrap_or_else(|_| {
@@ -289,7 +289,7 @@ impl History {
     }
 }
 
-/// The last events of a history that broke a rule. Printed when dropped.
+/// The last events of a history that broke a rule. They are printed when this value is dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

@@ -96,7 +96,7 @@ fn spares_do_not_hide_a_crash_loop() {
     assert!(fixture.events.iter().any(|note| matches!(note, OperatorEvent::BulkheadFailed { .. })));
 }
 
-/// A starting spare may have read an old secret, so it must not take over a slot.
+/// A spare that is starting might have read an old secret, so it must not take over a slot.
 #[test]
 fn restart_kills_starting_spares() {
     let mut fixture = Fixture::starting(with_spares(limits(1, 1, 0), 1));

@@ -39,7 +39,7 @@ pub fn run_as_symbolizer(debug_folders: &[String]) -> ! {
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Takes ownership of the link, whose number is in the environment.
+/// Takes ownership of the link, whose descriptor number is in the environment.
 fn inherited_link() -> io::Result<OwnedFd> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|number| number.parse().ok());
     let number: i32 = number.filter(|number| *number > 2).ok_or(io::ErrorKind::NotFound)?;
@@ -117,7 +117,7 @@ fn backtraces(
     }
 }
 
-/// Returns the text up to the first NUL, or `None` if there is none.
+/// Returns the string before the first NUL, or `None` if there is none.
 fn text(bytes: &[u8]) -> Option<String> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     (end > 0).then(|| String::from_utf8_lossy(&bytes[..end]).into_owned())

@@ -24,7 +24,7 @@ const FILE_BYTES_MAX: i64 = 2 << 30;
 /// Maximum size of a section in bytes.
 const SECTION_BYTES_MAX: u64 = 256 << 20;
 
-/// Folder with the separate debug information of distributions.
+/// Folder in which distributions install separate debug information.
 const DEBUG_FOLDER: &str = "/usr/lib/debug";
 
 pub(crate) type Elf<'m> = ElfFile64<'m, Endianness, &'m ReadCache<File>>;
@@ -142,7 +142,7 @@ pub(crate) struct Modules<'r> {
     pub(crate) mappings: &'r Mappings<'r>,
     /// Folders with separate debug information.
     pub(crate) debug_folders: &'r [String],
-    /// Modules by the start of their mapping. `None` if the file cannot be used.
+    /// Modules, indexed by the start of their mapping. An entry is `None` if its file cannot be used.
     opened: std::collections::BTreeMap<u64, Option<Module>>,
 }
 
@@ -151,7 +151,7 @@ impl<'r> Modules<'r> {
         Self { mappings, debug_folders, opened: std::collections::BTreeMap::new() }
     }
 
-    /// Opens the module at an address. Returns the mapping if the module was opened by this call.
+    /// Opens the module that is mapped at an address. Returns the mapping if the module was opened by this call.
     pub(crate) fn open_at(&mut self, address: u64) -> Option<(Mapping<'r>, &Module)> {
         let mapping = *self.mappings.at(address)?;
         if self.opened.contains_key(&mapping.start) || self.opened.len() >= MODULES_MAX {

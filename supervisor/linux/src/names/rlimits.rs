@@ -59,7 +59,7 @@ resources! {
 }
 
 impl Resource {
-    /// Returns the kernel's number of the resource.
+    /// Returns the kernel's number for the resource.
     pub const fn number(self) -> u32 {
         self.to_rustix() as u32
     }
@@ -75,7 +75,7 @@ impl Resource {
     }
 }
 
-/// Number of the resource for open files (`RLIMIT_NOFILE`).
+/// The kernel's number for the limit on open files (`RLIMIT_NOFILE`).
 pub const OPEN_FILES: u32 = Resource::Nofile.number();
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ pub fn known_name(signal: i32) -> Option<&'static str> {
     Signal::try_from(signal).ok().map(Signal::as_str)
 }
 
-/// Returns the name of a signal, or its number as text if the signal has no name.
+/// Returns the name of a signal, or its number as a string if the signal has no name.
 pub fn name(signal: i32) -> String {
     known_name(signal).map_or_else(|| signal.to_string(), str::to_owned)
 }

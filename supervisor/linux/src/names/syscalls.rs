@@ -8,7 +8,7 @@ compile_error!(
     "workers can be confined only on x86_64 and aarch64; add a table here for another architecture"
 );
 
-/// Name of a system call, and its number if the current architecture has the call.
+/// Name of a system call, and its number if the call exists on the current architecture.
 type Row = (&'static str, Option<u32>);
 
 macro_rules! rows {
@@ -149,7 +149,7 @@ const fn number_max() -> u32 {
     last
 }
 
-/// Returns true if any architecture in the table has a system call of this name.
+/// Returns true if any architecture in the table has a system call with this name.
 pub fn is_known(name: &str) -> bool {
     TABLE.iter().any(|(known, _)| *known == name)
 }

@@ -21,7 +21,7 @@ const ANCESTORS_MAX: usize = 64;
 /// Maximum number of attempts to read the ancestors of a process. Ancestors can exit during an attempt.
 const READ_ATTEMPTS_MAX: usize = 8;
 
-/// Initial buffer capacity for a process's file in `/proc`, in bytes. Up to this size, one call reads the whole file.
+/// Initial buffer capacity for a process's file in `/proc`, in bytes. A file of up to this size is read with one call.
 const INITIAL_BYTES: usize = 4 * 1024;
 
 /// Maximum number of bytes read from a process's file in `/proc`.
@@ -44,8 +44,8 @@ impl Process {
 }
 
 /// Kills every descendant of this process, except children for which `is_spared` returns true and their descendants.
-/// Returns the number of processes killed. Must be repeated until it returns 0, because the children of a killed
-/// process get a new parent.
+/// Returns the number of processes killed. The caller must repeat the call until it returns 0, because the children of
+/// a killed process get a new parent.
 ///
 /// Reads every process on the machine, which takes a few microseconds per process. [`DescendantKiller`] does the same
 /// in small steps. Fails if `/proc` cannot be read.
@@ -65,7 +65,7 @@ pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
-/// Identity of a process that stays unique when the PID is reused.
+/// Identity of a process, which stays unique even if the PID is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessIdentity {
     /// Process ID.

@@ -18,7 +18,7 @@ use crate::{errno, wait};
 /// Size of the child's stack until `execve`, in bytes. The child makes only a few system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Exit code of a child that could not execute a program. The error itself is passed in memory.
+/// Exit code of a child that could not execute a program. The child stores the error itself in shared memory.
 const NOT_EXECUTED: c_int = 127;
 
 /// A child that has executed another program. The caller must reap the child.
@@ -26,7 +26,7 @@ const NOT_EXECUTED: c_int = 127;
 pub struct Child {
     /// Process ID.
     pub pid: Pid,
-    /// Refers to this process even if the PID is reused.
+    /// Descriptor that refers to the process even if the PID is reused.
     pub pidfd: OwnedFd,
 }
 
@@ -125,8 +125,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// Returns a list in the form that `execve` expects: pointers to the texts, followed by a null pointer. The texts must
-/// outlive the list.
+/// Returns a list in the form that `execve` expects: pointers to the strings, followed by a null pointer. The strings
+/// must outlive the list.
 pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
@@ -204,7 +204,7 @@ fn query_caught_signals() -> Vec<c_int> {
     (1..=libc::SIGRTMAX()).filter(is_caught).collect()
 }
 
-/// Blocks all signals of the calling thread until this value is dropped.
+/// Blocks all signals in the calling thread until this value is dropped.
 struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {

@@ -56,7 +56,7 @@ pub fn inherit(number: RawFd) -> io::Result<InheritedListener> {
     }
 }
 
-/// Offset of the flags in a TCP header. A segment that opens a connection has `SYN` without `ACK`.
+/// Offset of the flags in a TCP header. A segment that opens a connection has `SYN` set and `ACK` clear.
 const TCP_FLAGS_OFFSET: u32 = 13;
 const SYN: u32 = 0x02;
 const ACK: u32 = 0x10;

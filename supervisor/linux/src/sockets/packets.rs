@@ -82,8 +82,8 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
 
 /// Result of [`receive`].
 pub enum Received {
-    /// A message of this many bytes, with its descriptors. Descriptors are missing if this process has reached its
-    /// descriptor limit.
+    /// A message with this number of bytes, and its descriptors. Descriptors are missing if this process has reached
+    /// its descriptor limit.
     Message(usize, Vec<OwnedFd>),
     /// No message is available yet.
     Nothing,
@@ -91,8 +91,8 @@ pub enum Received {
     Closed,
 }
 
-/// Receives the next message into `buffer`. Returns the errors of `recvmsg(2)`, and an error if the message is
-/// longer than the buffer.
+/// Receives the next message into `buffer`. Returns an error if `recvmsg(2)` fails, or if the message is longer than
+/// the buffer.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

@@ -24,7 +24,7 @@ const GROUPS_INITIAL: usize = 64;
 /// Maximum number of supplementary groups that Linux allows for a process.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes to remember as unrelated. The oldest are forgotten first.
+/// Maximum number of processes remembered as unrelated. The oldest are forgotten first.
 const UNRELATED_MAX: usize = 16;
 
 /// The process that connected a socket, with its credentials at the time of `connect(2)`.
@@ -38,10 +38,10 @@ pub struct Peer {
     pub pid: Option<u32>,
 }
 
-/// Relation of a process to this one.
+/// Relation of a process to this supervisor process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
-    /// The process does not descend from this one.
+    /// The process is not a descendant of this one.
     Unrelated,
     /// The process descends from this one, or from the other root. Contains the PIDs of the process and its ancestors,
     /// up to this process or the other root.
@@ -103,13 +103,13 @@ impl Peer {
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses {
     known: Mutex<VecDeque<(u32, u64)>>,
-    /// Another process whose descendants count as this process's own, or 0.
+    /// PID of another process whose descendants are treated like descendants of this process, or 0.
     other_root: AtomicU32,
 }
 
 impl UnrelatedProcesses {
-    /// Treats the descendants of another process like this process's own, until the next call. `None` stops this.
-    /// Needed during an upgrade, when two supervisors run workers.
+    /// Treats the descendants of another process like descendants of this process until the next call. `None` ends this
+    /// treatment. Needed during an upgrade, when two supervisors run workers.
     pub fn set_other_root(&self, pid: Option<u32>) {
         self.lock().clear();
         self.other_root.store(pid.unwrap_or(0), Ordering::SeqCst);

@@ -23,7 +23,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 struct Rejection {
     verdict: Verdict,
-    /// Time for the client to wait before a retry.
+    /// Time that the client should wait before a retry.
     wait: Wait,
 }
 
@@ -158,7 +158,7 @@ impl<T> Bulkhead<T> {
         Err(Rejection { verdict: rejection(RejectReason::CircuitOpen), wait })
     }
 
-    /// Charges the job to the rate limit.
+    /// Charges the cost of the job to the rate limit.
     fn charge(&mut self, now: Time, submission: &Submission<T>) -> Result<(), Rejection> {
         let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
@@ -180,7 +180,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Charges a job to the rate limit. If the job exceeds the limit, returns the time to wait. Unlike
+    /// Charges the cost of a job to the rate limit. If the job exceeds the limit, returns the time to wait. Unlike
     /// [`Self::charge`], does not report throttling to operators.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
@@ -274,9 +274,9 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Selects the job to remove from a full queue in favour of a job of this priority. Selects the newest job of the
-    /// lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`, selects the oldest
-    /// job of the tenant with the most queued jobs. A job of a higher priority is never selected.
+    /// Selects the job to remove from a full queue in favour of a job of this priority: the newest job of the lowest
+    /// class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`, selects the oldest job of
+    /// the tenant with the most queued jobs. A job of a higher priority is never selected.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -361,8 +361,8 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time for a client to wait after a rejection caused by load, or `None` if a retry is pointless. The
-    /// value is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class.
+    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is pointless.
+    /// The value is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class.
     /// Random jitter of up to a fifth is added, so that clients do not all retry at once.
     #[inline]
     pub(super) fn retry_after(
@@ -402,8 +402,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Returns a job to the front of its class, because the job was already dispatched once. The tenant is not charged
-    /// again.
+    /// Returns a job to the front of its priority class, because the job was already dispatched once. The tenant is not
+    /// charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;
@@ -545,7 +545,8 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions to consider. A report requires at least half of this number.
+    /// Number of recent evictions to consider. A tenant is reported only after at least half of this number have
+    /// occurred.
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent

@@ -15,7 +15,7 @@ use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, Revision, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum time for an idle worker to exit.
+/// Maximum time that an idle worker may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum number of consecutive silences attributed to a busy machine. After that, a silent worker counts as hung.
@@ -325,7 +325,7 @@ impl<T> Bulkhead<T> {
         self.replace_outdated(now, RecycleReason::Restart);
     }
 
-    /// Replaces all workers, which must already be marked as outdated. Ready workers are replaced one after the other,
+    /// Replaces all workers, which must already be marked as outdated. Ready workers are replaced one after another,
     /// and each continues to run until its replacement is ready. Starting workers, standbys and spares have no jobs,
     /// and are killed immediately.
     fn replace_outdated(&mut self, now: Time, reason: RecycleReason) {
@@ -777,7 +777,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes how a worker ended, for the message saying that a bulkhead has no workers.
+/// Describes how a worker ended, for use in the message that the bulkhead has no workers.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -17,7 +17,7 @@ impl<T> Bulkhead<T> {
         Some(preferred_worker.filter(|&id| self.workers.can_take_job(id)).map_or(next, |id| id.place))
     }
 
-    /// Returns an idle worker for a job that must run alone. The permits of a worker that is reserved for a suspect
+    /// Returns an idle worker for a job that must run alone. The permits of a worker that is reserved for a suspect job
     /// count as free.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let is_idle = |&place: &u32| {

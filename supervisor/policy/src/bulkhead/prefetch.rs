@@ -315,8 +315,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers that do not accept any more jobs. Recalls them from all workers if
-    /// prefetching is no longer allowed.
+    /// Recalls prefetched jobs from workers that accept no more jobs. Recalls them from all workers if prefetching is
+    /// no longer allowed.
     pub(super) fn recall_pending(&mut self, now: Time) {
         while let Some(place) = self.workers.pop_to_recall() {
             let takes = |worker: &Worker| worker.is_available() && worker.exclusivity == Exclusivity::Shared;
@@ -351,8 +351,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.clear(index);
     }
 
-    /// Removes a prefetched job from the number of waiting jobs, because the job is starting or its client got the
-    /// outcome.
+    /// Subtracts a prefetched job from the number of waiting jobs, because the job is starting or its client has
+    /// received the outcome.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.prefetched -= 1;
@@ -425,7 +425,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Removes a job that has not started from its worker, and applies `change` to the worker in the same edit. The
+    /// Removes a job that has not started from its worker, and applies `change` to the worker in the same update. The
     /// dispatch does not count as an attempt.
     fn withdraw_unbegun(&mut self, now: Time, index: u32, change: impl FnOnce(&mut Worker)) {
         let job = self.jobs.get(index);

@@ -68,7 +68,7 @@ impl<T> Bulkhead<T> {
         self.replace_unresizable(now);
     }
 
-    /// Replaces all limits, as when the configuration is reloaded.
+    /// Replaces all limits, for example when the configuration is reloaded.
     pub(super) fn reconfigure(&mut self, now: Time, limits: Limits) {
         let before = std::mem::replace(&mut self.limits, limits);
         if let Some(limit) = self.limits.rate_limit {
@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces, one after the other, the workers that cannot raise their maximum number of jobs.
+    /// Replaces the workers that cannot raise their maximum number of jobs, one after another.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
@@ -225,7 +225,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Changes a slot's state. Workers in the slot finish their jobs and exit.
+    /// Sets the state of a slot. The slot's workers finish their jobs and exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
         let entry = self.workers.slot(slot);
         let (before, successor) = (entry.state, entry.successor);
@@ -244,8 +244,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may have been waiting
-    /// for this.
+    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot might have been waiting
+    /// for this event.
     pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32) {
         if self.workers.slot(slot).state == SlotState::Awaiting {
             self.open_slot(now, slot);

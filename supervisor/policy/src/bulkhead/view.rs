@@ -29,14 +29,14 @@ pub struct Counters {
     pub deadline_exceeded: u64,
     pub crashed: u64,
     pub cancelled: u64,
-    /// Number of rejected jobs, indexed by the code of the [`RejectReason`].
+    /// Number of rejected jobs, indexed by the code of their [`RejectReason`].
     pub rejected: [u64; REASONS],
     /// Number of retries after the death of a worker or program.
     pub retries: u64,
     /// Number of jobs that were passed on to another bulkhead and have no outcome yet. Their outcomes will be counted
     /// here.
     pub elsewhere: u64,
-    /// Number of replies to jobs whose clients already had the outcome, and to jobs that the worker never had.
+    /// Number of ignored replies: the client already had the outcome, or the worker never had the job.
     pub late_replies: u64,
     /// Number of times that the adaptive limit was raised.
     pub limit_raised: u64,
@@ -217,7 +217,7 @@ pub struct JobView<'a, T> {
     pub is_fallback: bool,
     /// Time since the last dispatch, or `None` if no worker is running the job.
     pub ran: Option<Duration>,
-    /// Time left until the client gets an outcome at the latest.
+    /// Maximum time left until the client gets an outcome.
     pub left: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
@@ -296,7 +296,7 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Counts a job that was passed on to another bulkhead, and undoes the count of its rejection.
+    /// Counts a job that was passed on to another bulkhead, and no longer counts it as rejected.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
@@ -410,7 +410,7 @@ impl<T> Bulkhead<T> {
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns the number of positions to pass to [`Self::job_at`]. This number can exceed the number of jobs.
+    /// Returns the number of valid positions for [`Self::job_at`]. This number can exceed the number of jobs.
     pub fn job_positions(&self) -> usize {
         self.jobs.positions()
     }

@@ -108,7 +108,7 @@ fn returned_job_comes_first_without_a_second_charge() {
     assert_eq!(drain(&mut queue), [0, 13, 14, 15, 16, 1, 17, 18, 19, 20, 2, 21]);
 }
 
-/// The tenant also keeps its position in the round.
+/// A blocked tenant also keeps its position in the round.
 #[test]
 fn blocked_tenant_keeps_its_credit() {
     let mut queue = Queue::default();
@@ -130,7 +130,7 @@ fn blocked_tenant_keeps_its_credit() {
     assert_eq!(drain(&mut queue), [41, 22, 23, 24, 25, 26, 27, 28, 29, 40]);
 }
 
-/// The tenant also stays blocked when memory is released.
+/// A blocked tenant stays blocked even when memory is released.
 #[test]
 fn tenant_stays_blocked_without_jobs() {
     let mut queue = Queue::default();
@@ -661,7 +661,7 @@ fn growing_slots_keeps_all_turns() {
     assert_eq!(drain(&mut queue).iter().map(|&job| costs[job as usize]).collect::<Vec<_>>(), sorted);
 }
 
-/// Returns the number of entries that the queue has allocated memory for.
+/// Returns the number of entries for which the queue has allocated memory.
 fn places(queue: &Queue) -> usize {
     let of_class = |class: &super::Class| {
         let rounds = &class.rounds;
@@ -700,7 +700,7 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// A single high number that is repeatedly added and removed does not grow and shrink a table each time.
+/// Repeatedly adding and removing a single high number does not grow and shrink a table each time.
 #[test]
 fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();

@@ -49,12 +49,12 @@ pub(crate) struct Model {
     /// All jobs without an outcome, and jobs that have an outcome but are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
-    /// Suspects that are waiting for an idle worker.
+    /// Suspect jobs that are waiting for an idle worker.
     suspects: VecDeque<JobId>,
     /// Withheld places, each with its tenant, its slot, and the latest release time.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
-    /// Workers, indexed by their places in policy's table.
+    /// Workers, indexed by their places in the bulkhead's table.
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
     /// Number of consecutive workers that died during their first jobs.
@@ -63,7 +63,7 @@ pub(crate) struct Model {
     last_spaced_start: Option<Time>,
     /// Slots that a rolling restart can still reach.
     rolling: BTreeSet<u32>,
-    /// True from a restart or a new program until the replacement of a worker fails.
+    /// True after a restart or a program change, until the replacement of a worker fails.
     is_restarting: bool,
     counters: Counters,
     newest_generation: u32,
@@ -141,7 +141,7 @@ struct Worker {
     sent: u64,
     /// Prefetched jobs, oldest first.
     prefetched: Vec<JobId>,
-    /// True if the worker gets no jobs because it was late in starting one. Taken from policy.
+    /// True if the worker gets no jobs because it was late in starting one. Copied from the bulkhead.
     is_stalled: bool,
     /// Value of `is_stalled` at the end of this step.
     stalls: bool,
@@ -149,7 +149,7 @@ struct Worker {
     heartbeat: Duration,
     /// Time by which the worker must send HELLO.
     hello_by: Time,
-    /// True if the worker was started before the last restart or before a new program.
+    /// True if the worker was started before the last restart or the last program change.
     is_outdated: bool,
     /// True if the worker runs a previous program. After a failed replacement, `retry_replacement_at` is the
     /// time of the next attempt.
@@ -157,7 +157,7 @@ struct Worker {
     retry_replacement_at: Option<Time>,
     /// Maximum number of concurrent jobs last sent to the worker.
     sent_max_in_flight: u32,
-    /// Taken from policy. The model checks its consequences.
+    /// Copied from the bulkhead. The model checks the consequences of this value.
     is_exclusive: bool,
     /// True if the worker was already killed when its slot was taken over.
     killed_before_replacement: bool,
@@ -213,9 +213,9 @@ struct Step {
     submission: Option<PendingSubmission>,
     /// The accepted job, and its preferred worker.
     preferred: Option<(JobId, WorkerId)>,
-    /// Outcomes that policy must send in this step.
+    /// Outcomes that the bulkhead must send in this step.
     required: BTreeMap<JobId, Verdict>,
-    /// True if all workers must be replaced. Starting workers must be killed.
+    /// True if all workers must be replaced. Workers that are still starting must be killed.
     is_restarted: bool,
     /// True if `recycle.jobs` has changed.
     is_recounted: bool,
@@ -231,7 +231,7 @@ struct Step {
     sent_invalid_reply: Option<WorkerId>,
     /// A job that is being returned, and the worker that returns it.
     returned: Option<(WorkerId, JobId)>,
-    /// Jobs whose outcome depends on the order in which policy handles several jobs.
+    /// Jobs whose outcomes depend on the order in which the bulkhead handles several jobs.
     ambiguous: BTreeSet<JobId>,
     /// Workers that must be sent a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
@@ -317,7 +317,7 @@ impl Model {
         }
     }
 
-    /// Checks policy's actions for the event that was passed to [`Model::handle_event`].
+    /// Checks the bulkhead's actions for the event that was passed to [`Model::handle_event`].
     pub(crate) fn check_actions(
         &mut self,
         taken: Option<JobId>,

@@ -133,7 +133,7 @@ fn breaker(random: &mut Random) -> BreakerLimits {
 /// Value of `recycle.rss`, if set.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Behaviour of the workers and clients in one history. Probabilities are percentages.
+/// Behaviour of the workers and clients in one history. Probabilities are given as percentages.
 #[derive(Debug)]
 pub(crate) struct Behaviour {
     pub(crate) spawn_fails: u64,

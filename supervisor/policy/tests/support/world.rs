@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// A future event. Dropped if its worker has exited by then.
+/// A future event. It is dropped if its worker has exited by then.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -217,7 +217,7 @@ impl World {
         })
     }
 
-    /// Handles the acceptance of a job. The client may cancel the job later.
+    /// Handles the acceptance of a job. The client might cancel the job later.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -410,7 +410,8 @@ impl World {
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns to policy a job that was started just as it was recalled. Policy decides which worker runs it.
+    /// Returns to the bulkhead a job that was started just as it was recalled. The bulkhead decides which worker runs
+    /// the job.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -737,7 +738,7 @@ impl World {
         }
     }
 
-    /// Returns a recalled job to policy.
+    /// Returns a recalled job to the bulkhead.
     fn recall(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let begun_during_recall = self.registry.with(worker, |record| record.begun_during_recall.take());
         let begun = self.registry.begun(worker);
@@ -767,7 +768,7 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a killed process. Before that, the process may die of another cause.
+    /// Schedules the exit of a killed process. Before that, the process might die of another cause.
     fn kill(&mut self, now: Time, worker: WorkerId) {
         let after =
             if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };

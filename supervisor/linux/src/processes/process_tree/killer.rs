@@ -15,7 +15,7 @@ use super::{Process, descendants, read_process};
 /// Maximum number of scans for processes that were forked while others were being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
-/// Finds and kills the descendants of this process. Works in runs, each of which begins with
+/// Finds and kills the descendants of this process. The work is done in runs, each of which begins with
 /// [`DescendantKiller::begin`].
 #[derive(Default)]
 pub struct DescendantKiller {
@@ -34,9 +34,9 @@ pub struct DescendantKiller {
 enum Stage {
     #[default]
     Idle,
-    /// Reads the table of all processes.
+    /// The killer is reading the table of all processes.
     Scanning { entries: ReadDir, table: HashMap<u32, Process> },
-    /// Sends `signal` to the targets, from last to first.
+    /// The killer is sending `signal` to the targets, from last to first.
     Signalling { targets: Vec<u32>, signal: Signal },
 }
 
@@ -144,8 +144,8 @@ impl DescendantKiller {
         Ok(())
     }
 
-    /// Evaluates a complete scan. Stops the processes that are not stopped yet or, if there are none, kills all that
-    /// were found.
+    /// Evaluates a complete scan. Stops the processes that have not been stopped yet. If there are none, kills all
+    /// processes that were found.
     fn evaluate_scan(
         &mut self,
         table: &HashMap<u32, Process>,
@@ -215,7 +215,7 @@ mod tests {
         }
     }
 
-    /// Runs a test case in a separate process, because a run kills the descendants of all other tests as well.
+    /// Runs a test case in a separate process. Otherwise, the case would also kill the processes of all other tests.
     fn in_separate_process(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();

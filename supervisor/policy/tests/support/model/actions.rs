@@ -9,7 +9,7 @@ use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
 use crate::support::Tag;
 
-/// Maximum time for an idle worker to exit.
+/// Maximum time that an idle worker may take to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Maximum number of replaced workers without jobs that are still exiting. If there are more, the oldest one is killed.

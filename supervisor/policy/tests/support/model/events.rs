@@ -27,7 +27,7 @@ impl Worker {
 }
 
 impl Model {
-    /// Applies an event to the model before policy handles it.
+    /// Applies an event to the model before the bulkhead handles it.
     pub(crate) fn handle_event(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
         self.registry.next_step();

@@ -104,7 +104,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict to send to the client, for a job that is waiting or about to wait.
+    /// Returns the verdict to send to the client of a job that is waiting or about to wait.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },

@@ -58,9 +58,9 @@ pub(super) enum SlotState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum NextStart {
     Now,
-    /// At this time, because many workers died during their first jobs.
+    /// The next worker starts at this time, because many workers died during their first jobs.
     At(Time),
-    /// After a delay of at most this duration.
+    /// The next worker starts after a delay of at most this duration.
     AfterAtMost(Duration),
     Failed,
     Never,
@@ -298,7 +298,7 @@ impl Model {
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
-    /// Allows the replacements of outdated workers that are due.
+    /// Allows the replacements of outdated workers to start if they are due.
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
@@ -322,7 +322,7 @@ impl Model {
             SlotState::Occupied { current, successor } if current == place || successor == Some(place))
     }
 
-    /// Allows workers in slots that were stopped under the previous restart policy.
+    /// Allows new workers in slots that were stopped under the previous restart policy.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
@@ -357,7 +357,7 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Allows a worker in a slot, either immediately or after the worker that still occupies the slot is gone.
+    /// Allows a new worker in a slot, either immediately or after the worker that still occupies the slot is gone.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;
