@@ -15,7 +15,7 @@ pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union
 /// Maximum number of entry names that are kept in memory for one folder.
 const NAMES_MAX: usize = 16 * 1024;
 
-/// Opens a folder for listing. Changes the folder's mode to 0700 first if it lacks `rights`.
+/// Opens a folder for listing. If the folder's mode lacks `rights`, first changes the mode to 0700.
 pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
     open_by(parent, path, rights, ResolveFlags::empty())
 }

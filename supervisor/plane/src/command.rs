@@ -358,7 +358,7 @@ pub struct ReplayResult {
     pub pid: Option<u32>,
     /// Verdict on the job, or the reason why the job did not run.
     pub verdict: Result<Verdict, String>,
-    /// Cause of death of the worker or program. `None` if neither crashed.
+    /// Cause of death of the worker or program, or `None` if neither crashed.
     pub cause: Option<Cause>,
     /// Time from the dispatch of the job to its result or the worker's death.
     pub ran: Duration,

@@ -23,7 +23,7 @@ pub struct SandboxSupport {
     withheld: RwLock<Vec<String>>,
     config: PathBuf,
     ids: IdSource,
-    /// Range in `/etc/subuid` that contains the workers' UIDs. `None` if the UIDs do not come from `/etc/subuid`.
+    /// Range in `/etc/subuid` that contains the workers' UIDs, or `None` if the UIDs come from another source.
     subordinate: Option<Arc<SubordinateIds>>,
     /// True if the configuration sets `worker_uids`.
     has_worker_uids: bool,
@@ -144,7 +144,7 @@ impl SandboxSupport {
     }
 }
 
-/// Returns the parts of a layer, using the names that `bulkhead-supervisor doctor` shows.
+/// Returns the parts of a layer, using the names shown by `bulkhead-supervisor doctor`.
 fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
@@ -214,7 +214,7 @@ pub struct Sandbox {
     why_single_program: Option<String>,
     /// Maximum size of a worker's temporary folder or file system, in bytes.
     temporary_bytes: u64,
-    /// Reason why no worker of the bulkhead can start. `None` if workers can start.
+    /// Reason why no worker of the bulkhead can start, or `None` if workers can start.
     obstacle: Option<String>,
 }
 
@@ -483,7 +483,7 @@ struct LayerResolver<'g> {
     missing: Vec<Layer>,
     /// Required layers that are not available, and the reason for each.
     missing_required: Vec<(Layer, String)>,
-    /// Reason why no user is available for the workers to run as. `None` if a user is available.
+    /// Reason why there is no user that the workers can run as, or `None` if there is one.
     refused: Option<String>,
 }
 

@@ -145,8 +145,8 @@ impl Demand {
         self.windows.current.wait_us.record(micros(waited), 1);
     }
 
-    /// Records a job that missed its deadline or run limit while running. `is_own_deadline` is true if the
-    /// deadline was the bulkhead's default.
+    /// Records a job that missed its deadline or run limit while running. `is_own_deadline` is true if the job had the
+    /// bulkhead's default deadline.
     #[inline]
     pub fn record_deadline_miss(&mut self, is_own_deadline: bool) {
         let under_limits = &mut self.windows.current.under_limits;
@@ -205,7 +205,7 @@ pub struct Observation {
     pub counters: Counters,
     pub windows: WindowPair<Window>,
     pub limits: CurrentLimits,
-    /// State of the adaptive limit. `None` if the bulkhead has no adaptive limit.
+    /// State of the adaptive limit, or `None` if the bulkhead has no adaptive limit.
     pub adaptive: Option<bulkhead_api::Adaptive>,
 }
 

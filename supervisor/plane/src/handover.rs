@@ -140,7 +140,7 @@ pub struct TenantState {
     pub live: Numbers,
 }
 
-/// WORKER_ID: a permanent UID. All workers of a bulkhead that write files share such a UID.
+/// WORKER_ID: a permanent UID, shared by all workers of a bulkhead because they write files.
 #[derive(Debug, Encode, BorrowDecode)]
 pub struct WorkerId<'a> {
     pub bulkhead: &'a str,

@@ -48,7 +48,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Resolves the program of `bulkhead`. `host` is the program that runs `exec` and `library`.
+    /// Resolves the program of `bulkhead`. `host` is the host program, which runs `exec` and `library` programs.
     pub fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, support: &SandboxSupport) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let configured = match &bulkhead.program {
@@ -109,7 +109,7 @@ impl Program {
         }
     }
 
-    /// Returns the order for the keeper to start a symbolizer for a dead worker. `program` is the supervisor's
+    /// Returns an order that tells the keeper to start a symbolizer for a dead worker. `program` is the supervisor's
     /// executable. `symbols` contains the folders in `crash_symbols`.
     pub fn symbolizer_order<'a>(
         &'a self,
@@ -154,15 +154,15 @@ impl Program {
         self.is_forked
     }
 
-    /// Returns the order for the keeper to start a template.
+    /// Returns an order that tells the keeper to start a template.
     pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         let mut order = self.order(worker, id);
         order.environment.push(TEMPLATE);
         SpawnOrder { is_template: true, ..order }
     }
 
-    /// Returns the order for the keeper to start one worker. `id` is the worker's UID if each worker has a separate
-    /// one.
+    /// Returns an order that tells the keeper to start one worker. `id` is the worker's UID if each worker has a
+    /// separate one.
     pub fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
@@ -275,7 +275,7 @@ pub fn find_host() -> Option<PathBuf> {
     beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
 }
 
-/// Looks for the host program. Fails if a bulkhead needs the host program and it cannot be found.
+/// Looks for the host program. Fails if a bulkhead needs the host program but it cannot be found.
 pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, HostNotFound> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {

@@ -31,13 +31,14 @@ pub struct BulkheadSpec {
     pub max_payload: u64,
     pub max_result: u64,
     pub fallback: Arc<[Arc<str>]>,
-    /// Maximum number of isolated tenants that can have workers at the same time. `None` if tenants are not isolated.
+    /// Maximum number of isolated tenants that can have workers at the same time, or `None` if tenants are not
+    /// isolated.
     pub max_active: Option<usize>,
     /// True if the bulkhead's own table sets `pressure`, in which case the bulkhead must have a queue.
     pub has_own_pressure: bool,
-    /// Memory usage in bytes at which a worker is replaced or killed. `None` if there is no limit.
+    /// Memory usage in bytes at which a worker is replaced or killed, or `None` if there is no limit.
     pub memory_limit: Option<u64>,
-    /// Maximum total size of the memory files lent to one worker, in bytes. `None` if there is no limit.
+    /// Maximum total size of the memory files lent to one worker, in bytes, or `None` if there is no limit.
     pub lent_max: Option<u64>,
 }
 
@@ -59,7 +60,7 @@ pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<ChangedBulkhead>,
     pub added: Vec<BulkheadSpec>,
-    /// Permissions of clients. `None` if they have not changed.
+    /// Permissions of clients, or `None` if they have not changed.
     pub access: Option<Access>,
     pub limits: DataPlaneLimits,
 }
@@ -73,7 +74,7 @@ impl fmt::Debug for Reload {
 /// Inputs needed to resolve the configuration of any bulkhead. They do not change while the supervisor is running.
 #[derive(Clone, Copy)]
 pub struct SpecInputs<'s> {
-    /// Path of the host program for `exec` and `library`.
+    /// Path of the host program for `exec` and `library` programs.
     pub host: Option<&'s Path>,
     pub support: &'s SandboxSupport,
     /// Names of the tenants that have a separate label in the metrics.
@@ -207,7 +208,7 @@ pub fn prepare(
     }
 }
 
-/// Returns the configuration that is active after a reload. It equals `after`, except that keys which need a restart
+/// Returns the configuration that is active after a reload. It equals `after`, except that keys that require a restart
 /// keep their old values.
 pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig {

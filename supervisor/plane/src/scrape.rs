@@ -47,7 +47,7 @@ pub struct BulkheadNumbers {
     pub possible: PossibleSeries,
     pub active: u64,
     pub limit: u64,
-    /// State of the adaptive limit. `None` if the bulkhead has no adaptive limit.
+    /// State of the adaptive limit, or `None` if the bulkhead has no adaptive limit.
     pub adaptive: Option<Adaptive>,
     pub queued: u64,
     pub queue_capacity: u64,
@@ -61,6 +61,6 @@ pub struct BulkheadNumbers {
     pub workers: Vec<WorkerSummary>,
     /// Number of slots in the metrics, including slots without a worker.
     pub slots: u32,
-    /// Memory usage in bytes at which a worker is replaced or killed. `None` if there is no limit.
+    /// Memory usage in bytes at which a worker is replaced or killed, or `None` if there is no limit.
     pub memory_limit: Option<u64>,
 }

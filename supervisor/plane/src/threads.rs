@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Maximum time for an orderly shutdown. After that, the process exits, and the keeper kills the workers.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` of sysexits.h.
+/// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` in sysexits.h.
 const HUNG_EXIT_CODE: i32 = 70;
 
 /// Monitor for the essential threads. All clones share the same state.
@@ -27,13 +27,13 @@ struct Shared {
     is_shutting_down: AtomicBool,
     /// Name of the first thread that exited early.
     lost: OnceLock<&'static str>,
-    /// True if the process belongs to an application. The process must then not exit.
+    /// True if the process belongs to an application. In that case, the process must not exit.
     is_embedded: bool,
     waker: OnceLock<Arc<mio::Waker>>,
 }
 
 impl ThreadMonitor {
-    /// Creates a monitor for an embedded supervisor. The monitor never ends the application's process.
+    /// Creates a monitor for an embedded supervisor. The monitor never terminates the application's process.
     pub fn embedded() -> Self {
         Self(Arc::new(Shared { is_embedded: true, ..Shared::default() }))
     }

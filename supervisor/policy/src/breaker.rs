@@ -21,7 +21,7 @@ const OPEN_FOR_FACTOR_MAX: u32 = 8;
 pub struct BreakerLimits {
     /// Length of the window over which calls are counted.
     pub window: Duration,
-    /// Minimum number of calls in the window for the breaker to open.
+    /// Minimum number of calls that the window must contain for the breaker to open.
     pub min_calls: u32,
     /// Ratio of failed calls at which the breaker opens.
     pub failure_rate: f64,
@@ -93,8 +93,8 @@ impl Admission {
     }
 }
 
-/// Permission to make one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`, so
-/// that no call is counted twice.
+/// Permission to make one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Does not implement
+/// `Clone`, so that no call is counted twice.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "dropping a probe claim leaves the breaker half-open forever"]
 pub(crate) enum Claim {
@@ -125,7 +125,7 @@ pub(crate) enum CallResult {
     Ignored,
 }
 
-/// A change of the breaker's state, and the numbers that caused it.
+/// A change in the breaker's state, and the numbers that caused it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
@@ -419,7 +419,7 @@ pub(crate) fn share(count: u32, of: u32) -> f64 {
     if of == 0 { 0.0 } else { f64::from(count) / f64::from(of) }
 }
 
-/// Sliding window of counters in fixed memory. Old counts expire bucket by bucket.
+/// Sliding window of counters that uses a fixed amount of memory. Old counts expire bucket by bucket.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
     /// Length of a bucket, in nanoseconds.

@@ -93,7 +93,7 @@ pub struct Bulkhead<T> {
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
     counters: Counters,
-    /// Adaptive `Retry-After` values, by priority code. Each value is created at the first rejection.
+    /// Adaptive `Retry-After` values, indexed by priority code. Each value is created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
     /// True if queue pressure has been reported and has not ended since then.
     is_pressure_reported: bool,

@@ -15,7 +15,7 @@ pub struct Ending {
     pub killed: Option<KillReason>,
 }
 
-/// Way in which a process died.
+/// The way in which a process died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
     /// Exited with this exit status.
@@ -147,7 +147,7 @@ impl KillReason {
 }
 
 impl From<Death> for Ending {
-    /// Returns the ending of a process that the supervisor did not kill.
+    /// Converts the death of a process that the supervisor did not kill.
     fn from(death: Death) -> Self {
         Self { death, killed: None }
     }

@@ -23,7 +23,7 @@ const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// The caller's record. `None` once the outcome has been sent to the client, even if a worker still has the job.
+    /// The caller's record, or `None` once the outcome has been sent to the client, even if a worker still has the job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
     /// End of the queue timeout. Cleared when a job that held a permit is recalled. Ignored after an attempt that
@@ -35,8 +35,7 @@ pub(crate) struct Job<T> {
     pub(crate) hard_deadline_at: Time,
     /// Maximum time between dispatch and outcome.
     pub(crate) run_limit: Duration,
-    /// Maximum time between the dispatch of this job and the kill of its worker, even if the worker is running other
-    /// jobs.
+    /// Maximum time from the dispatch of this job until its worker is killed, even if the worker is running other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -126,7 +125,7 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// Number of jobs below which the next removal tries to shrink the table. Halved after each attempt.
+    /// Number of jobs below which the next removal tries to shrink the table. The number is halved after each attempt.
     shrink_below: usize,
 }
 

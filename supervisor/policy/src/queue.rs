@@ -102,7 +102,7 @@ impl Queue {
         }
     }
 
-    /// Unblocks a tenant. In the round of its turn, this tenant comes before all others. O(1).
+    /// Unblocks a tenant. In the round of its turn, this tenant is served before all others. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {

@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Rate limit for a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
-    /// Cost per second that passes in the long term. Must be greater than 0.
+    /// Total cost of the jobs that pass per second in the long term. Must be greater than 0.
     pub per_second: f64,
-    /// Maximum cost that passes at once after a pause. Must be at least 1.
+    /// Maximum total cost of the jobs that pass at once after a pause. Must be at least 1.
     pub burst: u32,
     /// Scope of the limit.
     pub per: RatePer,

@@ -19,7 +19,7 @@ impl TenantId {
     pub const NONE: Self = Self(0);
 }
 
-/// Maximum number of tenants without jobs to remember.
+/// Maximum number of tenants without jobs that are remembered.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
@@ -50,7 +50,7 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// Overrides by tenant name. Includes tenants that are not remembered.
+    /// Overrides, indexed by tenant name, including overrides for tenants that are not remembered.
     overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -172,7 +172,7 @@ impl Tenants {
         &self.table[id.0 as usize].name
     }
 
-    /// Counts an accepted job for the tenant.
+    /// Records that one of the tenant's jobs was accepted.
     pub(crate) fn add_job(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs += 1;
@@ -181,7 +181,7 @@ impl Tenants {
         }
     }
 
-    /// Counts the end of one of the tenant's jobs.
+    /// Records that one of the tenant's jobs has ended.
     pub(crate) fn remove_job(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs -= 1;

@@ -35,7 +35,7 @@ pub(crate) struct Worker {
     pub(crate) revision: Revision,
     /// True if the worker can change its `max_in_flight` after the welcome.
     pub(crate) can_resize: bool,
-    /// Most recent `max_in_flight` sent to the worker. `u32::MAX` before the welcome.
+    /// Most recent `max_in_flight` sent to the worker, or `u32::MAX` before the welcome.
     pub(crate) sent_max_in_flight: u32,
     /// Journal of the jobs that the worker has started. Without a journal, jobs are neither prefetched nor recalled.
     pub(crate) journal: Option<Box<dyn JobJournal>>,
@@ -199,9 +199,9 @@ pub(crate) enum Exclusivity {
     /// The worker runs ordinary jobs.
     #[default]
     Shared,
-    /// The worker gets no new jobs, so that it becomes idle for the suspect.
+    /// The worker gets no new jobs, so that it becomes idle for the suspect job.
     Draining,
-    /// The worker runs one suspect and gets no other jobs.
+    /// The worker runs one suspect job and gets no other jobs.
     Exclusive,
 }
 

@@ -186,7 +186,7 @@ pub(crate) struct Workers {
     by_load: WorkersByLoad,
     /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
     prefetch_candidates: WorkersByLoad,
-    /// Worker that gets no new jobs, so that it becomes idle for the first suspect.
+    /// Worker that gets no new jobs, so that it becomes idle for the first suspect job.
     reserved: Option<u32>,
     /// Smoothed average of the time that a job spends in a worker, in nanoseconds.
     service_ns: u64,

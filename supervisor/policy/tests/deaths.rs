@@ -9,7 +9,7 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use fixture::{Fixture, SECOND, limits};
 
-/// The client does not have to wait until the worker's descendants are gone, but the slot does.
+/// The slot has to wait until the worker's descendants are gone, but the client does not.
 #[test]
 fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
@@ -40,7 +40,7 @@ fn slot_waits_for_descendants_of_a_dead_worker() {
     assert_eq!(fixture.holder(waits), fixture.newest_worker());
 }
 
-/// The descendants of a dead worker block only its own slot.
+/// The descendants of a dead worker block only the slot of that worker.
 #[test]
 fn other_workers_run_jobs_during_reaping() {
     let mut fixture = Fixture::ready(limits(2, 1, 5));

@@ -152,7 +152,7 @@ mod tests {
         bytes.iter().chain(maps).copied().chain(stack).collect()
     }
 
-    /// Returns a line of `/proc/PID/maps` for a file.
+    /// Returns a line of `/proc/PID/maps` that describes a mapping of a file.
     fn mapping_line(start: u64, end: u64, offset: u64, path: &Path) -> String {
         let found = std::fs::metadata(path).unwrap();
         let device = (rustix::fs::major(found.dev()), rustix::fs::minor(found.dev()));

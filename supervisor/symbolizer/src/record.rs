@@ -23,7 +23,7 @@ const _: () = assert!(REGISTER_NAMES.len() <= REGISTERS_MAX);
 /// Maximum number of executable mappings.
 const MAPPINGS_MAX: usize = 4096;
 
-/// The records of the threads of a process.
+/// Records of the threads of a process.
 pub(crate) struct Process<'r> {
     pub(crate) mappings: Mappings<'r>,
     pub(crate) threads: Vec<Thread<'r>>,
@@ -99,7 +99,7 @@ impl Thread<'_> {
     }
 }
 
-/// Reads a line of `/proc/PID/maps`. Returns `None` if it is not an executable mapping of a file.
+/// Parses a line of `/proc/PID/maps`. Returns `None` if the line does not describe an executable mapping of a file.
 fn mapping(line: &str) -> Option<Mapping<'_>> {
     let mut rest = line;
     let mut field = || {

@@ -545,8 +545,7 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions to consider. A tenant is reported only after at least half of this number have
-    /// occurred.
+    /// Number of recent evictions to consider. Nothing is reported until at least half as many have occurred.
     const RECENT: usize = 64;
 
     /// Records an eviction. If the tenant accounts for more than half of the recent evictions and there was no recent

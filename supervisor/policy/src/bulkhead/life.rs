@@ -313,7 +313,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces all workers, because they may have old secrets, an old environment or an old program.
+    /// Replaces all workers, because their secrets, environment or program may be outdated.
     pub(super) fn rolling_restart(&mut self, now: Time) {
         for place in self.workers.places() {
             self.edit_timing(place, |worker| {

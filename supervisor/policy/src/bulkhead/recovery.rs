@@ -28,7 +28,8 @@ pub(super) enum Suspicion {
 }
 
 impl Suspicion {
-    /// Returns the suspicion against each job that a dead worker may have started. `jobs` is the number of these jobs.
+    /// Returns the degree of suspicion against each job that a dead worker may have started. `jobs` is the number of
+    /// such jobs.
     pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
         match (ending.may_be_caused_by_job(), jobs) {
             (true, 1) => Self::OnlyJob,
@@ -95,7 +96,7 @@ impl<T> Bulkhead<T> {
         digest.is_some_and(|digest| self.poison.is_quarantined(now, digest))
     }
 
-    /// Returns true if the job may be retried. In that case, charges the retry budget.
+    /// Returns true if the job may be retried. In that case, charges the retry to the budget.
     fn may_retry(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.workers.totals().live_slots > 0;
         let job = self.jobs.get(index);
@@ -190,8 +191,8 @@ impl<T> Bulkhead<T> {
 
     // Exclusive workers for suspects.
 
-    /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded worker, which then gets no
-    /// new jobs until it is idle.
+    /// Dispatches suspect jobs to idle workers. If no worker is idle, reserves the least loaded worker, which then gets
+    /// no new jobs until it is idle.
     pub(super) fn dispatch_suspects(&mut self, now: Time) {
         while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
@@ -216,7 +217,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the position of the oldest suspect whose tenant has not reached its quota.
+    /// Returns the position of the oldest suspect job whose tenant has not reached its quota.
     pub(super) fn next_suspect(&self) -> Option<usize> {
         self.suspects.iter().position(|&index| !self.is_at_quota(self.jobs.tenant(index)))
     }
@@ -228,5 +229,5 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Maximum number of workers that may die before reading a job. After that, the job is not requeued any more.
+/// Maximum number of workers that may die before reading a job. After that, the job is no longer requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

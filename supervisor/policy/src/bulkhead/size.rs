@@ -124,7 +124,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the value with its
-    /// welcome.
+    /// welcome message.
     fn send_max_in_flight(&mut self) {
         let most = self.limits.max_in_flight;
         for place in self.workers.places() {

@@ -128,7 +128,8 @@ pub struct WorkerView {
     pub last_exit: Option<String>,
     /// True if the worker fills its slot. False if the worker is starting as a successor or has been replaced.
     pub is_current: bool,
-    /// True if the worker is running a suspect alone, or is finishing its jobs so that it becomes idle for a suspect.
+    /// True if the worker is running a suspect job alone, or is finishing its jobs so that it becomes idle for a
+    /// suspect job.
     pub is_exclusive: bool,
     /// True if the worker was late in starting a job. The worker then gets no more jobs until its next sign of life.
     pub is_stalled: bool,
@@ -443,7 +444,7 @@ impl<T> Bulkhead<T> {
         self.job_at(now, self.jobs.find(id)? as usize)
     }
 
-    /// Returns a job in flight, for a report about the death of its program.
+    /// Returns a job in flight, for use in a report about the death of its program.
     pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.describe_held_job(now, index))

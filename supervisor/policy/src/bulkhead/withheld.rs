@@ -45,7 +45,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Releases the places whose slot has a ready worker or will not get one, and the places that have expired.
+    /// Releases the withheld places whose slot has a ready worker or will not get one, and those that have expired.
     pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {

@@ -110,7 +110,7 @@ struct Job {
     /// Number of workers that died before reading this job. Not included in `attempts`.
     unread_returns: u32,
     is_answered: bool,
-    /// True if the job was prefetched at its outcome, but could not be recalled because of another job.
+    /// True if the job was still prefetched when it got its outcome, but could not be recalled because of another job.
     was_fixed: bool,
     is_overdue: bool,
     /// True if the worker is still sending an oversized result for the job.
@@ -157,18 +157,18 @@ struct Worker {
     retry_replacement_at: Option<Time>,
     /// Maximum number of concurrent jobs last sent to the worker.
     sent_max_in_flight: u32,
-    /// Copied from the bulkhead. The model checks the consequences of this value.
+    /// True if the worker is reserved for a suspect job. Copied from the bulkhead.
     is_exclusive: bool,
     /// True if the worker was already killed when its slot was taken over.
     killed_before_replacement: bool,
-    /// Start of the observation of a silent worker's processor time, and true if the caller has been asked for the
-    /// result.
+    /// Start of the observation of a silent worker's processor time, and a flag that is true once the caller has been
+    /// asked for the result.
     observed_since: Option<Time>,
     was_checked: bool,
     excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Number of jobs given to the worker, and true if `recycle.jobs` does not allow any more.
+    /// Number of jobs given to the worker, and a flag that is true if `recycle.jobs` allows no more jobs.
     begun: u64,
     is_at_job_limit: bool,
     pid: Option<u32>,
@@ -221,7 +221,7 @@ struct Step {
     is_recounted: bool,
     /// True if `max_in_flight` may have changed.
     is_resized: bool,
-    /// True if a silence was attributed to the machine.
+    /// True if a silence was attributed to a busy machine.
     is_excused: bool,
     /// Jobs in `required` that can be retried instead. The value is true if the job becomes a suspect.
     retryable: BTreeMap<JobId, bool>,

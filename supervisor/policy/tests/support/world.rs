@@ -410,8 +410,7 @@ impl World {
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns to the bulkhead a job that was started just as it was recalled. The bulkhead decides which worker runs
-    /// the job.
+    /// Returns a job that was started just as it was recalled. The bulkhead decides which worker runs the job.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -516,7 +515,7 @@ impl World {
         Some(Event::Replied { worker, job, reply })
     }
 
-    /// Schedules the next part of an oversized result. In a few cases, the worker stops sending it.
+    /// Schedules the next part of an oversized result. In a few cases, the worker stops sending the result.
     fn schedule_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
         let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
         if !self.random.percent(5) {

@@ -14,10 +14,10 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Maximum number of workers that may die before reading a job. After that, the job is not requeued any more.
+/// Maximum number of workers that may die before reading a job. After that, the job is no longer requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
-/// Maximum number of consecutive silences that can be attributed to the machine.
+/// Maximum number of consecutive silences that can be attributed to a busy machine.
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
@@ -664,7 +664,7 @@ impl Model {
         }
     }
 
-    /// From now on, new workers run another program.
+    /// Records that new workers will run another program.
     fn replace(&mut self) {
         self.restart();
         for worker in self.workers.values_mut() {

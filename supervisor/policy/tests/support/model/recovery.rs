@@ -130,7 +130,7 @@ impl Model {
         }
     }
 
-    /// Returns the oldest suspect whose tenant has not reached its quota.
+    /// Returns the oldest suspect job whose tenant has not reached its quota.
     pub(super) fn next_suspect(&self) -> Option<JobId> {
         self.suspects.iter().copied().find(|id| !self.is_at_quota(self.jobs[id].tenant))
     }

@@ -8,7 +8,7 @@ use super::slots::SlotState;
 use super::{Cause, Model, Phase, Worker};
 
 impl Model {
-    /// Returns the number of jobs that the worker can still be given.
+    /// Returns the number of jobs that can still be given to the worker.
     pub(super) fn jobs_left(&self, worker: &Worker) -> usize {
         let left = self.limits.recycle.jobs.map(|most| most.saturating_sub(worker.begun));
         left.map_or(usize::MAX / 2, |left| left as usize)

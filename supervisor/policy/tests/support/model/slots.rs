@@ -51,7 +51,7 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The slot's worker was removed in the current step. `NextStart` must follow.
+    /// The slot's worker was removed in the current step. The next start must be as described by `NextStart`.
     Vacant(NextStart),
 }
 

@@ -56,8 +56,8 @@ impl Model {
         entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
-    /// Releases the places of slots that have a ready worker again. If that worker ends later, the same places are not
-    /// withheld again.
+    /// Releases the withheld places of slots that have a ready worker again. If that worker ends later, the same places
+    /// are not withheld again.
     pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
