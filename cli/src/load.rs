@@ -27,7 +27,7 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     }
 }
 
-/// Job counts by outcome and latencies, in constant memory.
+/// Job counts by outcome, and the latencies of jobs. The size in memory is constant.
 #[derive(Debug, Default)]
 pub(crate) struct JobStats {
     /// Number of jobs by outcome and reason.

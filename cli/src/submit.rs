@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let start = Instant::now();
     let mut loops = pin!(run.loops(&client, &payload));
     let result = tokio::select! {
-        // Polled first, so that ^C cancels every job that was sent.
+        // The signal is polled first, so that ^C cancels every job that was sent.
         biased;
         _ = tokio::signal::ctrl_c() => None,
         result = &mut loops => Some(result),

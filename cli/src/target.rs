@@ -80,7 +80,7 @@ impl Host {
             Failure::new(exit::USAGE, format!("failed to read the token file {}: {problem}", file.display()))
         };
         let mut text = String::new();
-        // Bounded, because a file such as /dev/zero has no end.
+        // The number of bytes to read is limited, because a file such as /dev/zero has no end.
         let read = File::open(file).and_then(|file| file.take(FILE_BYTES_MAX).read_to_string(&mut text));
         read.map_err(|error| fail(&error))?;
         let token = text.trim();

@@ -61,7 +61,7 @@ pub enum FleetError {
 }
 
 impl FleetError {
-    /// Returns whether the handler began.
+    /// Returns whether the job's handler began.
     pub fn executed(&self) -> Executed {
         match self {
             Self::Job(error) => error.executed(),

@@ -16,20 +16,20 @@ const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
-    /// The connection to the servers.
+    /// Settings for the connection to the servers.
     pub nats: Nats,
-    /// The agent on this host.
+    /// Settings of the agent on this host.
     #[serde(default)]
     pub agent: Agent,
-    /// The streams of the fleet. Must be the same on all hosts.
+    /// Settings of the fleet's streams. They must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
-    /// The bulkheads of the fleet, by name. An agent serves the bulkheads that its supervisor also has.
+    /// Settings of the fleet's bulkheads, by name. An agent serves the bulkheads that its supervisor also has.
     #[serde(default)]
     pub bulkhead: BTreeMap<String, Bulkhead>,
 }
 
-/// The connection to the servers.
+/// Settings for the connection to the servers.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nats {
@@ -48,7 +48,7 @@ pub struct Nats {
     pub ping: Duration,
 }
 
-/// The agent on one host.
+/// Settings of the agent on one host.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Agent {
@@ -65,7 +65,7 @@ pub struct Agent {
     pub drain_timeout: Duration,
 }
 
-/// The streams of the fleet.
+/// Settings of the fleet's streams.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Streams {
@@ -93,7 +93,7 @@ pub struct Streams {
     pub tenant_backlog: u32,
 }
 
-/// A bulkhead in the fleet.
+/// Settings of a bulkhead in the fleet.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Bulkhead {

@@ -45,7 +45,7 @@ impl Clock {
     }
 }
 
-/// Returns the current time of the local clock.
+/// Returns the current time according to the local clock.
 pub(crate) fn own_time() -> Timestamp {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -245,7 +245,7 @@ fn later_rejection_keeps_outcome_from_earlier_run() {
     assert!(matches!(&returned, Consequence::Return { attempts: 1, previous, .. } if *previous == crashed()));
 }
 
-/// Returns a handling whose job was submitted under a claim with sequence number 1.
+/// Returns the handling of a job that was submitted under a claim with sequence number 1.
 fn submitted() -> Handling {
     let (mut handling, step) =
         Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);

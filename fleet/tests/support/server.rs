@@ -119,7 +119,7 @@ impl Server {
         }
     }
 
-    /// Undoes the latest deliveries of some messages, as can happen in a leader change.
+    /// Undoes the latest deliveries of some messages, as can happen during a leader change.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {

@@ -23,9 +23,9 @@ pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 /// Maximum number of jobs in one report.
 pub const JOBS_MAX: usize = 32;
 
-/// The ID of a crash report. It consists of the time of the crash in milliseconds and a number that the
-/// supervisor increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file
-/// name, and sorting the texts sorts the reports by time.
+/// The ID of a crash report. It consists of the time of the crash in milliseconds and a number that the supervisor
+/// increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file name. Sorting these
+/// names sorts the reports by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CrashId {
     at_ms: u64,
@@ -257,8 +257,8 @@ pub struct CrashJob {
     pub attempts: u32,
     /// Time in milliseconds between the dispatch of the job to this worker and the crash.
     pub ran_ms: u64,
-    /// True if the client already had the outcome of this job, because its deadline had passed or the client
-    /// had cancelled it. The supervisor then knows nothing else about the job.
+    /// True if the client already had the outcome of this job, because its deadline had passed or the client had
+    /// cancelled it. In that case, the supervisor knows nothing else about the job.
     pub is_answered: bool,
     /// True if the worker died before it read the job, so that the job had no effect.
     pub is_unread: bool,
@@ -270,8 +270,8 @@ pub struct CrashJob {
     /// BLAKE3 hash of the payload. Present if `payload` is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Hash of operation and payload, as in the `job_quarantined` event. Present only if the bulkhead has a `poison`
-    /// table.
+    /// Hash of the operation and the payload, as in the `job_quarantined` event. Present only if the bulkhead has a
+    /// `poison` table.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }

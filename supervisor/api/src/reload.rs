@@ -13,7 +13,7 @@ use crate::Word;
 pub struct Reloaded {
     /// True if the request was a dry run, so that no change was applied.
     pub dry_run: bool,
-    /// Changes between the active configuration and the file.
+    /// Differences between the active configuration and the file.
     #[serde(flatten)]
     pub changes: Changes,
 }
@@ -33,7 +33,7 @@ pub struct Changes {
     pub ignored: Vec<String>,
 }
 
-/// Changes of one bulkhead.
+/// Changes to one bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct BulkheadChange {

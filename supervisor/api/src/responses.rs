@@ -77,8 +77,8 @@ pub struct LogLine {
     pub at: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Number of lines dropped because there were too many or the reader was too slow. An object with this field
-    /// contains no line.
+    /// Number of lines that were dropped because there were too many or the reader was too slow. An object with this
+    /// field contains no line.
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,

@@ -64,7 +64,7 @@ impl ConfigErrors {
         &self.sources.main().path
     }
 
-    /// Returns all problems, by file and line. There is at least one.
+    /// Returns all problems, sorted by file and line. There is at least one.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
@@ -148,7 +148,7 @@ impl Problems {
         self.found.push((span, message.into(), help.into()));
     }
 
-    /// Adds the problems in a file that starts at the position `start`.
+    /// Adds the problems found in a file whose text starts at the position `start`.
     pub(super) fn append(&mut self, of_file: Self, start: usize) {
         let moved = |(span, message, help): (Range<usize>, String, String)| {
             (span.start + start..span.end + start, message, help)
@@ -199,7 +199,7 @@ fn char_start(source: &Source, position: usize) -> usize {
     source.start + start
 }
 
-/// Returns a position as text: the path of the file, the line and the column.
+/// Formats a position as the path of the file, the line and the column.
 pub(super) fn place(sources: &Sources, position: usize) -> String {
     let source = sources.at(position);
     let Position { line, column } = Cursor::new(source).advance_to(char_start(source, position));

@@ -180,7 +180,7 @@ pub(crate) trait Section {
 /// A table key and its validated value.
 pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
-    /// `None` if the key is not set.
+    /// Formatted value of the key. `None` if the key is not set.
     pub(crate) value: Option<Written>,
     /// Description of the behaviour if the key is not set.
     pub(crate) without: &'static str,

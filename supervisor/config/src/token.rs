@@ -26,7 +26,7 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only its owner can modify. An error consists of a description and a suggested
+    /// Reads the token from a file that only its owner can modify. The error consists of a description and a suggested
     /// correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();

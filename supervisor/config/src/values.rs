@@ -80,8 +80,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string in place of an array of arguments. The supervisor does not use a shell, so it does not
-/// split strings.
+/// Returns the help for a string that is given in place of an array of arguments. The supervisor does not use a shell,
+/// so it does not split strings.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -448,8 +448,8 @@ pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> Val
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `intended` is the word in the spelling of the allowed words, used to find the
-/// most similar one.
+/// Returns the error for an unknown word. `intended` is the word in lower case, with hyphens or underscores as in the
+/// allowed words, and is used to find the most similar one.
 fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
     let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -496,7 +496,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
             format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // Lossless, because IDs are at most `ID_MAX`.
+    // The conversion is lossless, because IDs are at most `ID_MAX`.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 

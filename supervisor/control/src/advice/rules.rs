@@ -12,16 +12,17 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// Share of time without a free permit above which the observed concurrency reflects the limit rather than the demand.
+/// If no permit was free for more than this share of the time, the observed concurrency reflects the limit rather than
+/// the demand.
 const AT_LIMIT_MAX: f64 = 0.01;
 
-/// Share of time with too few workers above which the rules do not recommend a number of workers.
+/// If there were too few workers for more than this share of the time, the rules do not recommend a number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
 /// Fraction of all jobs above which the number of rejected or late jobs is significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
-/// Share of time with jobs in flight below which a bulkhead counts as idle.
+/// If jobs were in flight for less than this share of the time, the bulkhead counts as idle.
 const IDLE_MAX: f64 = 0.01;
 
 /// Processor usage per job, as a fraction of one processor, above which jobs count as CPU-bound. Running more CPU-bound
@@ -235,8 +236,8 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     }
 }
 
-/// Returns a higher value for the key, at most the value that this machine supports. Returns `None` if the
-/// value cannot be raised.
+/// Returns a higher value for the key, up to the maximum that this machine supports. Returns `None` if the value cannot
+/// be raised.
 fn raised(
     sizing: &SizingKey,
     wanted: u64,
@@ -250,7 +251,7 @@ fn raised(
     (proposed > sizing.now).then_some(proposed)
 }
 
-/// Returns a lower value for the key if the current value was at least twice as high as necessary for a long time.
+/// Returns a lower value for the key if the current value has long been at least twice as high as necessary.
 fn lowered(
     sizing: &SizingKey,
     wanted: u64,
@@ -495,7 +496,7 @@ fn time(ms: f64) -> String {
     }
 }
 
-/// Formats a size in human-readable form, such as `13.4MiB`.
+/// Formats a size in units that are easy to read, such as `13.4MiB`.
 fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale) {

@@ -327,7 +327,7 @@ fn proposed_deadline_leaves_headroom() {
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
-    // Missed deadlines that clients set are not a reason to propose a longer default deadline.
+    // Jobs that miss a deadline set by the client are no reason to propose a longer default deadline.
     let hurried = Observations { deadline_exceeded: DeadlineMisses { by_own: 0, ..late }, ..seen() };
     assert_eq!(proposed(hurried, &settings(), "deadline"), None);
 }
