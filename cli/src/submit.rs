@@ -19,7 +19,7 @@ use crate::payload;
 /// Maximum time to wait for the outcomes of jobs that were cancelled by ^C.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Runs the command. Returns the exit code of the first job that was not `ok`, or 0 if all jobs were `ok`.
+/// Runs the command. Returns the exit code of the first job whose outcome was not `ok`, or 0 if all outcomes were `ok`.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let (payload, client) = match prepare(args, submit).await {
         Ok(prepared) => prepared,
@@ -74,7 +74,7 @@ struct SubmitRun<'a> {
     /// Index of the next job.
     next: Cell<u64>,
     stats: RefCell<JobStats>,
-    /// Index and exit code of the first job that was not `ok`.
+    /// Index and exit code of the first job whose outcome was not `ok`.
     first_failure: Cell<Option<(u64, u8)>>,
     bar: ProgressBar,
     interrupted: watch::Sender<bool>,

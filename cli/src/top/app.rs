@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// The page of a single bulkhead. `scroll` is the number of workers scrolled past.
+    /// The page of a single bulkhead. `scroll` is the number of workers above the displayed ones.
     Bulkhead {
         name: String,
         scroll: usize,

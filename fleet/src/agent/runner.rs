@@ -1,4 +1,4 @@
-//! Performs the actions of a [`Handling`].
+//! Performs the actions that a [`Handling`] requests.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -17,7 +17,8 @@ const REPEAT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A write to the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Write {
-    /// Expected sequence number of the current record; 0 if there must be none. `None` only with an injected fault.
+    /// Expected sequence number of the current record; 0 if there must be none. `None` is used only with an injected
+    /// fault.
     pub expects: Option<u64>,
     /// The record to write.
     pub record: Record,

@@ -119,7 +119,7 @@ pub(crate) struct Holder {
 pub(crate) struct Held {
     pub(crate) job: usize,
     handling: Handling,
-    /// Number of the supervisor's run, if the job is running.
+    /// Number of the job's run in the supervisor, if the job is running.
     pub(crate) run: Option<u64>,
 }
 

@@ -132,13 +132,13 @@ pub struct Cause {
     /// Kind of crash.
     #[serde(rename = "cause")]
     pub kind: Word<CauseKind>,
-    /// Exit status, for [`CauseKind::Exit`].
+    /// Exit status if the kind is [`CauseKind::Exit`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// Name of the signal, for [`CauseKind::Signal`].
+    /// Name of the signal if the kind is [`CauseKind::Signal`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// The forbidden system call, for [`CauseKind::Violation`], if known.
+    /// The forbidden system call, if it is known and the kind is [`CauseKind::Violation`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
     /// Human-readable description that completes a sentence about the process, such as `killed by SIGSEGV`.
@@ -267,7 +267,7 @@ pub struct CrashJob {
     #[serde(default, with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// BLAKE3 hash of the payload. Present if `payload` is.
+    /// BLAKE3 hash of the payload. Present if `payload` is present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
     /// Hash of the operation and the payload, as in the `job_quarantined` event. Present only if the bulkhead has a

@@ -283,7 +283,7 @@ mod tests {
         table
     }
 
-    /// `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` writes the table.
+    /// To update the table, run `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events`.
     #[test]
     fn documentation_lists_all_event_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();

@@ -25,7 +25,7 @@ pub struct Changes {
     /// Changed bulkheads. Removed bulkheads come first, followed by the others in the order in which the file lists
     /// them.
     pub bulkheads: Vec<BulkheadChange>,
-    /// `[supervisor]` keys with new values.
+    /// Keys of `[supervisor]` that have new values.
     pub supervisor: Vec<String>,
     /// True if the rules in `[[access]]` changed.
     pub access: bool,
@@ -41,7 +41,7 @@ pub struct BulkheadChange {
     pub bulkhead: String,
     /// Kind of change.
     pub change: Word<ChangeKind>,
-    /// Bulkhead keys with new values.
+    /// Keys of the bulkhead that have new values.
     pub keys: Vec<String>,
     /// True if the reload replaces the workers, one at a time.
     pub replaces_workers: bool,

@@ -17,7 +17,7 @@ const SHOWN_MAX: usize = 100;
 /// Maximum number of characters that a message quotes from a file.
 const QUOTED_CHARS_MAX: usize = 80;
 
-/// All problems in a configuration, by file and line.
+/// All problems in a configuration, sorted by file and line.
 ///
 /// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
@@ -128,7 +128,7 @@ impl std::error::Error for ConfigErrors {}
 
 bulkhead_shared::debug_by_display!(ConfigErrors);
 
-/// Returns the range of the line around `offset`, without the line ending.
+/// Returns the range of the line that contains `offset`, without the line ending.
 fn line_range(text: &str, offset: usize) -> Range<usize> {
     let start = text[..offset].rfind('\n').map_or(0, |newline| newline + 1);
     let end = text[offset..].find('\n').map_or(text.len(), |newline| offset + newline);

@@ -166,7 +166,7 @@ pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("start", "mode", true),
 ];
 
-/// Returns the key `name` of `table` if `keys` contains it.
+/// Returns the key `name` of the table `table`, if `keys` contains it.
 pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }

@@ -167,7 +167,7 @@ struct ProcessEnv {
     root: bool,
     runtime_dir: Option<PathBuf>,
     search_path: Option<OsString>,
-    /// Folder with the credentials of a systemd unit (`CREDENTIALS_DIRECTORY`).
+    /// Folder that contains the credentials of a systemd unit (`CREDENTIALS_DIRECTORY`).
     credentials: Option<PathBuf>,
     /// True for an embedded supervisor, which has no sockets.
     is_embedded: bool,

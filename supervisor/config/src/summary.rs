@@ -1,5 +1,5 @@
 //! Formats the effective configuration, including defaults, as TOML for `--check`. Parsing the result in the same
-//! folder produces an equal configuration.
+//! folder produces the same configuration.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -322,7 +322,7 @@ impl Write for Vec<(String, PathBuf)> {
     }
 }
 
-/// Tenant tables are not values. `Lines::tenant` writes each one as a separate table.
+/// Tenant tables are not written as values. `Lines::tenant` writes each one as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None

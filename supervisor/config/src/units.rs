@@ -71,7 +71,7 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// All units of durations in `humantime` except `M`, which is rejected as ambiguous.
+/// All duration units that `humantime` supports, except `M`, which is rejected as ambiguous.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 

@@ -46,7 +46,7 @@ impl Deref for LabelledKey {
     }
 }
 
-/// Returns the help `` write `key = value` ``.
+/// Returns help that shows how to write the key and a value, such as `` write `key = value` ``.
 fn write_help(key: &LabelledKey, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }

@@ -85,7 +85,7 @@ use handover::{Handover, HandoverOptions};
 pub use reload::ActiveConfig;
 use reload::Reloads;
 
-/// Interval between memory checks of workers with `recycle.rss`.
+/// Interval between memory checks of workers for which `recycle.rss` is set.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Interval between checks for suppressed events that have not been reported.

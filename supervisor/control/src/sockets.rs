@@ -150,8 +150,8 @@ impl BoundSocket {
         Ok(self.lock.try_clone()?.into())
     }
 
-    /// Uses a socket that the service manager bound at `path`. The service manager chose the mode of the file and keeps
-    /// the file.
+    /// Uses a socket that the service manager bound at `path`. The service manager is responsible for the file and its
+    /// mode.
     pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;

@@ -113,7 +113,7 @@ struct SizingKey {
 }
 
 impl SizingKey {
-    /// Selects `processes`, or `max_in_flight` if a single process runs several jobs at once.
+    /// Selects the key `processes`, or the key `max_in_flight` if a single process runs several jobs at once.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -346,7 +346,7 @@ fn describe_wait_limit(seen: &Observations, settings: &Settings) -> String {
     }
 }
 
-/// Proposes a `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
+/// Proposes a value for `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
 /// earlier that a job will not run.
 fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;

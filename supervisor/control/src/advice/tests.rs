@@ -28,7 +28,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Returns observations of two hours in which the limits of [`settings`] were right.
+/// Returns two hours of observations for which the limits in [`settings`] are right.
 fn seen() -> Observations {
     Observations {
         watched: Duration::from_secs(7200),
@@ -49,7 +49,7 @@ fn seen() -> Observations {
     }
 }
 
-/// Returns observations with more load than the limits of [`settings`] can serve.
+/// Returns observations of a load that is too high for the limits in [`settings`].
 fn overloaded() -> Observations {
     Observations {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },

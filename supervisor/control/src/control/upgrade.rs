@@ -51,7 +51,7 @@ pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
 /// Time limit for the new program's first message.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time allowed for the new program to start, in addition to the longest `start.ready` in its configuration.
+/// Time allowed for the new program to start, in addition to the largest value of `start.ready` in its configuration.
 const READY_MARGIN: Duration = Duration::from_secs(10);
 
 /// Time limit for the new program to confirm that it is serving.
