@@ -150,7 +150,7 @@ impl<'a> SubmitRun<'a> {
         }
     }
 
-    /// Prints a line of JSON for each submitted job without an outcome from the supervisor.
+    /// Prints a line of JSON for each submitted job for which the supervisor reported no outcome.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());

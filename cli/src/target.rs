@@ -10,7 +10,7 @@ use hyper::header::HeaderValue;
 
 use crate::output::{Failure, exit};
 
-/// Maximum size of a token in bytes, as in the supervisor.
+/// Maximum size of a token in bytes, the same as in the supervisor.
 const TOKEN_BYTES_MAX: usize = 4096;
 
 /// Maximum number of bytes to read from a token file, including whitespace around the token.
@@ -27,7 +27,7 @@ pub(crate) enum Target {
 /// Address of the admin API over TCP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Name or address without brackets.
+    /// Host name or IP address, without brackets.
     pub(crate) name: String,
     pub(crate) port: u16,
     /// Host and port as in the URL.

@@ -46,7 +46,7 @@ pub struct Rules {
     pub ack_wait: Duration,
     /// Time without a heartbeat after which a host is considered lost.
     pub host_lost_after: Duration,
-    /// Maximum number of attempts of an idempotent job.
+    /// Maximum number of attempts to run an idempotent job.
     pub attempts_max: u32,
     /// Maximum size of a result, in bytes. The server rejects larger messages.
     pub result_bytes_max: usize,

@@ -58,7 +58,7 @@ pub struct Agent {
     pub socket: Option<PathBuf>,
     /// Admin socket of the supervisor. Default: `admin.sock` in the folder of the jobs socket.
     pub admin: Option<PathBuf>,
-    /// Address for metrics and health. Default: off.
+    /// Address at which metrics and health checks are served. Default: off.
     pub http: Option<std::net::SocketAddr>,
     /// Maximum time to wait for jobs in progress when the agent stops.
     #[serde(deserialize_with = "duration")]
@@ -97,11 +97,11 @@ pub struct Streams {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Bulkhead {
-    /// Fraction of the supervisor's permits that the fleet's jobs may use, above 0 and at most 1.
+    /// Fraction of the supervisor's permits that the fleet's jobs can use, above 0 and at most 1.
     pub share: f64,
     /// Number of consumers, which take turns: 1, 2, 4, 8 or 16.
     pub lanes: u8,
-    /// Maximum number of attempts of an idempotent job.
+    /// Maximum number of attempts to run an idempotent job.
     pub attempts: u32,
     /// Maximum deadline of a job, which is also the default deadline.
     #[serde(deserialize_with = "duration")]
@@ -238,7 +238,7 @@ impl Settings {
 }
 
 impl Nats {
-    /// Creates a connection without credentials.
+    /// Creates settings for a connection without credentials.
     pub fn new(servers: Vec<String>) -> Self {
         Self { servers, credentials: None, nkey: None, ca: None, tenant: None, ping: ping() }
     }

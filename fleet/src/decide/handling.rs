@@ -114,13 +114,13 @@ enum Purpose {
 #[derive(Clone, Debug, PartialEq)]
 enum State {
     Reading,
-    /// Repeating the write until it is known whether the record was stored or refused.
+    /// The write is being repeated until it is known whether the record was stored or refused.
     Writing {
         write: Write,
         purpose: Purpose,
         is_own: bool,
     },
-    /// Repeating the read until the record is at least as new as the conflict.
+    /// The read is being repeated until the record is at least as new as the conflict.
     Confirming {
         write: Write,
         purpose: Purpose,

@@ -133,7 +133,7 @@ fn decided_job_is_announced_again_but_not_run() {
     }
 }
 
-/// Returns the consequence of an outcome of the first attempt.
+/// Returns the consequence of an attempt that ended with this outcome.
 fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
     let claim = Claim { attempts, previous: None };
     let end = AttemptEnd::Reported(ending(outcome));

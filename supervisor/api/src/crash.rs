@@ -209,12 +209,12 @@ pub struct CrashReport {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Process ID of the worker as seen by the supervisor, even if a program died.
+    /// Process ID of the worker, as seen by the supervisor. Always that of the worker, even if a program died.
     pub pid: u32,
     pub slot: u32,
     pub generation: u32,
     pub uptime_ms: u64,
-    /// Number of jobs that the worker had completed.
+    /// Number of jobs that the worker had completed before the crash.
     pub served: u64,
     /// Resource usage of the worker. Absent for a program, and for a worker that died after its keeper.
     #[serde(default)]

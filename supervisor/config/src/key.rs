@@ -220,7 +220,7 @@ impl DefaultValue {
     }
 }
 
-/// Serializes the value for programs, with sizes in bytes.
+/// Serializes the value in machine-readable form, with sizes in bytes.
 impl Serialize for DefaultValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {

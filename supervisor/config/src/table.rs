@@ -166,7 +166,7 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key. The key is absent if the whole table is.
+/// Reads a key. If the whole table is absent, so is the key.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }

@@ -21,7 +21,7 @@ impl fmt::Debug for Token {
 }
 
 impl Token {
-    /// Creates a token from the secret text.
+    /// Creates a token from its secret.
     pub fn new(secret: &[u8]) -> Self {
         Self(blake3::hash(secret))
     }

@@ -565,7 +565,7 @@ fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> Value
     Ok(number)
 }
 
-/// Converts a duration to units, rounding up so that a limit below one unit does not become 0.
+/// Converts a duration to a whole number of units. Rounds up, so that a limit below one unit does not become 0.
 fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }

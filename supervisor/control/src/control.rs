@@ -35,7 +35,7 @@ mod watchdog;
 
 use admin_socket::CONNECTIONS_MAX;
 
-/// Returns the maximum number of descriptors for TCP clients.
+/// Returns the maximum number of descriptors that TCP clients use.
 pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
     // Each job needs a connection to the data plane, which has two ends.
     const ADMIN: usize = CONNECTIONS_MAX
@@ -512,15 +512,15 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
-    /// Adds the worker's last standard error output to a report. Reports about `exec` programs already contain the
-    /// output of the program.
+    /// Adds the end of the worker's standard error output to a report. Reports about `exec` programs already contain
+    /// the output of the program.
     async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.stderr_tail(report.pid).await;
         }
     }
 
-    /// Returns the last standard error output of an exited process.
+    /// Returns the end of an exited process's standard error output.
     async fn stderr_tail(&self, pid: u32) -> Option<String> {
         for _ in 0..TAIL_READ_YIELDS_MAX {
             if !self.output.has_open_stderr(pid) {

@@ -1,4 +1,4 @@
-//! Sentences in advice that describe the adaptive limit.
+//! Writes the sentences of advice that describe the adaptive limit.
 
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;

@@ -35,7 +35,7 @@ const MEMORY_SHARE: f64 = 0.8;
 /// Ratio of the p99 run time to the deadline above which the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest run time above which the deadline is too long, and the ratio that is
+/// Ratio of the deadline to the longest run time above which the deadline counts as too long, and the ratio that is
 /// proposed instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;

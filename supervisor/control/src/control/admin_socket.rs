@@ -106,7 +106,7 @@ impl AdminListener {
         Some((admission, permit.ok()?))
     }
 
-    /// Closes the listener. Passes on the connections in the backlog that the accept loop has not reached.
+    /// Closes the listener. Passes on the connections in the backlog that the accept loop has not accepted yet.
     fn close(&self, dispatcher: &Dispatcher<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

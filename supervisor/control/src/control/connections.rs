@@ -101,8 +101,8 @@ pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     /// Channel to the low-priority reader thread. `None` if one thread serves all requests.
     readers: Option<Channel<S>>,
-    /// True once the control plane is shutting down. The supervisor then stops waiting for clients that have sent
-    /// nothing.
+    /// True once the control plane is shutting down. From then on, the supervisor waits only briefly for clients that
+    /// have sent nothing.
     shutdown: watch::Receiver<bool>,
 }
 

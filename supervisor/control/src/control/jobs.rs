@@ -36,7 +36,7 @@ use upload::{Announced, Length, Upload};
 /// Maximum number of concurrent jobs over HTTP. Further jobs over HTTP are rejected as `overloaded`.
 pub(super) const JOBS_MAX: usize = 128;
 
-/// Maximum time for receiving a payload. The data plane has an equal time limit for receiving a frame.
+/// Maximum time for receiving a payload. The data plane has the same time limit for receiving a frame.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time to wait for the data plane to close an earlier session.

@@ -22,8 +22,8 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, LockError};
 use bulkhead_plane::threads::ThreadMonitor;
 
-/// Capacity of the channel to the thread. Large enough for all reports that are waiting to be stored, and for
-/// concurrent requests from operators.
+/// Capacity of the channel to the thread that stores the reports. Large enough for all reports that are waiting to be
+/// stored, and for concurrent requests from operators.
 const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
 /// Maximum size of a report file, in bytes. Even a report with payloads of the maximum size is well below this limit.
@@ -35,7 +35,7 @@ const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum number of entries to read when the folder is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Maximum time to wait for a reply from the thread. After that, the client is asked to retry.
+/// Maximum time to wait for a reply from the thread that stores the reports. After that, the client is asked to retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time to wait, at shutdown, for the remaining reports to be written.

@@ -280,7 +280,7 @@ impl Output {
         (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
-    /// Returns the last standard error output of a process.
+    /// Returns the end of a process's standard error output.
     pub fn tail(&self, pid: u32) -> Option<String> {
         let state = self.lock();
         let bytes: Vec<u8> = state.tails.get(&pid)?.iter().copied().collect();

@@ -64,7 +64,7 @@ pub struct SymbolizerOptions {
     pub symbols: Vec<String>,
 }
 
-/// Starts the thread. It exits when all senders have been dropped.
+/// Starts the thread that starts symbolizers. The thread exits when all senders have been dropped.
 pub(crate) fn start(
     options: SymbolizerOptions,
     results: NativeSender,

@@ -37,7 +37,7 @@ const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
 const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
 const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum time to wait for a connection without a request to close.
+/// Maximum time to wait until a connection that has no request is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves connections until the listener has closed, then waits for the connections that had already been admitted.
