@@ -129,7 +129,7 @@ pub(crate) fn shown(value: &impl Display) -> String {
     escape(&value.to_string()).replace('\n', " ")
 }
 
-/// Formats a value like [`shown`], or a dash if it is absent.
+/// Formats a value like [`shown`], or as a dash if it is absent.
 pub(crate) fn known(value: &Option<impl Display>) -> String {
     value.as_ref().map_or_else(|| "-".to_owned(), shown)
 }
@@ -152,7 +152,7 @@ pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Returns lines for facts that have no column in the bulkhead table.
+/// Formats the facts that have no column in the bulkhead table, one per line.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));

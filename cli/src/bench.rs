@@ -49,7 +49,7 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
 #[derive(Default)]
 struct BenchState {
     stats: JobStats,
-    /// Exit code of the last job that was not `ok`.
+    /// Exit code of the last job whose outcome was not `ok`.
     last_failure: Option<u8>,
     /// True if any job could not reach the supervisor.
     is_unreachable: bool,

@@ -105,7 +105,7 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Formats the name of an operation or tenant, or a dash if the name is empty.
+/// Returns the name of an operation or tenant, or a dash if the name is empty.
 fn name_or_dash(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }

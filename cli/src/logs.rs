@@ -37,7 +37,7 @@ pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {
         lines.extend(stored);
     }
     lines.retain(|(_, line)| is_wanted(logs, line));
-    // Sorts by text, because all times have the same format. The sort is stable.
+    // Compares the times as text, because they all have the same format. The sort is stable.
     lines.sort_by(|(_, a), (_, b)| a.at.cmp(&b.at));
     let surplus = lines.len().saturating_sub(logs.lines.unwrap_or(usize::MAX));
     lines[surplus..].iter().try_for_each(|(text, line)| print(args, logs, text, line))?;

@@ -83,8 +83,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The status then
-    /// reflects the results so far, not the lost output.
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. In that case, the
+    /// status reflects the results so far, not the lost output.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }

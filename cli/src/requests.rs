@@ -25,7 +25,7 @@ use crate::target::Target;
 /// Maximum length of a line in a stream, in bytes. Supervisors never send longer lines.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
-/// Maximum time for the supervisor to begin its response.
+/// Maximum time to wait for the supervisor to begin its response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum size of a response that is read in full, in bytes. Supervisors never send larger responses.

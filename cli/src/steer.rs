@@ -1,4 +1,4 @@
-//! The `restart`, `drain`, `resume`, `reset` and `is-ready` commands, which can wait for their effect.
+//! The `restart`, `drain`, `resume`, `reset` and `is-ready` commands, which can wait until they have taken effect.
 
 use std::time::Duration;
 
@@ -198,7 +198,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
     Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
 }
 
-/// Returns true if the supervisor or bulkhead is ready, along with the response body.
+/// Returns whether the supervisor or bulkhead is ready, together with the response body.
 async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
     let (status, body) = get_any(args, path).await?;
     if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {

@@ -19,7 +19,7 @@ use crate::payload;
 /// Maximum time to wait for the outcomes of jobs that were cancelled by ^C.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Runs the command. Returns the exit code of the first job that was not `ok`, or 0 if all jobs were `ok`.
+/// Runs the command. Returns the exit code of the first job whose outcome was not `ok`, or 0 if all outcomes were `ok`.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let (payload, client) = match prepare(args, submit).await {
         Ok(prepared) => prepared,
@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let start = Instant::now();
     let mut loops = pin!(run.loops(&client, &payload));
     let result = tokio::select! {
-        // Polled first, so that ^C cancels every job that was sent.
+        // The signal is polled first, so that ^C cancels every job that was sent.
         biased;
         _ = tokio::signal::ctrl_c() => None,
         result = &mut loops => Some(result),
@@ -74,7 +74,7 @@ struct SubmitRun<'a> {
     /// Index of the next job.
     next: Cell<u64>,
     stats: RefCell<JobStats>,
-    /// Index and exit code of the first job that was not `ok`.
+    /// Index and exit code of the first job whose outcome was not `ok`.
     first_failure: Cell<Option<(u64, u8)>>,
     bar: ProgressBar,
     interrupted: watch::Sender<bool>,
@@ -150,7 +150,7 @@ impl<'a> SubmitRun<'a> {
         }
     }
 
-    /// Prints a line of JSON for each submitted job without an outcome from the supervisor.
+    /// Prints a line of JSON for each submitted job for which the supervisor reported no outcome.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());

@@ -10,7 +10,7 @@ use hyper::header::HeaderValue;
 
 use crate::output::{Failure, exit};
 
-/// Maximum size of a token in bytes, as in the supervisor.
+/// Maximum size of a token in bytes, the same as in the supervisor.
 const TOKEN_BYTES_MAX: usize = 4096;
 
 /// Maximum number of bytes to read from a token file, including whitespace around the token.
@@ -27,7 +27,7 @@ pub(crate) enum Target {
 /// Address of the admin API over TCP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// Name or address without brackets.
+    /// Host name or IP address, without brackets.
     pub(crate) name: String,
     pub(crate) port: u16,
     /// Host and port as in the URL.
@@ -80,7 +80,7 @@ impl Host {
             Failure::new(exit::USAGE, format!("failed to read the token file {}: {problem}", file.display()))
         };
         let mut text = String::new();
-        // Bounded, because a file such as /dev/zero has no end.
+        // The number of bytes to read is limited, because a file such as /dev/zero has no end.
         let read = File::open(file).and_then(|file| file.take(FILE_BYTES_MAX).read_to_string(&mut text));
         read.map_err(|error| fail(&error))?;
         let token = text.trim();

@@ -1,4 +1,4 @@
-//! Points in time on the command line.
+//! Parses points in time given on the command line.
 
 use std::time::{Duration, SystemTime};
 

@@ -1,4 +1,4 @@
-//! The agent of one host. It pulls jobs for the bulkheads of the local supervisor and records their outcomes. All
+//! The agent for one host. It pulls jobs for the bulkheads of the local supervisor and records their outcomes. All
 //! decisions about jobs are made in [`decide`](crate::decide).
 
 mod clock;

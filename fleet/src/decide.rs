@@ -46,7 +46,7 @@ pub struct Rules {
     pub ack_wait: Duration,
     /// Time without a heartbeat after which a host is considered lost.
     pub host_lost_after: Duration,
-    /// Maximum number of attempts of an idempotent job.
+    /// Maximum number of attempts to run an idempotent job.
     pub attempts_max: u32,
     /// Maximum size of a result, in bytes. The server rejects larger messages.
     pub result_bytes_max: usize,
@@ -61,11 +61,11 @@ pub struct Rules {
 pub struct Faults {
     /// Acknowledges the message before the outcome is recorded.
     pub acknowledges_before_record: bool,
-    /// Claims a job without an expected sequence number.
+    /// Claims a job without specifying the expected sequence number of its record.
     pub claims_without_expectation: bool,
     /// Takes over another agent's claim at the first redelivery.
     pub takes_over_at_first_redelivery: bool,
-    /// Treats a pending write as won by another agent.
+    /// Treats a pending write as if another agent had written the record.
     pub mistakes_pending_write_for_refusal: bool,
 }
 

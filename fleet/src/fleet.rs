@@ -21,7 +21,7 @@ use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
-/// Maximum time to keep retrying an unacknowledged submission. Leader elections take up to ten seconds.
+/// Maximum time for which an unacknowledged submission is retried. Leader elections take up to ten seconds.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum delay between reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
@@ -50,8 +50,8 @@ pub enum FleetError {
         /// Time spent waiting.
         waited: Duration,
     },
-    /// The servers did not respond or did not acknowledge the submission. The job may run. Submitting it again with the
-    /// same ID is safe.
+    /// The servers did not respond or did not acknowledge the submission. The job may still run. Submitting it again
+    /// with the same ID is safe.
     Unreachable {
         /// ID of the job.
         id: String,
@@ -61,7 +61,7 @@ pub enum FleetError {
 }
 
 impl FleetError {
-    /// Returns whether the handler began.
+    /// Returns whether the job's handler began.
     pub fn executed(&self) -> Executed {
         match self {
             Self::Job(error) => error.executed(),

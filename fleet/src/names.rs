@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 pub const JOBS: &str = "BH_JOBS";
 /// Stream of records, one per job.
 pub const LEDGER: &str = "BH_LEDGER";
-/// Stream of jobs that did not end `ok`.
+/// Stream of jobs whose outcome is not `ok`.
 pub const DEAD: &str = "BH_DEAD";
 /// Key-value bucket with the presence of each agent.
 pub const AGENTS: &str = "bh_agents";

@@ -89,7 +89,7 @@ pub struct StreamStatus {
     pub leader: Option<String>,
 }
 
-/// A job that did not end `ok`.
+/// A job whose outcome is not `ok`.
 #[derive(Clone, Debug)]
 pub struct DeadLetter {
     /// Options of the job.

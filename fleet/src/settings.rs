@@ -16,20 +16,20 @@ const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
-    /// The connection to the servers.
+    /// Settings for the connection to the servers.
     pub nats: Nats,
-    /// The agent on this host.
+    /// Settings of the agent on this host.
     #[serde(default)]
     pub agent: Agent,
-    /// The streams of the fleet. Must be the same on all hosts.
+    /// Settings of the fleet's streams. They must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
-    /// The bulkheads of the fleet, by name. An agent serves the bulkheads that its supervisor also has.
+    /// Settings of the fleet's bulkheads, by name. An agent serves the bulkheads that its supervisor also has.
     #[serde(default)]
     pub bulkhead: BTreeMap<String, Bulkhead>,
 }
 
-/// The connection to the servers.
+/// Settings for the connection to the servers.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nats {
@@ -48,7 +48,7 @@ pub struct Nats {
     pub ping: Duration,
 }
 
-/// The agent on one host.
+/// Settings of the agent on one host.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Agent {
@@ -58,14 +58,14 @@ pub struct Agent {
     pub socket: Option<PathBuf>,
     /// Admin socket of the supervisor. Default: `admin.sock` in the folder of the jobs socket.
     pub admin: Option<PathBuf>,
-    /// Address for metrics and health. Default: off.
+    /// Address at which metrics and health checks are served. Default: off.
     pub http: Option<std::net::SocketAddr>,
     /// Maximum time to wait for jobs in progress when the agent stops.
     #[serde(deserialize_with = "duration")]
     pub drain_timeout: Duration,
 }
 
-/// The streams of the fleet.
+/// Settings of the fleet's streams.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Streams {
@@ -93,15 +93,15 @@ pub struct Streams {
     pub tenant_backlog: u32,
 }
 
-/// A bulkhead in the fleet.
+/// Settings of a bulkhead in the fleet.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Bulkhead {
-    /// Fraction of the supervisor's permits that the fleet's jobs may use, above 0 and at most 1.
+    /// Fraction of the supervisor's permits that the fleet's jobs can use, above 0 and at most 1.
     pub share: f64,
     /// Number of consumers, which take turns: 1, 2, 4, 8 or 16.
     pub lanes: u8,
-    /// Maximum number of attempts of an idempotent job.
+    /// Maximum number of attempts to run an idempotent job.
     pub attempts: u32,
     /// Maximum deadline of a job, which is also the default deadline.
     #[serde(deserialize_with = "duration")]
@@ -238,7 +238,7 @@ impl Settings {
 }
 
 impl Nats {
-    /// Creates a connection without credentials.
+    /// Creates settings for a connection without credentials.
     pub fn new(servers: Vec<String>) -> Self {
         Self { servers, credentials: None, nkey: None, ca: None, tenant: None, ping: ping() }
     }

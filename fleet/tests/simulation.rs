@@ -13,7 +13,7 @@ use bulkhead_fleet::decide::Faults;
 use support::world::{Coverage, World};
 
 const HISTORIES: u64 = 400;
-/// Maximum time to find an injected fault.
+/// Maximum time for finding an injected fault.
 const FAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]

@@ -15,7 +15,7 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter, in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Time after a missed sample at which the supervisor is shown as not responding.
+/// Time from a missed sample until the supervisor is shown as not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// Action to take after a key press.
@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// The page of a single bulkhead. `scroll` is the number of workers scrolled past.
+    /// The page of a single bulkhead. `scroll` is the number of workers above the displayed ones.
     Bulkhead {
         name: String,
         scroll: usize,

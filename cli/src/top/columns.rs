@@ -9,7 +9,7 @@ pub(super) const BAR_COLUMNS: usize = 6;
 /// Minimum width for names, in screen columns. Longer names get more space only if there is some left over.
 const NAME_COLUMNS_MIN: usize = 14;
 
-/// A column of the table, in display order.
+/// A column of the table. The variants are in display order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Column {
     Name,

@@ -59,7 +59,7 @@ pub(super) struct Bulkhead {
     /// Median run time.
     pub(super) p50: String,
     pub(super) p99: String,
-    /// Further facts, one per line, for the bulkhead's page.
+    /// Additional information for the bulkhead's page, one fact per line.
     pub(super) facts: Vec<String>,
     pub(super) tenants: Vec<Tenant>,
     pub(super) workers: Vec<Worker>,

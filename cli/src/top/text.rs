@@ -5,7 +5,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::output::escape;
 
-/// Maximum number of characters of a text to display.
+/// Maximum number of characters of a string to display.
 const TEXT_CHARS_MAX: usize = 2000;
 
 /// Maximum number of characters in one grapheme cluster.
@@ -28,12 +28,12 @@ fn stable_width_part(cluster: &str) -> Option<&str> {
     (shown.width() > 0).then_some(shown)
 }
 
-/// Returns the width of a clean text in screen columns.
+/// Returns the width of cleaned text in screen columns.
 pub(super) fn width(text: &str) -> usize {
     text.graphemes(true).map(UnicodeWidthStr::width).sum()
 }
 
-/// Pads or truncates a clean text to exactly `columns` columns. Truncated text ends with `…`.
+/// Pads or truncates cleaned text to exactly `columns` columns. Truncated text ends with `…`.
 pub(super) fn fit(text: &str, columns: usize) -> String {
     let mut fitted = cut(text, columns);
     fitted.extend(std::iter::repeat_n(' ', columns.saturating_sub(width(&fitted))));

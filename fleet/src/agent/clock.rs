@@ -1,5 +1,5 @@
-//! Estimates the NATS server's clock. Deadlines count from the time when the server stored the job, so the agent
-//! corrects the local clock by the measured offset.
+//! Estimates the time on the NATS server's clock. Deadlines count from the time when the server stored the job, so the
+//! agent corrects the local clock by the measured offset.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -45,7 +45,7 @@ impl Clock {
     }
 }
 
-/// Returns the current time of the local clock.
+/// Returns the current time according to the local clock.
 pub(crate) fn own_time() -> Timestamp {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

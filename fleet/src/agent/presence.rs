@@ -38,8 +38,8 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
     }
 }
 
-/// Renews the presence. Returns the local time before the request, the server's time, and the local time after the
-/// request.
+/// Renews this agent's presence. Returns the local time before the request, the server's time, and the local time after
+/// the request.
 async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Timestamp)> {
     let before = own_time();
     let body = document(shared).to_string().into();

@@ -1,4 +1,4 @@
-//! Performs the actions of a [`Handling`].
+//! Performs the actions that a [`Handling`] requests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,7 +45,7 @@ struct Run {
     content: Message,
 }
 
-/// Processes a message until its handling is complete.
+/// Processes a message until it has been completely handled.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
@@ -142,8 +142,8 @@ impl Run {
         attempt_end(job.send().await)
     }
 
-    /// Publishes the notice and, if the job needs a dead letter, stores it. Returns false if the dead letter was not
-    /// stored.
+    /// Publishes the notice that the job has an outcome and, if the job needs a dead letter, stores one. Returns false
+    /// if the dead letter was not stored.
     async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
         let JobOptions { tenant, id, bulkhead, .. } = &self.options;
         if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {

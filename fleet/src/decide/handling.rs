@@ -17,7 +17,8 @@ const REPEAT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A write to the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Write {
-    /// Expected sequence number of the current record; 0 if there must be none. `None` only with an injected fault.
+    /// Expected sequence number of the current record; 0 if there must be none. `None` is used only with an injected
+    /// fault.
     pub expects: Option<u64>,
     /// The record to write.
     pub record: Record,
@@ -44,22 +45,22 @@ pub enum Action {
     Acknowledge,
 }
 
-/// The next step of the agent.
+/// The next step that the agent must take.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "a job has about seven steps, each moved once")]
 pub enum Step {
     /// Perform the action after the delay.
     Do(Action, Duration),
-    /// The handling is complete.
+    /// The message has been completely handled.
     Done(Conclusion),
 }
 
-/// The result of a handling.
+/// The result of handling a message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Conclusion {
-    /// The job has been decided and the message has been acknowledged.
+    /// The outcome of the job has been recorded, and the message has been acknowledged.
     Decided,
-    /// The job had already been decided.
+    /// The outcome of the job had already been recorded.
     Repeated,
     /// The job was returned. The server redelivers the message after the delay.
     Returned {
@@ -113,13 +114,13 @@ enum Purpose {
 #[derive(Clone, Debug, PartialEq)]
 enum State {
     Reading,
-    /// Repeating the write until it is known whether the record was stored or refused.
+    /// The write is being repeated until it is known whether the record was stored or refused.
     Writing {
         write: Write,
         purpose: Purpose,
         is_own: bool,
     },
-    /// Repeating the read until the record is at least as new as the conflict.
+    /// The read is being repeated until the record is at least as new as the conflict.
     Confirming {
         write: Write,
         purpose: Purpose,
@@ -161,8 +162,8 @@ pub struct Handling {
 }
 
 impl Handling {
-    /// Creates the handling of a message and returns its first step. `nonce` must be unique among all handlings of all
-    /// agents. `jitter` is a random number from 0 to 1.
+    /// Begins handling a message, and returns the first step. `nonce` must differ each time that any agent handles a
+    /// message. `jitter` is a random number from 0 to 1.
     pub fn begin(
         message: Message,
         terms: Terms,

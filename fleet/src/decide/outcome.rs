@@ -23,7 +23,7 @@ pub enum AttemptEnd {
     },
 }
 
-/// Claim of an attempt that has ended.
+/// The claim under which the job was attempted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
     /// Number of counted attempts, including this one.

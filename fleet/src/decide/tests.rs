@@ -133,7 +133,7 @@ fn decided_job_is_announced_again_but_not_run() {
     }
 }
 
-/// Returns the consequence of an outcome of the first attempt.
+/// Returns the consequence of an attempt that ended with this outcome.
 fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
     let claim = Claim { attempts, previous: None };
     let end = AttemptEnd::Reported(ending(outcome));
@@ -245,7 +245,7 @@ fn later_rejection_keeps_outcome_from_earlier_run() {
     assert!(matches!(&returned, Consequence::Return { attempts: 1, previous, .. } if *previous == crashed()));
 }
 
-/// Returns a handling whose job was submitted under a claim with sequence number 1.
+/// Returns the handling of a job that was submitted under a claim with sequence number 1.
 fn submitted() -> Handling {
     let (mut handling, step) =
         Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);

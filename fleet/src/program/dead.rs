@@ -1,4 +1,4 @@
-//! Implements `dead`, which manages jobs that did not end `ok`.
+//! Implements `dead`, which manages jobs whose outcome is not `ok`.
 
 use bulkhead_api::JobOutcome;
 use bulkhead_api::text::escape;

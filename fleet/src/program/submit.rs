@@ -16,7 +16,7 @@ use serde_json::json;
 use super::args::{ResultOf, Submit};
 use super::output::{self, Failure, exit};
 
-/// Runs `submit`. Returns the exit code of the first job that did not end `ok`, or 0 if all jobs did.
+/// Runs `submit`. Returns the exit code of the first job whose outcome is not `ok`, or 0 if all outcomes are `ok`.
 pub(crate) async fn run(settings: &Settings, submit: &Submit, is_json: bool) -> Result<u8, Failure> {
     let (payload, fleet) = match prepare(settings, submit).await {
         Ok(prepared) => prepared,
@@ -70,7 +70,7 @@ struct Run<'a> {
     is_json: bool,
     /// Index of the next job.
     next: Cell<u64>,
-    /// Index and exit code of the first job that did not end `ok`.
+    /// Index and exit code of the first job whose outcome is not `ok`.
     first_failure: Cell<Option<(u64, u8)>>,
 }
 

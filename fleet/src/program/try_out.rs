@@ -68,7 +68,7 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Processes of the demonstration, killed on drop.
+/// Processes of the demonstration. They are killed when this value is dropped.
 struct Demo {
     folder: PathBuf,
     settings: Settings,

@@ -35,7 +35,7 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
     Ok(connect_with_refusals(nats, name, waits).await?.0)
 }
 
-/// Connects like [`connect`]. The second result receives the errors that the server reports.
+/// Connects like [`connect`]. The second return value receives the errors that the server reports.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,

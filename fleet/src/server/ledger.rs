@@ -1,4 +1,4 @@
-//! Reads and writes of ledger records.
+//! Reads and writes ledger records.
 
 use async_nats::Client;
 

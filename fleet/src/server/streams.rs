@@ -10,10 +10,10 @@ use super::messages::{ApiError, api};
 use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, consumer, consumer_filters};
 use crate::settings::{Bulkhead, Settings};
 
-/// Minimum version of a single server.
+/// Minimum server version for streams without replicas.
 const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
-/// Minimum version of servers with replicas. Earlier versions can check expected sequence numbers incorrectly, or lose
-/// them during an election.
+/// Minimum server version for streams with replicas. Earlier versions can check expected sequence numbers incorrectly,
+/// or lose them during an election.
 const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
 /// Error code for a stream that does not exist.
 const STREAM_NOT_FOUND: u64 = 10059;
@@ -83,7 +83,7 @@ fn stream(name: &str, subjects: &[String], settings: &Settings, more: Value) -> 
         "max_msgs": -1,
         "max_msg_size": -1,
         "allow_rollup_hdrs": false,
-        // Short, because the fleet does not use `Nats-Msg-Id`.
+        // The window is short, because the fleet does not use `Nats-Msg-Id`.
         "duplicate_window": 100_000_000,
     });
     merge(&mut config, more);
@@ -138,7 +138,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
         "ack_policy": "explicit",
         "ack_wait": nanos(settings.streams.ack_wait()),
         "max_deliver": -1,
-        // Unlimited, because messages that wait for a delayed redelivery count towards this limit.
+        // The number is unlimited, because messages that wait for a delayed redelivery count towards this limit.
         "max_ack_pending": -1,
         "max_waiting": PULLS_MAX,
     });

@@ -29,7 +29,7 @@ impl Random {
         low + self.below(high - low)
     }
 
-    /// Returns true with a probability of `percent`.
+    /// Returns true with a probability of `percent` %.
     pub(crate) fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }

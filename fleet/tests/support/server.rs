@@ -69,8 +69,8 @@ impl Server {
         self.next_message += 1;
     }
 
-    /// Delivers one of the available messages. It is not always the oldest, because there are several replicas and
-    /// lanes.
+    /// Delivers one of the available messages. The message is not always the oldest, because there are several replicas
+    /// and lanes.
     pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
         let ready: Vec<u64> = self
             .queue
@@ -119,7 +119,7 @@ impl Server {
         }
     }
 
-    /// Undoes the latest deliveries of some messages, as can happen in a leader change.
+    /// Undoes the latest deliveries of some messages, as can happen during a leader change.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {

@@ -1,4 +1,4 @@
-//! The simulated fleet: agents, supervisors, submitters and the network. All invariants are checked.
+//! The simulated fleet: agents, supervisors, submitters and the network. Checks all invariants.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -29,8 +29,7 @@ const RUN_MAX: Ms = 6000;
 const DEADLINE_MAX: Ms = 400_000;
 /// Maximum time from the last fault to the last decision: the guaranteed limit, plus three attempts with their delays.
 const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
-/// Maximum time until all messages are acknowledged. A duplicate can wait for `host_lost_after` several
-/// times.
+/// Maximum time until all messages are acknowledged. A duplicate can be delayed by `host_lost_after` several times.
 const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
 /// Maximum difference between an agent's corrected clock and the server's clock.
 const CLOCK_ERROR: Ms = 300;
@@ -120,7 +119,7 @@ pub(crate) struct Holder {
 pub(crate) struct Held {
     pub(crate) job: usize,
     handling: Handling,
-    /// Number of the supervisor's run, if the job is running.
+    /// Number of the job's run in the supervisor, if the job is running.
     pub(crate) run: Option<u64>,
 }
 

@@ -86,7 +86,7 @@ pub struct Observations {
     pub jobs: u64,
     /// Time in milliseconds during which the bulkhead had any jobs. If tenants are isolated, the sum over all tenants.
     pub busy_ms: u64,
-    /// Number of jobs in flight since the last change of the limits.
+    /// Number of jobs in flight since the last change to the limits.
     pub concurrency: Marks<u64>,
     /// Number of jobs in flight or queued.
     pub demand: Marks<u64>,

@@ -23,9 +23,9 @@ pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 /// Maximum number of jobs in one report.
 pub const JOBS_MAX: usize = 32;
 
-/// The ID of a crash report. It consists of the time of the crash in milliseconds and a number that the
-/// supervisor increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file
-/// name, and sorting the texts sorts the reports by time.
+/// The ID of a crash report. It consists of the time of the crash in milliseconds and a number that the supervisor
+/// increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file name. Sorting these
+/// names sorts the reports by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CrashId {
     at_ms: u64,
@@ -132,13 +132,13 @@ pub struct Cause {
     /// Kind of crash.
     #[serde(rename = "cause")]
     pub kind: Word<CauseKind>,
-    /// Exit status, for [`CauseKind::Exit`].
+    /// Exit status if the kind is [`CauseKind::Exit`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// Name of the signal, for [`CauseKind::Signal`].
+    /// Name of the signal if the kind is [`CauseKind::Signal`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// The forbidden system call, for [`CauseKind::Violation`], if known.
+    /// The forbidden system call, if it is known and the kind is [`CauseKind::Violation`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
     /// Human-readable description that completes a sentence about the process, such as `killed by SIGSEGV`.
@@ -209,12 +209,12 @@ pub struct CrashReport {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Process ID of the worker as seen by the supervisor, even if a program died.
+    /// Process ID of the worker, as seen by the supervisor. Always that of the worker, even if a program died.
     pub pid: u32,
     pub slot: u32,
     pub generation: u32,
     pub uptime_ms: u64,
-    /// Number of jobs that the worker had completed.
+    /// Number of jobs that the worker had completed before the crash.
     pub served: u64,
     /// Resource usage of the worker. Absent for a program, and for a worker that died after its keeper.
     #[serde(default)]
@@ -257,8 +257,8 @@ pub struct CrashJob {
     pub attempts: u32,
     /// Time in milliseconds between the dispatch of the job to this worker and the crash.
     pub ran_ms: u64,
-    /// True if the client already had the outcome of this job, because its deadline had passed or the client
-    /// had cancelled it. The supervisor then knows nothing else about the job.
+    /// True if the client already had the outcome of this job, because its deadline had passed or the client had
+    /// cancelled it. In that case, the supervisor knows nothing else about the job.
     pub is_answered: bool,
     /// True if the worker died before it read the job, so that the job had no effect.
     pub is_unread: bool,
@@ -267,11 +267,11 @@ pub struct CrashJob {
     #[serde(default, with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// BLAKE3 hash of the payload. Present if `payload` is.
+    /// BLAKE3 hash of the payload. Present if `payload` is present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Hash of operation and payload, as in the `job_quarantined` event. Present only if the bulkhead has a `poison`
-    /// table.
+    /// Hash of the operation and the payload, as in the `job_quarantined` event. Present only if the bulkhead has a
+    /// `poison` table.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }

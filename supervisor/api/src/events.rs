@@ -68,16 +68,16 @@ macro_rules! events {
                 $(#[serde(default)] $field: $type,)*
                 $($(#[serde(default)] $more: Option<$more_type>,)*)?
             },)*
-            /// A kind that this version does not know.
+            /// An event kind that this version does not know.
             #[serde(other)]
             Unknown,
         }
 
         impl EventKind {
-            /// The names of all kinds.
+            /// The names of all event kinds.
             pub const KINDS: &[&str] = &[$($kind),*];
 
-            /// Rows of the table in the documentation: name, fields and sentence of each kind.
+            /// Rows of the table in the documentation: name, fields and description of each event kind.
             #[cfg(test)]
             const ROWS: &[(&str, &[&str], &str)] = &[$((
                 $kind,
@@ -85,7 +85,7 @@ macro_rules! events {
                 concat!($($sentence),+),
             )),*];
 
-            /// Returns the name of the kind.
+            /// Returns the name of the event kind.
             pub const fn name(&self) -> &'static str {
                 match self {
                     $(Self::$variant { .. } => $kind,)*
@@ -283,7 +283,7 @@ mod tests {
         table
     }
 
-    /// `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` writes the table.
+    /// To update the table, run `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events`.
     #[test]
     fn documentation_lists_all_event_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();

@@ -36,9 +36,9 @@ pub struct Job {
     pub left_ms: f64,
     /// Priority of the job.
     pub priority: Word<Priority>,
-    /// Tenant of the job, or empty.
+    /// Tenant of the job. Empty if the job has no tenant.
     pub tenant: String,
-    /// Operation of the job, or empty.
+    /// Operation of the job. Empty if the job has no operation.
     pub operation: String,
     /// The client: `pid:` and a process ID, `uid:` and a user ID, `http`, `token`, or `application` for the
     /// application that embeds the supervisor.

@@ -40,5 +40,5 @@ pub use snapshot::{
 };
 pub use word::{Service, Word};
 
-/// Text in a document. The supervisor mostly borrows static text; a reader of documents owns the text.
+/// Text in a document. The supervisor mostly borrows static text. A program that reads documents owns the text.
 pub type Text = std::borrow::Cow<'static, str>;

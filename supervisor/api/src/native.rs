@@ -20,8 +20,7 @@ const REGISTERS_MAX: usize = 64;
 /// Maximum size of each text field, in bytes.
 const TEXT_BYTES_MAX: usize = 512;
 
-/// Maximum size of the JSON text of a [`NativeCrash`], in bytes. Chosen to exceed any document that a symbolizer
-/// produces.
+/// Maximum size of the JSON text of a [`NativeCrash`], in bytes. Any document that a symbolizer produces is smaller.
 pub const NATIVE_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Backtraces of a process that was killed by a signal or exceeded a time limit, or the reason why there are none. All

@@ -13,7 +13,7 @@ use crate::Word;
 pub struct Reloaded {
     /// True if the request was a dry run, so that no change was applied.
     pub dry_run: bool,
-    /// Changes between the active configuration and the file.
+    /// Differences between the active configuration and the file.
     #[serde(flatten)]
     pub changes: Changes,
 }
@@ -25,7 +25,7 @@ pub struct Changes {
     /// Changed bulkheads. Removed bulkheads come first, followed by the others in the order in which the file lists
     /// them.
     pub bulkheads: Vec<BulkheadChange>,
-    /// `[supervisor]` keys with new values.
+    /// Keys of `[supervisor]` that have new values.
     pub supervisor: Vec<String>,
     /// True if the rules in `[[access]]` changed.
     pub access: bool,
@@ -33,7 +33,7 @@ pub struct Changes {
     pub ignored: Vec<String>,
 }
 
-/// Changes of one bulkhead.
+/// Changes to one bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct BulkheadChange {
@@ -41,7 +41,7 @@ pub struct BulkheadChange {
     pub bulkhead: String,
     /// Kind of change.
     pub change: Word<ChangeKind>,
-    /// Bulkhead keys with new values.
+    /// Keys of the bulkhead that have new values.
     pub keys: Vec<String>,
     /// True if the reload replaces the workers, one at a time.
     pub replaces_workers: bool,

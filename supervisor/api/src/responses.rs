@@ -35,8 +35,8 @@ pub struct ShortState {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct UpgradeStep {
-    /// The step that was reached: `started`, `ready`, `switched` and `finished`. `failed` if the old program continues to serve,
-    /// `stopped` if the supervisor stops.
+    /// The step that was reached: `started`, `ready`, `switched` or `finished`. The value is `failed` if the old
+    /// program continues to serve, and `stopped` if the supervisor stops.
     pub step: Text,
     /// Process ID of the new program.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -77,8 +77,8 @@ pub struct LogLine {
     pub at: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Number of lines dropped because there were too many or the reader was too slow. An object with this field
-    /// contains no line.
+    /// Number of lines that were dropped because there were too many or the reader was too slow. An object with this
+    /// field contains no line.
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,

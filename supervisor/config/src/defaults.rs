@@ -41,7 +41,7 @@ pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
-/// Environment variable in which systemd passes the folder with a unit's credentials.
+/// Environment variable in which systemd passes the path of the folder with a unit's credentials.
 pub const CREDENTIALS_VARIABLE: &str = "CREDENTIALS_DIRECTORY";
 /// Environment variable with the path of the configuration file, used if the command line does not specify a path.
 pub const CONFIG_VARIABLE: &str = "BULKHEAD_CONFIG";
@@ -51,7 +51,7 @@ pub const CONFIG_OF_ROOT: &str = "/etc/bulkhead/workers.toml";
 pub const CONFIG_OF_USER: &str = "bulkhead/workers.toml";
 /// Name of the folder, next to the configuration file, for files with additional bulkheads and access rules.
 pub const FRAGMENTS_FOLDER: &str = "conf.d";
-/// Maximum number of configuration files in that folder.
+/// Maximum number of configuration files in the `conf.d` folder.
 pub const FRAGMENTS_MAX: usize = 256;
 /// Maximum size of a configuration file, in bytes.
 pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
@@ -69,7 +69,7 @@ pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as
 pub const QUEUE_CEILING: u64 = 1_000_000;
 /// Maximum number of permits in a bulkhead, which is `processes` × `max_in_flight`.
 pub const PERMITS_CEILING: u64 = 1_000_000;
-/// Maximum rate of a rate limit in jobs per second. Also the maximum burst size in jobs.
+/// Maximum value of a rate limit, in jobs per second. Also the maximum burst size in jobs.
 pub const RATE_CEILING: u64 = 1_000_000_000;
 /// Minimum value of the `breaker.window` key. Shorter windows would mostly measure timing noise.
 pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
@@ -98,7 +98,7 @@ pub const CRASH_KEEP_CEILING: u64 = 10_000;
 /// Maximum number of tenants with a separate label in the metrics. Each label adds several lines per bulkhead
 /// to the metrics page.
 pub const TENANT_LABELS_CEILING: u64 = 1000;
-/// Maximum ID of a user or group. The kernel uses `u32::MAX` for "no ID".
+/// Maximum user or group ID. The kernel uses `u32::MAX` for "no ID".
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
 /// Maximum number of IDs in `worker_uids`.
 pub const WORKER_UIDS_MAX: u64 = 1_000_000;

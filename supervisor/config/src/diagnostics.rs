@@ -17,7 +17,7 @@ const SHOWN_MAX: usize = 100;
 /// Maximum number of characters that a message quotes from a file.
 const QUOTED_CHARS_MAX: usize = 80;
 
-/// All problems in a configuration, by file and line.
+/// All problems in a configuration, sorted by file and line.
 ///
 /// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
@@ -64,7 +64,7 @@ impl ConfigErrors {
         &self.sources.main().path
     }
 
-    /// Returns all problems, by file and line. There is at least one.
+    /// Returns all problems, sorted by file and line. There is at least one.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
@@ -128,7 +128,7 @@ impl std::error::Error for ConfigErrors {}
 
 bulkhead_shared::debug_by_display!(ConfigErrors);
 
-/// Returns the range of the line around `offset`, without the line ending.
+/// Returns the range of the line that contains `offset`, without the line ending.
 fn line_range(text: &str, offset: usize) -> Range<usize> {
     let start = text[..offset].rfind('\n').map_or(0, |newline| newline + 1);
     let end = text[offset..].find('\n').map_or(text.len(), |newline| offset + newline);
@@ -148,7 +148,7 @@ impl Problems {
         self.found.push((span, message.into(), help.into()));
     }
 
-    /// Adds the problems in a file that starts at the position `start`.
+    /// Adds the problems found in a file whose text starts at the position `start`.
     pub(super) fn append(&mut self, of_file: Self, start: usize) {
         let moved = |(span, message, help): (Range<usize>, String, String)| {
             (span.start + start..span.end + start, message, help)
@@ -199,7 +199,7 @@ fn char_start(source: &Source, position: usize) -> usize {
     source.start + start
 }
 
-/// Returns a position as text: the path of the file, the line and the column.
+/// Formats a position as the path of the file, the line and the column.
 pub(super) fn place(sources: &Sources, position: usize) -> String {
     let source = sources.at(position);
     let Position { line, column } = Cursor::new(source).advance_to(char_start(source, position));

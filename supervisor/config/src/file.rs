@@ -1,5 +1,6 @@
-//! The contents of a configuration file, key by key, with positions. Each value is within the range of its key. Rules
-//! that span several keys, and files on disk, are checked later. `[defaults]` and bulkheads have the same keys.
+//! The contents of a configuration file, key by key, with positions. Each value is within the range allowed for its
+//! key. Rules that span several keys, and files on disk, are checked later. `[defaults]` and bulkheads have the same
+//! keys.
 
 use std::ops::{Deref, Range};
 

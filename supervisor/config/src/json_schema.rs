@@ -10,7 +10,7 @@ use super::key::{self, DefaultValue, Key, Kind};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::{defaults, file, schema, units};
 
-/// Name of the definition for `[defaults]`.
+/// Name of the definition that describes the `[defaults]` table.
 const DEFAULTS: &str = "defaults";
 
 /// Returns the JSON schema of a configuration file (draft 7, which TOML editors support).
@@ -147,7 +147,7 @@ fn array(items: Value, min: usize, max: usize) -> Value {
     array
 }
 
-/// Returns the schema of a size, which is written as a number or as text with a unit.
+/// Returns the schema of a size, which is written as a number or as a string with a unit.
 fn size(min: u64, max: u64, others: &[&str]) -> Value {
     number_or_text(min, max, &units::size_pattern(), others)
 }

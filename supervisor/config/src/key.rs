@@ -64,7 +64,7 @@ pub enum Kind {
         /// True if 1 is allowed. Otherwise the value must be below 1.
         all: bool,
     },
-    /// A number above 0 and up to the given maximum, which can have a fraction.
+    /// A number above 0 and up to the given maximum. The number can have a fraction.
     Number(u64),
     /// `true` or `false`.
     Boolean,
@@ -74,7 +74,7 @@ pub enum Kind {
     Mode,
     /// A path. Relative paths are resolved against the folder of the configuration file.
     Path,
-    /// Any other text.
+    /// Any other string.
     Text,
     /// A word from a list.
     Word(&'static [&'static str]),
@@ -89,7 +89,7 @@ pub enum Kind {
     Paths(usize),
     /// A range of user IDs such as `"200000-200999"`.
     Ids,
-    /// A table of environment variables, or of files with their values.
+    /// A table of environment variables, or of files that contain their values.
     Environment,
     /// An array of exit statuses.
     Statuses,
@@ -157,7 +157,7 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
 /// Main keys of some tables. If a file contains a value in place of the table, the author most likely meant this key:
-/// `sandbox = "strict"` means `sandbox.profile`. The boolean is true if the key takes text.
+/// `sandbox = "strict"` means `sandbox.profile`. The boolean is true if the key's value is a string.
 pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
     ("rate_limit", "per_second", false),
@@ -166,7 +166,7 @@ pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("start", "mode", true),
 ];
 
-/// Returns the key `name` of `table` if `keys` contains it.
+/// Returns the key `name` of the table `table`, if `keys` contains it.
 pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }
@@ -187,7 +187,7 @@ impl Key {
         if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// Creates a key for a table. Only the keys in the table have descriptions.
+    /// Creates a key whose value is a table. The table itself has no description; only its keys do.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = DefaultValue::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }
@@ -220,7 +220,7 @@ impl DefaultValue {
     }
 }
 
-/// Serializes the value for programs, with sizes in bytes.
+/// Serializes the value in machine-readable form, with sizes in bytes.
 impl Serialize for DefaultValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {

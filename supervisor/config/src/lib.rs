@@ -167,7 +167,7 @@ struct ProcessEnv {
     root: bool,
     runtime_dir: Option<PathBuf>,
     search_path: Option<OsString>,
-    /// Folder with the credentials of a systemd unit (`CREDENTIALS_DIRECTORY`).
+    /// Folder that contains the credentials of a systemd unit (`CREDENTIALS_DIRECTORY`).
     credentials: Option<PathBuf>,
     /// True for an embedded supervisor, which has no sockets.
     is_embedded: bool,
@@ -203,7 +203,8 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     check(loading::from_text(path, text)?, Problems::default(), process_env)
 }
 
-/// Checks the files of a configuration. `problems` contains the problems already found while the files were being read.
+/// Checks the contents of all configuration files. `problems` contains the problems already found while the files were
+/// being read.
 fn check(sources: Sources, mut problems: Problems, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
     let documents = loading::parse(&sources, &mut problems);
     if !problems.is_empty() {

@@ -298,12 +298,13 @@ fn who_can_change(found: &Metadata) -> Option<String> {
         .then(|| format!("group {gid} can change the file (mode {mode:04o})"))
 }
 
-/// Text that is not UTF-8.
+/// Contents of a file that is not valid UTF-8.
 struct InvalidText {
     /// Offset of the first byte that is not UTF-8.
     at: usize,
     byte: u8,
-    /// The text with replacement characters. Unchanged before `at`, so that positions are correct.
+    /// The file's text, with invalid UTF-8 replaced. The text before `at` is unchanged, so that positions in it are
+    /// correct.
     lossy: String,
 }
 

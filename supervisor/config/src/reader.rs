@@ -14,8 +14,8 @@ use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
 use super::values::{self, LabelledKey, ValueError};
 
-/// Origin of a value, from the most general to the most specific table. Violations of rules are reported at the value
-/// with the most specific origin.
+/// Kind of table that a value comes from. The kinds are ordered from the most general to the most specific. Violations
+/// of rules are reported at the value with the most specific origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
     /// The value is in `[defaults]`.
@@ -77,7 +77,7 @@ pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 /// Strings of an array, with their positions: a program and its arguments, or names, words or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
-/// Environment variables of a program, or the files with their values, by variable name.
+/// Environment variables of a program, or the files that contain their values, by variable name.
 pub(super) type Environment = BTreeMap<String, Given<String>>;
 
 /// Reader for a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`, and `title`

@@ -465,7 +465,7 @@ impl<'c> Checker<'c> {
         if resolved.value > payload.value
             && let Some(position) = report_position(&resolved, payload)
         {
-            // Points at the bulkhead's value, even if the file also sets the supervisor's value.
+            // The error points at the bulkhead's value, even if the file also sets the supervisor's value.
             let position = field.given().map_or(position, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(

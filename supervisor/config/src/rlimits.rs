@@ -1,5 +1,5 @@
-//! Units and descriptions of the keys in the `rlimits` table. Each key is a setrlimit(2) resource. The keeper sets the
-//! limits.
+//! Units and descriptions of the keys in the `rlimits` table. Each key stands for a setrlimit(2) resource. The keeper
+//! sets the limits.
 
 use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};

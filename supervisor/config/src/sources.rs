@@ -1,6 +1,6 @@
-//! Texts of all files of a configuration: the main file and the files in `conf.d`.
+//! The contents of all files of a configuration: the main file and the files in `conf.d`.
 //!
-//! A position is an offset into the concatenated texts, so it also identifies the file. Modules that report problems
+//! A position is an offset into the concatenated contents, so it also identifies the file. Modules that report problems
 //! therefore do not have to know that there are several files.
 
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub(super) struct Source {
     pub(super) folder: PathBuf,
     /// Text without a byte order mark. `None` if the file cannot be read.
     pub(super) text: Option<String>,
-    /// Position of the first byte.
+    /// Position of the file's first byte.
     pub(super) start: usize,
 }
 

@@ -1,5 +1,5 @@
 //! Formats the effective configuration, including defaults, as TOML for `--check`. Parsing the result in the same
-//! folder produces an equal configuration.
+//! folder produces the same configuration.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -57,7 +57,7 @@ impl Config {
         let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
-        // An upper bound, because isolated tenants' workers are started on demand.
+        // The number is an upper bound, because isolated tenants' workers are started on demand.
         let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
         let up_to = if isolated { "up to " } else { "" };
         format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
@@ -186,7 +186,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // A comment, because `cwd` and `files` together would be rejected.
+                // Written as a comment, because `cwd` and `files` together would be rejected.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: each job's directory"),
                 _ => self.entry(entry),
             }
@@ -322,7 +322,7 @@ impl Write for Vec<(String, PathBuf)> {
     }
 }
 
-/// Tenant tables are not values. `Lines::tenant` writes each one as a separate table.
+/// Tenant tables are not written as values. `Lines::tenant` writes each one as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None

@@ -166,7 +166,7 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key. The key is absent if the whole table is.
+/// Reads a key. If the whole table is absent, so is the key.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
@@ -180,7 +180,7 @@ pub(crate) trait Section {
 /// A table key and its validated value.
 pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
-    /// `None` if the key is not set.
+    /// Formatted value of the key. `None` if the key is not set.
     pub(crate) value: Option<Written>,
     /// Description of the behaviour if the key is not set.
     pub(crate) without: &'static str,

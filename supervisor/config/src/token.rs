@@ -21,12 +21,12 @@ impl fmt::Debug for Token {
 }
 
 impl Token {
-    /// Creates a token from the secret text.
+    /// Creates a token from its secret.
     pub fn new(secret: &[u8]) -> Self {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only its owner can modify. An error consists of a description and a suggested
+    /// Reads the token from a file that only its owner can modify. The error consists of a description and a suggested
     /// correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serializer;
 
-/// Reason why text is not a valid duration or size.
+/// Reason why a string is not a valid duration or size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnitError {
     /// The number has no unit, but a unit is required.
@@ -47,7 +47,8 @@ fn overflow(text: &str) -> UnitError {
     }
 }
 
-/// Removes all fractions from a duration. Returns `None` if the text does not match [the pattern](duration_pattern).
+/// Removes all fractions from the text of a duration. Returns `None` if the text does not match [the
+/// pattern](duration_pattern).
 fn without_fractions(text: &str) -> Option<String> {
     let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();
     let digits = |text: &str| text.trim_start().starts_with(|c: char| c.is_ascii_digit());
@@ -70,11 +71,12 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// All units of durations in `humantime` except `M`, which is rejected as ambiguous.
+/// All duration units that `humantime` supports, except `M`, which is rejected as ambiguous.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// Returns a regular expression for the texts that `parse_duration` accepts, except that numbers are not limited.
+/// Returns a regular expression for the strings that `parse_duration` accepts. The expression does not limit the size
+/// of numbers.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
@@ -114,7 +116,8 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// Returns a regular expression for the texts that `parse_size` accepts, except that numbers are not limited.
+/// Returns a regular expression for the strings that `parse_size` accepts. The expression does not limit the size of
+/// numbers.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -139,7 +142,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration, such as `1m 30s`. `parse_duration` converts the text to the same duration.
+/// Formats a duration, such as `1m 30s`. `parse_duration` converts the result back to the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -161,7 +164,8 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Formats a size in the largest binary unit that needs no fraction. `parse_size` converts the text to the same size.
+/// Formats a size in the largest binary unit that needs no fraction. `parse_size` converts the result back to the same
+/// size.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {

@@ -46,7 +46,7 @@ impl Deref for LabelledKey {
     }
 }
 
-/// Returns the help `` write `key = value` ``.
+/// Returns help that shows how to write the key and a value, such as `` write `key = value` ``.
 fn write_help(key: &LabelledKey, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
@@ -80,8 +80,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string in place of an array of arguments. The supervisor does not use a shell, so it does not
-/// split strings.
+/// Returns the help for a string that is given in place of an array of arguments. The supervisor does not use a shell,
+/// so it does not split strings.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -448,8 +448,8 @@ pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> Val
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `intended` is the word in the spelling of the allowed words, used to find the
-/// most similar one.
+/// Returns the error for an unknown word. `intended` is the word in lower case, with hyphens or underscores as in the
+/// allowed words, and is used to find the most similar one.
 fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
     let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -496,7 +496,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
             format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // Lossless, because IDs are at most `ID_MAX`.
+    // The conversion is lossless, because IDs are at most `ID_MAX`.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 
@@ -565,7 +565,7 @@ fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> Value
     Ok(number)
 }
 
-/// Converts a duration to units, rounding up so that a limit below one unit does not become 0.
+/// Converts a duration to a whole number of units. Rounds up, so that a limit below one unit does not become 0.
 fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }

@@ -21,10 +21,10 @@ pub(crate) use observations::{ResourceUsage, observations};
 pub(crate) const SUFFICIENT_JOBS: u64 = 1000;
 pub(crate) const SUFFICIENT_TIME: Duration = Duration::from_secs(600);
 
-/// Minimum number of observed jobs for any advice.
+/// Minimum number of observed jobs before any advice is given.
 pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 
-/// Minimum length of an observation for a proposal to lower a value.
+/// Minimum observation time before a lower value is proposed.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
 /// Current settings of the bulkhead. If tenants are isolated, the numbers apply to each tenant.
@@ -41,7 +41,7 @@ pub(crate) struct Settings {
     /// Number of sets of workers that can exist at the same time. This is `tenants.max_active` if tenants are
     /// isolated, otherwise 1.
     pub(crate) worker_sets: u32,
-    /// Number of spares in each set of workers.
+    /// Number of spare workers in each set of workers.
     pub(crate) spares: u32,
     /// Value of the `cgroup.memory` key, in bytes.
     pub(crate) cgroup_memory: Option<u64>,

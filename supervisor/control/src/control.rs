@@ -35,7 +35,7 @@ mod watchdog;
 
 use admin_socket::CONNECTIONS_MAX;
 
-/// Returns the maximum number of descriptors for TCP clients.
+/// Returns the maximum number of descriptors that TCP clients use.
 pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
     // Each job needs a connection to the data plane, which has two ends.
     const ADMIN: usize = CONNECTIONS_MAX
@@ -85,7 +85,7 @@ use handover::{Handover, HandoverOptions};
 pub use reload::ActiveConfig;
 use reload::Reloads;
 
-/// Interval between memory checks of workers with `recycle.rss`.
+/// Interval between memory checks of workers for which `recycle.rss` is set.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Interval between checks for suppressed events that have not been reported.
@@ -97,8 +97,8 @@ const REAP_PAUSE: Duration = Duration::from_millis(10);
 /// Maximum time to wait for open streams and unfinished responses when the control plane shuts down.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Maximum number of times to yield to the runtime while waiting for the last output of an exited worker. The
-/// wait must end, because another process can hold the pipe open.
+/// Maximum number of times to yield to the runtime while waiting for the last output of an exited worker. The wait is
+/// limited, because another process can hold the pipe open.
 const TAIL_READ_YIELDS_MAX: u32 = 64;
 
 /// Maximum number of bytes of standard error in a `worker_exited` event. A crash report contains more.
@@ -130,7 +130,7 @@ pub struct Options {
     pub counters: Arc<SharedCounters>,
     /// The active configuration, with everything that a reload needs.
     pub active_config: ActiveConfig,
-    /// Handle for crash reports, and the thread that reads and writes them.
+    /// Handle to the crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
     /// Options for starting symbolizers.
     pub symbolizer: SymbolizerOptions,
@@ -146,7 +146,7 @@ pub struct Options {
     pub inherited: InheritedSockets,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
-    /// Options for upgrading this supervisor, and the state of a predecessor.
+    /// Options for upgrading this supervisor, and the state of the predecessor, if any.
     pub handover: HandoverOptions,
     /// Lock on the folder for crash reports.
     pub crashes_lock: Option<OwnedFd>,
@@ -185,9 +185,9 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Each unfinished HTTP request for a job holds a clone.
+    /// Each unfinished HTTP request for a job holds a clone of this value.
     job_requests: Arc<()>,
-    /// Permits that limit the number of concurrent jobs over the admin API.
+    /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,
     /// Permits that limit the number of connections to the data plane for `jobs_http` clients.
     token_jobs: Arc<Semaphore>,
@@ -512,15 +512,15 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
-    /// Adds the worker's last standard error output to a report. Reports about `exec` programs already contain the
-    /// output of the program.
+    /// Adds the end of the worker's standard error output to a report. Reports about `exec` programs already contain
+    /// the output of the program.
     async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.stderr_tail(report.pid).await;
         }
     }
 
-    /// Returns the last standard error output of an exited process.
+    /// Returns the end of an exited process's standard error output.
     async fn stderr_tail(&self, pid: u32) -> Option<String> {
         for _ in 0..TAIL_READ_YIELDS_MAX {
             if !self.output.has_open_stderr(pid) {
@@ -570,7 +570,7 @@ fn tcp_listeners(
         .collect()
 }
 
-/// Returns the last `bytes_max` bytes of a text, or slightly fewer so as not to split a character.
+/// Returns the last `bytes_max` bytes of `text`, or slightly fewer, so as not to split a character.
 fn tail_of(text: &str, bytes_max: usize) -> &str {
     let mut start = text.len().saturating_sub(bytes_max);
     while !text.is_char_boundary(start) {
@@ -589,7 +589,7 @@ fn add_usage(snapshot: &mut Snapshot) {
     }
 }
 
-/// Periodically emits events about suppressed events, until the control plane shuts down.
+/// Periodically emits events that report suppressed events, until the control plane shuts down.
 async fn report_suppressed(control: Arc<Control>) {
     control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.report_suppressed() }).await;
 }

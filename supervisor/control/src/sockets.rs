@@ -64,7 +64,7 @@ impl InheritedSockets {
         ]
     }
 
-    /// Returns the sockets with these names, which were passed on by the previous supervisor of an upgrade.
+    /// Returns the sockets with these names, which were passed on by the previous supervisor in an upgrade.
     pub fn from_names(names: &[String]) -> Self {
         let mut sockets = Self::default();
         for (name, is_inherited) in sockets.each() {
@@ -90,7 +90,7 @@ pub struct Sockets {
     pub admin: Mutex<BoundSocket>,
 }
 
-/// Error when a socket cannot be bound. The text continues a sentence that begins with "failed to".
+/// Error for a socket that cannot be bound. The text continues a sentence that begins with "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("listen on {}: {problem}", path.display())]
 pub struct BindError {
@@ -119,7 +119,7 @@ impl BoundSocket {
         })
     }
 
-    /// Uses the socket of the previous supervisor of an upgrade, which is still serving the socket.
+    /// Uses the socket of the previous supervisor in an upgrade, which is still serving the socket.
     ///
     /// `is_inherited` is true if the service manager has bound the socket.
     pub fn take_over(
@@ -134,8 +134,8 @@ impl BoundSocket {
         Self { path, mode, folder_mode, identity, listener, lock, is_owner: false, is_inherited }
     }
 
-    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only during this
-    /// time.
+    /// Sets whether this supervisor serves the socket. The file is checked, recreated and removed only while this
+    /// supervisor serves the socket.
     pub fn set_owner(&mut self, is_owner: bool) {
         self.is_owner = is_owner;
     }
@@ -150,8 +150,8 @@ impl BoundSocket {
         Ok(self.lock.try_clone()?.into())
     }
 
-    /// Uses a socket that the service manager bound at `path`. The service manager chose the mode of the file and keeps
-    /// the file.
+    /// Uses a socket that the service manager bound at `path`. The service manager is responsible for the file and its
+    /// mode.
     pub fn inherit(path: &Path, listener: UnixListener) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         let bound = listener.local_addr().map_err(|error| fail(error.to_string()))?;
@@ -274,8 +274,8 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-/// Makes a listener refuse descriptors. Accepted connections inherit this option. On kernels without the option, the
-/// data plane's `descriptors` module handles received descriptors.
+/// Makes a listener refuse descriptors sent by clients. Accepted connections inherit this option. On kernels without
+/// the option, the data plane's `descriptors` module handles received descriptors.
 fn set_refusal(listener: &UnixListener) -> Result<(), String> {
     match refuse_descriptors(listener) {
         Err(error) if error != Errno::NOPROTOOPT => {

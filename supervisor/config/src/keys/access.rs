@@ -69,7 +69,7 @@ pub enum Who {
     Uid(u32),
     /// Group ID.
     Gid(u32),
-    /// Token, which was read from this file.
+    /// Token that was read from this file.
     TokenFile(TokenFile),
 }
 
@@ -83,7 +83,7 @@ impl Who {
     }
 }
 
-/// A token and its file. Serializes to only the path.
+/// A token and its file. Serializes to the path only.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct TokenFile {

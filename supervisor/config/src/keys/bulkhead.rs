@@ -165,7 +165,7 @@ pub struct BulkheadConfig {
     pub fallback: Vec<String>,
     /// Share of the permits that is reserved for critical jobs. `None` means that no permits are reserved.
     pub priority: Option<admission::PriorityConfig>,
-    /// Queue levels at which the supervisor warns and rejects jobs before the queue is full. Ignored if
+    /// Queue levels at which the supervisor emits a warning or rejects jobs before the queue is full. Ignored if
     /// `max_queue` is 0.
     #[serde(serialize_with = "as_table")]
     pub pressure: Pressure,
@@ -200,7 +200,7 @@ pub struct BulkheadConfig {
     /// Heartbeat settings for detecting unresponsive workers.
     #[serde(serialize_with = "as_table")]
     pub health: Health,
-    /// Limits after which a worker is replaced although it still works.
+    /// Limits at which a worker is replaced even though it still works.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
     /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). The hard and soft

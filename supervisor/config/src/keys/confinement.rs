@@ -105,7 +105,7 @@ vocabulary! {
 /// Network access of workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Network {
-    /// No sockets except socket pairs.
+    /// Workers can create no sockets except socket pairs.
     None,
     /// Only outgoing connections. Workers cannot accept connections.
     Connections {
@@ -114,7 +114,7 @@ pub enum Network {
         /// True if workers can use UDP, with any address and port.
         udp: bool,
     },
-    /// All internet sockets.
+    /// Workers can use all internet sockets.
     All,
 }
 

@@ -7,8 +7,8 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Checks the fallbacks of a bulkhead, reports invalid ones, and returns all of them. `names` contains the names of all
-    /// bulkheads in the file.
+    /// Returns all fallbacks of a bulkhead, and reports the invalid ones. `names` contains the names of all bulkheads
+    /// in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();

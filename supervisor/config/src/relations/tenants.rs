@@ -118,7 +118,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Checks the table of a tenant on shared workers.
+    /// Checks the table of a tenant that uses shared workers.
     fn check_common_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         let label = shown_key(&raw.name);
         if let Some(processes) = raw.keys.processes.given() {
@@ -201,8 +201,8 @@ impl Checker<'_> {
         );
     }
 
-    /// Reports that there are too many worker processes, at the tenant with the most processes. Called if the
-    /// bulkhead's own numbers are within the limits.
+    /// Reports that there are too many worker processes, at the position of the tenant with the most processes. Called
+    /// if the bulkhead's own numbers are within the limits.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;

@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// Text of a key that has a default.
+/// A string value of a key that has a default.
 impl Value for Cow<'static, str> {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))

@@ -448,7 +448,8 @@ fn adaptive_max_cannot_exceed_permits() {
     folder.reject_one(&text, (4, 20), message, "set `max` to at most 2, or raise `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
     folder.reject_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
-    // Reported at the bulkhead's own key, because the values in `[defaults]` can be valid for other bulkheads.
+    // The problem is reported at the bulkhead's own key, because the values in `[defaults]` can be valid for other
+    // bulkheads.
     let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
     let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
     folder.reject_one(&text, (6, 13), message, "");

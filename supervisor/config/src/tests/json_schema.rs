@@ -1,5 +1,5 @@
-//! Compares the JSON schema with the parser, using an independent validator, for every text that any test in this crate
-//! parses. The schema must accept all texts that the parser accepts, and reject those that the parser rejects because
+//! Compares the JSON schema with the parser, using an independent validator, for every file that any test in this crate
+//! parses. The schema must accept all files that the parser accepts, and reject those that the parser rejects because
 //! of their shape.
 
 use std::sync::LazyLock;
@@ -40,7 +40,7 @@ fn complaints(text: &str) -> Option<Vec<String>> {
 }
 
 /// Returns true if the parser rejected a value because of its shape, so that the schema must reject it too. Excludes
-/// decimal numbers, because in JSON 2.0 is the same as 2. Also excludes texts whose numbers are too large or have too
+/// decimal numbers, because in JSON 2.0 is the same as 2. Also excludes strings whose numbers are too large or have too
 /// many decimal places, which a pattern cannot check.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
@@ -70,7 +70,7 @@ fn is_of_shape(problem: &Problem) -> bool {
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Compares what the parser and the schema say about a text.
+/// Compares what the parser and the schema say about a file.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
@@ -211,7 +211,7 @@ fn json_schema_rejects_invalid_values() {
 proptest! {
     #![proptest_config(cases(2000))]
 
-    /// Checks that the patterns accept exactly the texts that the parser accepts.
+    /// Checks that the patterns accept exactly the strings that the parser accepts.
     #[test]
     fn schema_patterns_match_values_accepted_by_reader(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)

@@ -1,5 +1,5 @@
-//! Tests of the configuration through its public interface. Each test parses a text and checks the values or the
-//! messages.
+//! Tests of the configuration through its public interface. Each test parses the text of a file and checks the values
+//! or the messages.
 
 mod accepted;
 mod access;

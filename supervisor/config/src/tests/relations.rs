@@ -55,7 +55,7 @@ fn run_limit_cannot_exceed_longest_deadline() {
     // A client can ask for a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
-    // Ignored for bulkheads with a shorter deadline.
+    // The value is ignored for bulkheads with a shorter deadline.
     let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
     let config = folder.accept(&text);
     assert_eq!(config.bulkheads[0].run_limit, None);

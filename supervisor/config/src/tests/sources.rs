@@ -157,7 +157,7 @@ fn wrong_types_in_fragments_are_errors() {
         ("1.toml", "unknown key `other` at the top of the file"),
     ];
     assert_eq!(messages, expected.map(|(file, message)| (file.to_owned(), message.to_owned())));
-    // The main file contains wrong types.
+    // The main file contains values of the wrong types.
     let problems =
         folder.problems("bulkhead = 5\n[supervisor]\nsocket = \"s\"\n", &[("1.toml", &named("b"))]);
     assert_eq!(problems.len(), 1, "{problems:?}");

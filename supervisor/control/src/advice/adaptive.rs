@@ -1,9 +1,9 @@
-//! Sentences in advice that describe the adaptive limit.
+//! Writes the sentences of advice that describe the adaptive limit.
 
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// If the adaptive limit holds jobs back, returns a sentence explaining that more permits would not help.
+/// If the adaptive limit holds jobs back, returns a sentence that explains why more permits would not help.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {

@@ -12,16 +12,17 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// Share of time without a free permit above which the observed concurrency reflects the limit rather than the demand.
+/// If no permit was free for more than this share of the time, the observed concurrency reflects the limit rather than
+/// the demand.
 const AT_LIMIT_MAX: f64 = 0.01;
 
-/// Share of time with too few workers above which the rules do not recommend a number of workers.
+/// If there were too few workers for more than this share of the time, the rules do not recommend a number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
 /// Fraction of all jobs above which the number of rejected or late jobs is significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
-/// Share of time with jobs in flight below which a bulkhead counts as idle.
+/// If jobs were in flight for less than this share of the time, the bulkhead counts as idle.
 const IDLE_MAX: f64 = 0.01;
 
 /// Processor usage per job, as a fraction of one processor, above which jobs count as CPU-bound. Running more CPU-bound
@@ -34,7 +35,7 @@ const MEMORY_SHARE: f64 = 0.8;
 /// Ratio of the p99 run time to the deadline above which the deadline counts as too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest run time above which the deadline is too long, and the ratio that is
+/// Ratio of the deadline to the longest run time above which the deadline counts as too long, and the ratio that is
 /// proposed instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
@@ -112,7 +113,7 @@ struct SizingKey {
 }
 
 impl SizingKey {
-    /// Selects `processes`, or `max_in_flight` if a single process runs several jobs at once.
+    /// Selects the key `processes`, or the key `max_in_flight` if a single process runs several jobs at once.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -235,8 +236,8 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     }
 }
 
-/// Returns a higher value for the key, at most the value that this machine supports. Returns `None` if the
-/// value cannot be raised.
+/// Returns a higher value for the key, up to the maximum that this machine supports. Returns `None` if the value cannot
+/// be raised.
 fn raised(
     sizing: &SizingKey,
     wanted: u64,
@@ -250,7 +251,7 @@ fn raised(
     (proposed > sizing.now).then_some(proposed)
 }
 
-/// Returns a lower value for the key if the current value was at least twice as high as necessary for a long time.
+/// Returns a lower value for the key if the current value has long been at least twice as high as necessary.
 fn lowered(
     sizing: &SizingKey,
     wanted: u64,
@@ -345,7 +346,7 @@ fn describe_wait_limit(seen: &Observations, settings: &Settings) -> String {
     }
 }
 
-/// Proposes a `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
+/// Proposes a value for `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
 /// earlier that a job will not run.
 fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
@@ -495,7 +496,7 @@ fn time(ms: f64) -> String {
     }
 }
 
-/// Formats a size in human-readable form, such as `13.4MiB`.
+/// Formats a size in units that are easy to read, such as `13.4MiB`.
 fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale) {

@@ -28,7 +28,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Returns observations of two hours in which the limits of [`settings`] were right.
+/// Returns two hours of observations for which the limits in [`settings`] are right.
 fn seen() -> Observations {
     Observations {
         watched: Duration::from_secs(7200),
@@ -49,7 +49,7 @@ fn seen() -> Observations {
     }
 }
 
-/// Returns observations with more load than the limits of [`settings`] can serve.
+/// Returns observations of a load that is too high for the limits in [`settings`].
 fn overloaded() -> Observations {
     Observations {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },
@@ -327,7 +327,7 @@ fn proposed_deadline_leaves_headroom() {
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
-    // Missed deadlines that clients set are not a reason to propose a longer default deadline.
+    // Jobs that miss a deadline set by the client are no reason to propose a longer default deadline.
     let hurried = Observations { deadline_exceeded: DeadlineMisses { by_own: 0, ..late }, ..seen() };
     assert_eq!(proposed(hurried, &settings(), "deadline"), None);
 }

@@ -13,14 +13,14 @@ use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::peer_check::{self, ClientRejection};
 
-/// Maximum number of rejected connections that are being sent the reason. Further rejected connections are closed
-/// without a response. Also the maximum number of queued reports about rejected connections.
+/// Maximum number of rejected clients that can be sent the reason at the same time. Further rejected connections are
+/// closed without a response. Also the maximum number of queued reports about rejected connections.
 const REJECTED_MAX: usize = 16;
 
 /// Maximum number of connections served at the same time. Further connections wait in the backlog.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// Maximum total number of connections, including rejected connections that are being sent the reason.
+/// Maximum total number of connections, including those of rejected clients that are being sent the reason.
 pub(super) const ADMITTED_MAX: usize = CONNECTIONS_MAX + REJECTED_MAX;
 
 /// Accepts connections to the admin socket until the control plane shuts down.
@@ -94,8 +94,8 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a rejected client to the data plane. Returns the response and a permit to send it, or `None` if no
-    /// permit is free.
+    /// Reports a rejected client to the data plane. Returns the response and a permit to send the response, or `None`
+    /// if no permit is free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);
@@ -106,7 +106,7 @@ impl AdminListener {
         Some((admission, permit.ok()?))
     }
 
-    /// Closes the listener. Passes on the connections in the backlog that the accept loop has not reached.
+    /// Closes the listener. Passes on the connections in the backlog that the accept loop has not accepted yet.
     fn close(&self, dispatcher: &Dispatcher<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

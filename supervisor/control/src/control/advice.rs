@@ -1,4 +1,4 @@
-//! Handler of `GET /v1/bulkheads/{name}/advice`. Also samples the workers' resource usage periodically, because advice
+//! Handler for `GET /v1/bulkheads/{name}/advice`. Also samples the workers' resource usage periodically, because advice
 //! needs these samples in addition to the counters of the data plane.
 
 use std::collections::{HashMap, HashSet};
@@ -38,7 +38,7 @@ pub(super) struct UsageSamples {
 struct ProcessSample {
     /// Total processor time used by the process, in milliseconds.
     cpu_ms: u64,
-    /// Number of jobs that the worker had completed.
+    /// Number of jobs that the worker had completed when the sample was taken.
     answered: u64,
 }
 
@@ -94,7 +94,7 @@ impl UsageSamples {
         }
     }
 
-    /// Drops the resource usage of all bulkheads that are not in `bulkheads`.
+    /// Drops the recorded resource usage of all bulkheads that are not in `bulkheads`.
     fn keep_only(&mut self, bulkheads: &HashSet<&str>) {
         self.by_bulkhead.retain(|name, _| bulkheads.contains(&**name));
     }
@@ -166,7 +166,7 @@ impl Control {
         self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drops the resource usage of all bulkheads that are not in `bulkheads`.
+    /// Drops the recorded resource usage of all bulkheads that are not in `bulkheads`.
     pub(super) fn keep_usage(&self, bulkheads: &HashSet<&str>) {
         self.usage_samples().keep_only(bulkheads);
     }

@@ -1,4 +1,4 @@
-//! Handlers of requests that show, change or steer a bulkhead.
+//! Handlers for requests that show, change or control a bulkhead.
 
 use axum::body::Bytes;
 use axum::extract::{Path, Query, State};
@@ -92,7 +92,7 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
     }
 }
 
-/// Parses and checks the body of a request. An error is a message for the client.
+/// Parses and checks the body of a request. The error is a message for the client.
 fn read_body<T: serde::de::DeserializeOwned>(
     body: &[u8],
     judge: impl Fn(&T) -> Option<String>,

@@ -1,4 +1,4 @@
-//! Handler of `GET /v1/config`, which shows the active configuration without secrets.
+//! Handler for `GET /v1/config`, which shows the active configuration without secrets.
 
 use axum::extract::State;
 use axum::http::StatusCode;

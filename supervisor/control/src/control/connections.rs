@@ -79,7 +79,7 @@ impl Admission {
     }
 }
 
-/// An admitted connection, or a rejected connection that will be sent the reason.
+/// An admitted connection, or a rejected one whose client will be sent the reason.
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,
@@ -99,10 +99,10 @@ type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 /// A listener's channels to the thread that serves it and to the low-priority reader thread.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
-    /// `None` if all requests are served by the same thread.
+    /// Channel to the low-priority reader thread. `None` if one thread serves all requests.
     readers: Option<Channel<S>>,
-    /// True once the control plane is shutting down. The supervisor then stops waiting for clients that have sent
-    /// nothing.
+    /// True once the control plane is shutting down. From then on, the supervisor waits only briefly for clients that
+    /// have sent nothing.
     shutdown: watch::Receiver<bool>,
 }
 

@@ -1,4 +1,4 @@
-//! Handlers of requests that list or show crash reports, or replay the jobs in a report.
+//! Handlers for requests that list or show crash reports, or replay the jobs in a report.
 
 use std::convert::Infallible;
 

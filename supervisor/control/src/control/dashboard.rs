@@ -1,4 +1,4 @@
-//! Handler of `GET /`, which serves the dashboard. The dashboard is a single page without external resources, and uses
+//! Handler for `GET /`, which serves the dashboard. The dashboard is a single page without external resources, and uses
 //! only the admin API. A content security policy enforces this, because all displayed data is untrusted.
 
 use std::sync::LazyLock;

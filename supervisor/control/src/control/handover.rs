@@ -23,13 +23,13 @@ use tokio::sync::{Notify, watch};
 /// Maximum time to wait for the other supervisor to exit, in addition to `drain_timeout`.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
-/// Options for upgrading this supervisor, and the state of a predecessor. Created by the program.
+/// Options for upgrading this supervisor, and the state of the predecessor, if any. Created by the program.
 pub struct HandoverOptions {
     /// Successor's program, or the reason why this supervisor cannot be upgraded.
     pub program: Result<SuccessorProgram, String>,
     /// The supervisor that this one takes over from.
     pub predecessor: Option<Predecessor>,
-    /// Soft resource limits before this supervisor raised them, by resource number.
+    /// Soft resource limits that applied before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
     /// Makes the main process of the service exit last.
     pub end: Arc<ProcessEnd>,
@@ -58,7 +58,7 @@ pub struct Predecessor {
     pub tenants: Vec<TenantState>,
     /// Becomes readable when the predecessor and its keepers have exited.
     pub lifeline: OwnedFd,
-    /// This end of the transfer socket.
+    /// This supervisor's end of the transfer socket.
     pub transfer: OwnedFd,
     /// Listener of the jobs socket.
     pub jobs: UnixListener,
@@ -128,7 +128,7 @@ pub(super) struct Handover {
     listening: watch::Sender<bool>,
     /// True once this supervisor has begun to stop.
     stopping: watch::Sender<bool>,
-    /// True if the service manager considers this the main process.
+    /// True if the service manager considers this process the main process.
     is_main: AtomicBool,
     /// True from the beginning of an upgrade until the upgrade has failed.
     is_upgrading: AtomicBool,
@@ -324,8 +324,8 @@ impl Link {
         if outbox.flush(self.0.get_ref())? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
-    /// Receives the next message that this version knows. Returns `None` if the other supervisor has exited. The future
-    /// can be dropped without losing a message.
+    /// Receives the next message of a kind that this version knows. Returns `None` if the other supervisor has exited.
+    /// The future can be dropped without losing a message.
     pub(super) async fn receive(&self) -> io::Result<Option<Incoming>> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
         loop {

@@ -59,7 +59,7 @@ pub(super) async fn limit_time(
     }
 }
 
-/// Completes a response of the admin API. The connection is then closed.
+/// Adds the headers that all responses of the admin API have. One of them closes the connection after the response.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let is_job = jobs::bulkhead_of(&request).is_some();
     // Connections are not kept alive, because an idle connection would hold a permit.
@@ -217,7 +217,7 @@ mod tests {
             let is_retryable = retryable.contains(&response.status());
             assert_eq!(response.headers()[RETRYABLE], is_retryable.to_string(), "{reason}");
         }
-        // No other verdict has such a status.
+        // All other verdicts lead to other status codes.
         let failure = HandlerFailure {
             code: "code".into(),
             message: String::new(),

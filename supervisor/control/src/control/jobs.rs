@@ -36,10 +36,10 @@ use upload::{Announced, Length, Upload};
 /// Maximum number of concurrent jobs over HTTP. Further jobs over HTTP are rejected as `overloaded`.
 pub(super) const JOBS_MAX: usize = 128;
 
-/// Maximum time for receiving a payload. The data plane has an equal time limit for receiving a frame.
+/// Maximum time for receiving a payload. The data plane has the same time limit for receiving a frame.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait until the data plane has closed an earlier session.
+/// Maximum time to wait for the data plane to close an earlier session.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -106,13 +106,13 @@ enum Failure {
     Overloaded(String),
     /// The client aborted the request or violated the HTTP protocol.
     Broken,
-    /// The data plane closed the connection of the job without an outcome.
+    /// The data plane closed the job's connection without returning an outcome.
     Dropped,
     /// The data plane shut down before it received the job.
     Draining,
 }
 
-/// Sender of a job.
+/// The client that submits a job, and its session.
 struct Submitter {
     client: HttpClient,
     /// Session of the HTTP connection. `None` if the connection is closed after the response.

@@ -42,7 +42,7 @@ pub(super) struct JobsHttpCounters {
     active: OnceLock<Arc<Active>>,
     /// Number of connections that were refused because all connections were in use.
     refused: Arc<AtomicU64>,
-    /// Number of jobs without a valid token.
+    /// Number of jobs that were rejected because the request contained no valid token.
     unauthenticated: AtomicU64,
 }
 
@@ -123,7 +123,7 @@ fn router(control: Shared) -> Router {
         .with_state(control)
 }
 
-/// Requires the token of an `[[access]]` entry for jobs.
+/// Rejects jobs whose request does not contain the token of an `[[access]]` entry.
 async fn identify(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,

@@ -1,4 +1,4 @@
-//! Handler of `GET /metrics`. Requests the counters from the data plane and formats them on the low-priority reader
+//! Handler for `GET /metrics`. Requests the counters from the data plane and formats them on the low-priority reader
 //! thread.
 
 use axum::extract::State;

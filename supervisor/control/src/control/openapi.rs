@@ -11,7 +11,7 @@ use super::Shared;
 use super::paths::WITHOUT_TOKEN;
 use super::responses::PROBLEM;
 
-/// A route: an HTTP method on a path.
+/// A route, which consists of an HTTP method and a path.
 pub(super) struct Route {
     /// HTTP method in lower case.
     pub(super) method: &'static str,
@@ -118,7 +118,7 @@ impl Schemas {
             "summary": route.about,
             "parameters": parameters,
             "responses": self.responses(route, is_open),
-            // The empty requirement stands for the Unix socket, which requires no token.
+            // The empty requirement applies to the Unix socket, which requires no token.
             "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
         });
         if let Some(body) = route.body {

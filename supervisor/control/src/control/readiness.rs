@@ -1,5 +1,5 @@
-//! Handlers of `/healthz` and `/readyz`. Clients can request `/readyz` at any rate, because the states of the bulkheads
-//! are cached. The data plane is queried at most ten times per second, plus once after each operator command.
+//! Handlers for `/healthz` and `/readyz`. Clients can request `/readyz` at any rate, because the states of the
+//! bulkheads are cached. The data plane is queried at most ten times per second, plus once after each operator command.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -57,7 +57,7 @@ pub(super) struct Reloads {
     active_config: tokio::sync::Mutex<ActiveConfig>,
     /// Permit for the single thread that reads the file.
     reader: Arc<Semaphore>,
-    /// Notified on SIGHUP. Signals that arrive before the reload has started count as a single request.
+    /// Notified on SIGHUP. Signals that arrive before the reload starts count as a single request.
     requested: Notify,
     cached: Mutex<CachedValues>,
     counts: Mutex<ReloadCounts>,
@@ -110,7 +110,7 @@ enum ReloadError {
     Internal(String),
 }
 
-/// A configuration that was read and validated, with the changes from the active configuration.
+/// A configuration that was read and validated, with its differences from the active configuration.
 struct Prepared {
     after: Arc<Config>,
     changes: Changes,
@@ -132,7 +132,7 @@ impl Reloads {
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the user IDs that all workers of a bulkhead share, by name of the bulkhead.
+    /// Returns the user ID that all workers of a bulkhead share, for each bulkhead that has such an ID.
     pub(super) async fn permanent_ids(&self) -> BTreeMap<String, u32> {
         let support = self.active_config.lock().await.support.clone();
         support.ids().map(|ids| ids.permanent()).unwrap_or_default()

@@ -167,7 +167,8 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "W3C trace context, which is passed on to the worker."),
 ];
 
-/// Not an `async` function, because the type of the future would depend on the table that contains the function.
+/// This is not an `async` function, because the type of the future would depend on the table that contains the
+/// function.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
@@ -177,7 +178,7 @@ pub(super) fn router() -> Router<Shared> {
     router_of(|_| true)
 }
 
-/// Builds the router of `jobs_http`, with health checks, and with jobs behind `protect`.
+/// Builds the router of `jobs_http`, which serves health checks without `protect`, and jobs with it.
 pub(super) fn jobs_router(
     protect: impl FnOnce(MethodRouter<Shared>) -> MethodRouter<Shared>,
 ) -> Router<Shared> {

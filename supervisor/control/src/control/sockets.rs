@@ -20,7 +20,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Sockets whose files are checked, and a channel for the listener of a recreated admin socket.
 pub(super) struct SocketFiles {
-    /// `None` in an embedded supervisor, which has no sockets.
+    /// The sockets to check. `None` in an embedded supervisor, which has no sockets.
     sockets: Option<Arc<Sockets>>,
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
     /// True for each socket whose file was missing at the last check.

@@ -30,7 +30,7 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
                 Ok(())
             }
             _ if control.handover.signalled() => stop(&control, &mut notice),
-            // The other supervisor of the upgrade received the same signal, and its STOP message arrived first.
+            // The other supervisor in the upgrade received the same signal, and its STOP message arrived first.
             _ => Ok(()),
         };
         if let Err(error) = sent {
@@ -69,7 +69,7 @@ async fn drain_after(control: Arc<Control>, notice: Duration) {
 }
 
 impl Control {
-    /// Stops because the other supervisor of an upgrade is stopping. The first message starts an orderly stop; the
+    /// Stops because the other supervisor in an upgrade is stopping. The first message starts an orderly stop; the
     /// second stops the supervisor immediately.
     pub(super) fn stop_with_other(self: &Arc<Self>) {
         if !self.handover.stop_received() {

@@ -35,7 +35,7 @@ const BACKLOG_MAX: usize = 4096;
 /// user for a password.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// Checks for requests over TCP.
+/// The checks that each request over TCP must pass.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
     /// The admin token, which grants all permissions.

@@ -66,8 +66,8 @@ pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case("Bearer").then_some(rest.as_bytes())
 }
 
-/// Returns the secret of a request, if there is exactly one: a bearer token, or the password of any user, which is how
-/// browsers send the token.
+/// Returns the secret in a request, if there is exactly one. The secret is a bearer token or a password, which is how
+/// browsers send the token. Any user name is accepted.
 pub(super) fn secret(headers: &HeaderMap) -> Option<Vec<u8>> {
     let (scheme, rest) = credentials(headers)?;
     if scheme.eq_ignore_ascii_case("Bearer") {

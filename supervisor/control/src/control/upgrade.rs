@@ -51,7 +51,7 @@ pub const TAKE_OVER_ARGUMENT: &str = "--take-over";
 /// Time limit for the new program's first message.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time allowed for the new program to start, in addition to the longest `start.ready` in its configuration.
+/// Time allowed for the new program to start, in addition to the largest value of `start.ready` in its configuration.
 const READY_MARGIN: Duration = Duration::from_secs(10);
 
 /// Time limit for the new program to confirm that it is serving.
@@ -80,7 +80,7 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time, after the job's deadline, for the client of the last job over HTTP to read its response.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Interval between checks for whether the last HTTP request has ended.
+/// Interval between checks for whether the last HTTP request has been completed.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Maximum number of steps reported to the client.
@@ -96,7 +96,7 @@ pub(super) struct UpgradeQuery {
     unmanaged: Option<bool>,
 }
 
-/// Reason for not beginning an upgrade.
+/// Reason why an upgrade cannot begin.
 #[derive(Debug)]
 enum Refusal {
     UnderWay(String),
@@ -194,7 +194,7 @@ struct Successor {
     version: String,
 }
 
-/// Result of the period in which both programs run, before the main process changes.
+/// Result of the period during which both programs run, before the main process changes.
 enum Probation {
     Passed,
     /// Both supervisors are stopping.
@@ -592,7 +592,7 @@ impl Successor {
         }
     }
 
-    /// Waits for a message of this kind.
+    /// Waits for a message of the kind `wanted`.
     async fn expect(
         &self,
         control: &Control,
@@ -665,5 +665,5 @@ async fn await_notification(path: &OsStr) -> io::Result<()> {
     }
 }
 
-/// Version of the messages, for the program's documentation.
+/// Version of the messages exchanged during an upgrade, for the program's documentation.
 pub const HANDOVER_VERSION: u16 = handover::VERSION;

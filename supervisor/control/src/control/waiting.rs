@@ -21,8 +21,8 @@ pub(crate) const WAITING_MAX: usize = 128;
 /// Maximum number of health checks served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Maximum number of refused connections that are being sent the reason. Further refused connections are closed
-/// immediately.
+/// Maximum number of refused clients that can be sent the reason at the same time. Further refused connections are
+/// closed immediately.
 pub(crate) const REFUSED_MAX: usize = 256;
 
 /// Maximum time to wait for an idle connection to close and make room for another.
@@ -111,7 +111,7 @@ impl<S: Socket> Listener<S> {
             socket.shutdown().await?;
             tokio::io::copy(&mut (&mut socket).take(REFUSED_BYTES_MAX), &mut tokio::io::sink()).await
         };
-        // The client may be gone.
+        // The client may have disconnected.
         let _ = timeout(REFUSED_TIMEOUT, send).await;
     }
 }
@@ -127,7 +127,7 @@ struct Admitted {
 /// Error for a client that did not send anything in time.
 struct Silent;
 
-/// A guard that removes a connection from the list when it is dropped.
+/// A guard that, when dropped, removes a connection from the list of waiting connections.
 struct WaitGuard<S: Socket> {
     number: u64,
     listener: Arc<Listener<S>>,

@@ -1,4 +1,4 @@
-//! Handler of `GET /v1/watch`. The response streams all events, and the states of all bulkheads once per second, to
+//! Handler for `GET /v1/watch`. The response streams all events, and the states of all bulkheads once per second, to
 //! watchers such as the dashboard. The data plane is queried once for all watchers together, and not at all if there
 //! are none.
 

@@ -11,9 +11,9 @@ use super::Control;
 /// Minimum interval between messages.
 const INTERVAL_MIN: Duration = Duration::from_millis(1);
 
-/// Sends a message twice per time limit of the service manager, as long as the data plane responds, until the control
-/// plane shuts down. Sends nothing if there is no time limit. Sends nothing in an embedded supervisor either, because
-/// only the application knows whether it is healthy.
+/// Sends the service manager two messages per watchdog period, as long as the data plane responds, until the control
+/// plane shuts down. Sends nothing if no watchdog is configured. Sends nothing in an embedded supervisor either,
+/// because only the application knows whether it is healthy.
 pub(super) async fn watch(control: Arc<Control>) {
     let limit = sd_notify::watchdog_enabled().filter(|_| !control.is_embedded);
     let Some(limit) = limit else {

@@ -22,8 +22,8 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, LockError};
 use bulkhead_plane::threads::ThreadMonitor;
 
-/// Capacity of the channel to the thread. Large enough for all reports that are waiting to be stored, and for
-/// concurrent requests from operators.
+/// Capacity of the channel to the thread that stores the reports. Large enough for all reports that are waiting to be
+/// stored, and for concurrent requests from operators.
 const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
 /// Maximum size of a report file, in bytes. Even a report with payloads of the maximum size is well below this limit.
@@ -35,13 +35,14 @@ const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum number of entries to read when the folder is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Maximum time to wait for a reply from the thread. After that, the client is asked to retry.
+/// Maximum time to wait for a reply from the thread that stores the reports. After that, the client is asked to retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time to wait, at shutdown, for the remaining reports to be written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error when the folder for crash reports cannot be used. The text continues a sentence that begins with "failed to".
+/// Error for a folder that cannot be used for crash reports. The text continues a sentence that begins with "failed
+/// to".
 #[derive(Debug, thiserror::Error)]
 #[error("keep crash reports in {}: {problem}", folder.display())]
 pub struct OpenError {
@@ -119,7 +120,7 @@ impl Store {
         Self::with_lock(config, None)
     }
 
-    /// Creates the store like [`Store::new`]. `lock` is the lock held by the previous supervisor of an upgrade, which
+    /// Creates the store like [`Store::new`]. `lock` is the lock held by the previous supervisor in an upgrade, which
     /// also writes reports until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
         let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
@@ -147,7 +148,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the last reports of the previous supervisor of an upgrade, which has exited.
+    /// Loads the last reports of the previous supervisor in an upgrade, which has exited.
     fn take_over(&mut self) {
         if let Some(folder) = &mut self.folder {
             folder.is_shared = false;
@@ -485,7 +486,7 @@ enum StoreRequest {
     SetNative(CrashId, NativeCrash),
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
-    /// The previous supervisor of an upgrade has exited and left its last reports in the folder.
+    /// The previous supervisor in an upgrade has exited and left its last reports in the folder.
     TakeOver,
 }
 
@@ -498,7 +499,7 @@ pub struct Crashes(mpsc::Sender<StoreRequest>);
 pub struct NativeSender(mpsc::WeakSender<StoreRequest>);
 
 impl NativeSender {
-    /// Adds registers and a backtrace to a report. Does nothing during shutdown or if the report was dropped.
+    /// Adds registers and a backtrace to a report. Does nothing during shutdown or if the report has been dropped.
     pub fn set(&self, id: CrashId, native: NativeCrash) {
         // The channel has room for the backtraces of all reports that are waiting for one.
         self.0.upgrade().map(|sender| sender.try_send(StoreRequest::SetNative(id, native)));
@@ -550,7 +551,7 @@ impl Crashes {
         }
     }
 
-    /// Returns a sender of backtraces.
+    /// Returns a sender for backtraces.
     pub fn native_sender(&self) -> NativeSender {
         NativeSender(self.0.downgrade())
     }
@@ -565,7 +566,7 @@ impl Crashes {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    /// Loads the last reports of the previous supervisor of an upgrade, which has exited.
+    /// Loads the last reports of the previous supervisor in an upgrade, which has exited.
     pub fn take_over(&self) {
         // If the thread is too busy, the supervisor loads the reports at its next start.
         let _ = self.0.try_send(StoreRequest::TakeOver);

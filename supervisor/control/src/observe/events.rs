@@ -115,7 +115,7 @@ struct EventRing {
 /// Events of one kind in one bulkhead.
 #[derive(Debug)]
 struct EventFlow {
-    /// Sequence numbers of the events in the ring.
+    /// Sequence numbers of those events that are still in the ring.
     kept: VecDeque<u64>,
     /// Number of further events that the rate limit currently allows.
     allowance: u64,
@@ -163,7 +163,7 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the sequence numbers of another supervisor.
+    /// Continues the numbering of another supervisor's events.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);
@@ -556,7 +556,7 @@ mod tests {
         counts
     }
 
-    /// Simulates a bulkhead whose workers die 600 times per second for ten minutes.
+    /// Simulates a bulkhead whose workers die at a rate of 600 per second for ten minutes.
     #[test]
     fn event_storm_evicts_only_its_own_events() {
         let events = Events::default();

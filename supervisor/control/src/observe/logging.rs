@@ -49,7 +49,7 @@ pub struct LogFilter<'a> {
     pub has_output: bool,
 }
 
-/// Starts logging to standard error. An error is a message for the user, usually about an invalid level.
+/// Starts logging to standard error. The error is a message for the user, usually about an invalid level.
 pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> {
     let mut filter = filter(log_filter.level)?;
     if !log_filter.has_output {

@@ -1,5 +1,5 @@
-//! Renders all metrics as text, one family after another. The data plane's numbers are a consistent copy. This module
-//! itself reads only numbers about the supervisor's process, and never accesses the data plane.
+//! Renders all metrics as text, one family after another. The values from the data plane are a consistent snapshot.
+//! This module itself reads only the resource usage of the supervisor's process, and never accesses the data plane.
 
 mod families;
 mod own_process;
@@ -19,17 +19,17 @@ use own_process::OwnProcess;
 pub(crate) use text::Format;
 use text::Page;
 
-/// Numbers about the `jobs_http` listener.
+/// Counts of the `jobs_http` listener's connections and jobs.
 pub(crate) struct JobsHttpNumbers {
     pub(crate) connections: u64,
     pub(crate) refused: u64,
     pub(crate) unauthenticated: u64,
 }
 
-/// Numbers from which the metrics are rendered.
+/// Input values from which the metrics are rendered.
 struct MetricInputs<'m> {
     scrape: &'m Scrape,
-    /// `None` if there is no listener.
+    /// Counts of the `jobs_http` listener. `None` if there is no such listener.
     jobs_http: Option<JobsHttpNumbers>,
     reloads: ReloadCounts,
     resident_sizes: &'m ResidentSizes,

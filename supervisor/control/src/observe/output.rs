@@ -45,8 +45,8 @@ const READ_BYTES: usize = 64 * 1024;
 /// Maximum number of reads from a pipe after the process has exited. Enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between searches for exited processes. The more processes there are, the rarer the
-/// searches, so that each start pays for checking `PROCESSES_FOR_EACH_START` processes.
+/// Minimum number of process starts between searches for exited processes. The more processes there are, the less
+/// frequent the searches, so that each start pays for checking `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
@@ -280,7 +280,7 @@ impl Output {
         (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
-    /// Returns the last standard error output of a process.
+    /// Returns the end of a process's standard error output.
     pub fn tail(&self, pid: u32) -> Option<String> {
         let state = self.lock();
         let bytes: Vec<u8> = state.tails.get(&pid)?.iter().copied().collect();
@@ -386,7 +386,7 @@ impl Lines {
         self.lines_this_second <= LINES_PER_SECOND && self.bytes_this_second <= BYTES_PER_SECOND
     }
 
-    /// Numbers a line and keeps it.
+    /// Assigns a sequence number to a line, and stores the line.
     fn keep(&mut self, mut object: Value) {
         self.seq += 1;
         object["seq"] = self.seq.into();

@@ -19,13 +19,13 @@ use bulkhead_plane::threads::ThreadMonitor;
 use export::Export;
 use otlp::Collector;
 
-/// Maximum number of spans in the channel to the thread. Further spans are dropped and counted.
+/// Maximum number of spans in the channel to the thread that processes spans. Further spans are dropped and counted.
 const SPANS_MAX: usize = 4096;
 
 /// Minimum interval between warnings about lost spans.
 const LOSS_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum time to wait for the thread at shutdown. The thread usually gives up earlier, after
+/// Maximum time to wait, at shutdown, for the thread that processes spans. The thread usually gives up earlier, after
 /// `EXPORT_FINISH_TIMEOUT`.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 

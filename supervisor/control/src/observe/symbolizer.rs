@@ -56,15 +56,15 @@ impl Symbolizer {
 
 /// Everything needed to start symbolizers.
 pub struct SymbolizerOptions {
-    /// Starts the keepers.
+    /// Launcher for the symbolizers' keepers.
     pub keeper: KeeperLauncher,
-    /// Source of user IDs.
+    /// Source of the user IDs under which symbolizers run.
     pub support: Arc<SandboxSupport>,
     /// Paths from `crash_symbols`.
     pub symbols: Vec<String>,
 }
 
-/// Starts the thread. It exits when all senders have been dropped.
+/// Starts the thread that starts symbolizers. The thread exits when all senders have been dropped.
 pub(crate) fn start(
     options: SymbolizerOptions,
     results: NativeSender,
@@ -188,7 +188,7 @@ impl SymbolizerOptions {
     }
 }
 
-/// Reasons for a missing backtrace if there is no record.
+/// Explanations to show in place of a missing backtrace.
 const NO_RECORD: &str = "the worker wrote no record of its crash; its code may have handled the signal itself, or a \
                          thread without an alternate signal stack may have overflowed its stack";
 const NO_SAMPLE: &str = "the threads of the process could not be stopped within 15 ms";

@@ -16,8 +16,8 @@ use super::REQUEST_TIMEOUT;
 use super::progress::Progress;
 use crate::control::responses;
 
-/// Maximum time that a kept-alive connection waits for the next request. Longer than proxies keep unused connections,
-/// so that the proxy closes them first.
+/// Maximum time that a kept-alive connection waits for the next request. Longer than the time for which proxies keep
+/// unused connections open, so that the proxy closes them first.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 
 /// Maximum time that a client can go without reading its response.
@@ -29,7 +29,7 @@ const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that are read and discarded while waiting for the client to close the connection.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// A connection as hyper reads and writes it.
+/// A connection that hyper reads from and writes to.
 pub(super) struct Connection<S> {
     socket: S,
     progress: Arc<Progress>,
@@ -43,7 +43,7 @@ pub(super) struct Connection<S> {
 enum Phase {
     /// Waiting for the first byte of a request.
     Idle,
-    /// Part of the head has arrived.
+    /// Part of the request's head has arrived.
     Head,
     /// The handler has the request, or the response is being sent. The handler limits the time for this.
     Serving,
@@ -67,7 +67,7 @@ impl<S> Connection<S> {
         self.timer.as_mut().reset(Instant::now() + limit);
     }
 
-    /// Updates the phase after the last request was answered or another request was received.
+    /// Updates the phase when the last request has been answered or another request has been received.
     fn update_phase(&mut self) {
         match (self.progress.is_waiting(), &self.phase) {
             (true, Phase::Serving | Phase::Stalled) => self.enter(Phase::Idle, IDLE_TIMEOUT),
@@ -90,7 +90,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         Poll::Ready(Err(ErrorKind::TimedOut.into()))
     }
 
-    /// Writes the response in place of hyper's own.
+    /// Writes the response that replaces hyper's own.
     fn write_replacement(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while let Some((bytes, written)) = &mut self.replacement {
             if *written == bytes.len() {
@@ -164,7 +164,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.update_phase();
-        // If there is no request, only hyper itself responds.
+        // If there is no request, the response must be hyper's own.
         if self.progress.is_waiting()
             && self.replacement.is_none()
             && let Some(status) = status_of(slices)

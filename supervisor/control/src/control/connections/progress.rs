@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 
-/// Value of `waiting_since` while a request is served.
+/// Value of `waiting_since` while a request is being served.
 const SERVING: u64 = u64::MAX;
 
 /// Progress of one connection. Shared by the socket and the task that serves the requests.
@@ -44,7 +44,7 @@ impl Progress {
         })
     }
 
-    /// Records that a complete head has arrived.
+    /// Records that the complete head of a request has arrived.
     pub(super) fn begin_request(&self) {
         self.has_no_time_limit.store(false, Ordering::Relaxed);
         self.is_answered.store(false, Ordering::Relaxed);
@@ -61,8 +61,8 @@ impl Progress {
         self.is_answered.store(true, Ordering::Relaxed);
     }
 
-    /// Records that all output was written. If the last request has been answered, the connection then waits for the
-    /// next request.
+    /// Records that all output has been written. If the last request has been answered, the connection then waits for
+    /// the next request.
     pub(super) fn flushed(&self) {
         if self.is_answered.swap(false, Ordering::Relaxed) {
             let since = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(SERVING - 1);
@@ -98,9 +98,9 @@ impl Progress {
         self.close.notified().await;
     }
 
-    /// Returns the position in the order in which idle connections are closed: first clients without a valid token,
-    /// then the connections that have been idle longest. `None` while a request is served, or if the connection is
-    /// closing.
+    /// Returns the position of this connection in the order in which idle connections are closed: first those of
+    /// clients without a valid token, then those that have been idle longest. Returns `None` if a request is being
+    /// served or the connection is closing.
     fn idle_order(&self) -> Option<(bool, Instant)> {
         let waiting_since = self.waiting_since.load(Ordering::Relaxed);
         if waiting_since == SERVING || self.is_closing.load(Ordering::Relaxed) {

@@ -23,10 +23,10 @@ use super::connection::Connection;
 use super::progress::Progress;
 use super::{Admission, NewConnection, Queue, Socket};
 
-/// Maximum size of a request's head, in bytes. Also the size of the largest read from a connection.
+/// Maximum size of a request's head, in bytes. Also the maximum size of a single read from a connection.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum number of headers of a request.
+/// Maximum number of headers in a request.
 const HEADERS_MAX: usize = 100;
 
 /// Maximum time for a closing connection to receive a request that the client has already sent.
@@ -37,7 +37,7 @@ const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
 const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
 const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum time to wait for a closing connection that has no request.
+/// Maximum time to wait until a connection that has no request is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves connections until the listener has closed, then waits for the connections that had already been admitted.
@@ -158,7 +158,7 @@ impl HttpBody for RequestBody {
     }
 }
 
-/// Guard that records the end of a response.
+/// Guard that, when dropped, records that the response is complete.
 struct ResponseGuard(Arc<Progress>);
 
 impl Drop for ResponseGuard {

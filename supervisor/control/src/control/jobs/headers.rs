@@ -16,7 +16,7 @@ pub(super) struct JobHeaders<'h> {
 }
 
 impl<'h> JobHeaders<'h> {
-    /// Parses the headers of a job request. An error is a message for the client.
+    /// Parses the headers of a job request. The error is a message for the client.
     pub(super) fn parse(headers: &'h HeaderMap) -> Result<Self, String> {
         let options = JobOptions { cost: 1, ..JobOptions::default() };
         let mut job = Self { options, traceparent: None };

@@ -37,7 +37,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     }
 }
 
-/// Converts the outcome fields that are documented as headers.
+/// Converts those outcome fields that are documented as headers into headers.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let names = [
         ("bulkhead-outcome", "outcome"),
@@ -67,7 +67,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
         .collect()
 }
 
-/// Returns the response to a job that ended `ok`. The body is read from the session.
+/// Returns the response to a job whose outcome is `ok`. The body is read from the session.
 pub(super) async fn result(
     outcome: &Outcome,
     bytes: u64,

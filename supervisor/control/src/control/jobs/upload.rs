@@ -25,7 +25,7 @@ const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 pub(super) struct Upload {
     body: BodyDataStream,
     pub(super) length: Length,
-    /// Value of `max_payload` of the bulkhead. `None` if the bulkhead does not exist.
+    /// Maximum payload size that the bulkhead accepts (`max_payload`). `None` if the bulkhead does not exist.
     pub(super) max_bytes: Option<u64>,
     spool: Spool,
 }
@@ -156,10 +156,10 @@ async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure>
 struct Spool {
     segments: Vec<Vec<u8>>,
     bytes: usize,
-    /// Number of bytes included in the counters.
+    /// Number of bytes of this payload that the counters include.
     charged: usize,
     counters: Arc<SharedCounters>,
-    /// Counters of the user or token that is sending the payload.
+    /// Counters for the user or token that is sending the payload.
     owner: Arc<SpoolCounters>,
     capacity: usize,
 }

@@ -46,7 +46,7 @@ pub(super) struct Collector {
     service: String,
 }
 
-/// Error when a message could not be sent or was not accepted by the collector.
+/// Error for a message that could not be sent or that the collector did not accept.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub(super) struct SendError {
@@ -73,8 +73,8 @@ impl fmt::Display for Collector {
 }
 
 impl Collector {
-    /// Returns the collector configured by environment variables, or `None` if there is none. An error is a message for
-    /// the log.
+    /// Returns the collector configured by environment variables, or `None` if there is none. The error is a message
+    /// for the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let read = |name| variable(name).filter(|value| !value.is_empty());
         let (name, address) = match (read(TRACES_ENDPOINT), read(ENDPOINT)) {
@@ -203,8 +203,7 @@ fn attributes<const N: usize>(values: [(&str, Value); N]) -> Vec<Value> {
         let value = match value {
             Value::Null => return None,
             Value::String(text) => json!({"stringValue": text}),
-            // In JSON, OTLP encodes 64-bit integers as text, because some parsers only support smaller
-            // integers.
+            // In JSON, OTLP encodes 64-bit integers as strings, because some parsers only support smaller integers.
             Value::Number(number) if !number.is_f64() => json!({"intValue": number.to_string()}),
             number => json!({"doubleValue": number}),
         };
@@ -213,7 +212,7 @@ fn attributes<const N: usize>(values: [(&str, Value); N]) -> Vec<Value> {
     values.into_iter().filter_map(one).collect()
 }
 
-/// Returns a time as the number of nanoseconds since 1970, in text form.
+/// Returns a time as a string that contains the number of nanoseconds since 1970.
 fn nanos(at: SystemTime) -> String {
     at.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos().to_string()
 }
