@@ -91,7 +91,7 @@ fn is_drawn(ratio: f64) -> bool {
     ratio.is_finite() && ratio > 0.0
 }
 
-/// Returns the target for the ratio, or `None` if the figure has no such target.
+/// Returns the target for the ratio. Returns `None` if there is no target for the ratio.
 fn target(figure: &Figure) -> Option<f64> {
     let is_of_ratio = matches!(figure.target, Target::AtMost | Target::AtLeast);
     Some(figure.limit).filter(|limit| is_of_ratio && is_drawn(*limit))

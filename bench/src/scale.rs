@@ -21,7 +21,7 @@ use crate::{Result, bare};
 /// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio between the cost of a job among many others and the cost of a job alone.
+/// Maximum ratio between the cost of a job among many others and the cost of the same job alone.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
@@ -112,7 +112,7 @@ async fn run(
     .await
 }
 
-/// Returns a function that returns the names in turn.
+/// Returns a function that returns the given names in turn.
 fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     let (names, turn): (Vec<Rc<str>>, _) = (names.map(Into::into).collect(), Cell::new(0));
     move || {
