@@ -583,8 +583,8 @@ enum Moved {
     Closed,
 }
 
-/// Position of a submitter in the queue for space in the outbox. Dropping the position wakes the next
-/// submitter if there is space.
+/// Position of a submitter in the queue for space in the outbox. Dropping the position wakes the next submitter if
+/// there is space in the outbox.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
     /// True if the queue was empty when this submitter joined. This is true for exactly one of several

@@ -2,8 +2,8 @@
 //! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
 //! kind of message; numbers are little-endian.
 
-/// Environment variable that makes a process a template instead of a worker. The link descriptor of a
-/// template is a socket to the keeper.
+/// Environment variable that makes a process a template instead of a worker. A template's link descriptor is a socket
+/// to the keeper.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
 /// Number of descriptors sent with [`TemplateOrder::Fork`]: link, standard output and standard error of the new
@@ -108,7 +108,7 @@ pub enum TemplateMessage<'a> {
 }
 
 impl<'a> TemplateMessage<'a> {
-    /// Writes the message to `out` and returns its length. Texts must not exceed [`TEXT_BYTES_MAX`].
+    /// Writes the message to `out` and returns its length. Strings in the message must not exceed [`TEXT_BYTES_MAX`].
     pub fn encode(&self, out: &mut [u8; MESSAGE_BYTES_MAX]) -> usize {
         let mut length = 0;
         let mut put = |bytes: &[u8]| {

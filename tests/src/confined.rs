@@ -63,7 +63,7 @@ pub struct Setup<'s> {
     pub user: Option<u32>,
     /// User that the supervisor runs as, instead of `user`. Can have subordinate IDs.
     pub user_with_ids: Option<User>,
-    /// Layers of confinement that the supervisor must treat as missing.
+    /// Layers of confinement that the supervisor must treat as if they were missing.
     pub without: &'s str,
     /// Rules for the `filtered` program. They make system calls by the supervisor and its descendants fail or have no
     /// effect.
@@ -409,7 +409,7 @@ impl Ended {
         }
     }
 
-    /// Returns true if the worker did not get the target of this attempt.
+    /// Returns true if the worker did not receive the target of this attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }

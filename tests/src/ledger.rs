@@ -133,7 +133,7 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Maximum number of faults of each kind to report in full.
+/// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
 /// Maximum growth of the idle supervisor's number of open descriptors.
@@ -305,7 +305,7 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     }
 }
 
-/// Describes the processes and files that a supervisor has left behind after it exited.
+/// Describes the processes and files that remain after a supervisor has exited.
 fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     let mut left = Vec::new();
     let processes = processes_with(notes.to_str().expect("an ordinary path"));

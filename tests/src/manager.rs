@@ -222,8 +222,8 @@ impl Service {
     }
 }
 
-/// Receives a notification. Returns the notification and its sender. Closes received descriptors, which
-/// answers a barrier.
+/// Receives a notification, and returns it with its sender. Closes the received descriptors, which answers a
+/// `BARRIER=1` request.
 fn receive(socket: &UnixDatagram) -> Option<(String, Option<u32>)> {
     let mut bytes = [0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1), ScmRights(4))];

@@ -227,7 +227,7 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Destination of status messages and requests for more time while the worker starts.
+/// Destination of status messages, and of requests for more time, while the worker starts.
 pub(crate) enum StatusReceiver {
     /// The supervisor, for a worker.
     Supervisor(Arc<Writer>),

@@ -181,7 +181,7 @@ impl Held {
     }
 }
 
-/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak memory and descriptor
+/// Runs `attack` while an honest client sends jobs, all of which must succeed. Returns the peak memory and descriptor
 /// usage.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -707,7 +707,7 @@ fn clients_cannot_exhaust_descriptors() {
 
 // Several events in one iteration of the event loop.
 
-/// Stops the supervisor. Everything sent before [`goes_on`] then reaches the supervisor at once.
+/// Stops the supervisor with SIGSTOP, so that everything sent before [`goes_on`] reaches the supervisor at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);

@@ -16,7 +16,7 @@ use bulkhead_tests::{Supervisor, programs, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
-/// Duration that exceeds any wait in these tests.
+/// A duration that exceeds any wait in these tests.
 const LONG: Duration = Duration::from_secs(100);
 
 // A supervisor that is killed.

@@ -200,7 +200,7 @@ fn drain_rejects_prefetched_jobs() {
     });
 }
 
-/// `lookahead = "0s"` turns prefetching off.
+/// The setting `lookahead = "0s"` turns prefetching off.
 #[test]
 fn lookahead_of_zero_disables_prefetching() {
     let supervisor = start("lookahead = \"0s\"");
@@ -276,7 +276,7 @@ enum Blocked {
     Stopped,
     /// A hand-written worker does not read, answer or send heartbeats.
     Ignores,
-    /// Like `Ignores`, but the worker has not even begun the job.
+    /// Like `Ignores`, except that the worker has not even begun the job.
     IgnoresAll,
 }
 

@@ -712,7 +712,7 @@ fn jobs_killed_by_supervisor_are_not_quarantined() {
     });
 }
 
-/// Each copy is rejected at the moment when it would be dispatched.
+/// Each copy of the job is rejected at the moment when the copy would be dispatched.
 #[test]
 fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");

@@ -15,10 +15,10 @@ use crate::journal::Journal;
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
+/// Number of the job whose handler returns immediately. The handlers of other jobs wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Handlers return immediately for jobs with this number or a higher number, as for job `QUICK`.
+/// For jobs with this number or a higher number, handlers return immediately, as they do for job `QUICK`.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
@@ -139,9 +139,8 @@ impl Fixture {
     }
 }
 
-/// Receives frames on a thread. Unless `with_kinds` is true, sends the numbers of all results to the first
-/// channel. If it is true, sends the kind and number of all results, returned jobs and heartbeats to the
-/// second channel.
+/// Receives frames on a thread. Unless `with_kinds` is true, sends the numbers of all results to the first channel. If
+/// `with_kinds` is true, sends the kind and number of all results, returned jobs and heartbeats to the second channel.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();

@@ -136,7 +136,7 @@ fn take_descriptor_of_sibling(to: &Targets) -> Tried {
     Ok("taken".into())
 }
 
-/// Sends signal 0, which only checks the permission.
+/// Sends signal 0. The kernel then only checks the permission and delivers no signal.
 fn signal_nothing(pid: i32) -> Tried {
     call(libc::SYS_kill, [pid as usize, 0]).at("send a signal to another process")?;
     Ok("could be signalled".into())
@@ -174,8 +174,8 @@ fn is_in_own_pid_namespace() -> bool {
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
-/// Kills the parent if it is the first process in a PID namespace, which survives all signals from its
-/// children. Otherwise only checks the permission.
+/// Kills the parent if it is the first process in a PID namespace, which survives all signals from its children.
+/// Otherwise, only checks that a signal would be permitted.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
