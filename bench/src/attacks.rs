@@ -27,7 +27,7 @@ pub(crate) struct Plan {
     pub(crate) duration: Duration,
 }
 
-/// Interval between two honest jobs.
+/// Interval between the starts of two honest jobs.
 const JOB_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Interval between jobs that crash an honest worker.

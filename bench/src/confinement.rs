@@ -117,7 +117,7 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the profile's bulkhead that runs many jobs concurrently.
+/// Returns the name of the bulkhead that runs many jobs concurrently under the profile.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }

@@ -10,7 +10,7 @@ const LEFT: f64 = 470.0;
 const WIDTH: f64 = 520.0;
 const RIGHT: f64 = 150.0;
 
-/// Draws all figures that have a ratio as an SVG image with a logarithmic scale.
+/// Draws an SVG image that shows all figures that have a ratio, on a logarithmic scale.
 pub(crate) fn draw(figures: &[Figure]) -> String {
     let rows: Vec<(&Figure, f64)> =
         figures.iter().filter_map(|figure| Some((figure, figure.ratio.filter(|r| is_drawn(*r))?))).collect();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// Minimum number of rounds, regardless of how long they take. A median of fewer rounds would be meaningless.
 const ROUNDS_MIN: usize = 3;
 
-/// Iterator over the numbers of a measurement's rounds, starting with 0. Ends early if the rounds take too long.
+/// Iterator over the round numbers of a measurement, starting with 0. Ends early if the rounds take too long.
 pub(crate) struct Rounds {
     done: usize,
     most: usize,

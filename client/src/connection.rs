@@ -545,8 +545,8 @@ struct Driver {
     requests: Option<Arc<Requests>>,
     /// Lost connections, oldest first, whose jobs are waiting to be sent over the next connection.
     lost: Vec<Arc<Requests>>,
-    /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these
-    /// connections but accepts no more.
+    /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these connections
+    /// but accepts no further jobs.
     leaving: Vec<Arc<Requests>>,
     /// Notified when a connection that received GOAWAY has closed.
     left: Arc<Notify>,
@@ -719,7 +719,7 @@ impl Driver {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// Waits until a caller needs a connection, and for at least [`RECONNECT_PAUSE_MIN`].
+    /// Waits for at least [`RECONNECT_PAUSE_MIN`], and until a caller needs a connection.
     async fn wait_until_needed(&self) {
         tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
         self.needed.notified().await;

@@ -132,7 +132,7 @@ pub(crate) struct JobRequest {
     pub(crate) payload: KeptPayload,
     /// Source of the payload; `None` if `payload` contains the payload.
     pub(crate) source: Option<Source>,
-    /// The deadline, counted from the first submission. [`JobOptions::deadline`] is the remaining time.
+    /// The deadline, counted from the first submission. [`JobOptions::deadline`] contains the remaining time.
     pub(crate) deadline: Option<Deadline>,
     /// Maximum time to wait for a reconnection, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,

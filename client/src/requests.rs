@@ -376,7 +376,8 @@ impl Requests {
         }
     }
 
-    /// Polls for the outcome of a request. If the job may be retried, moves the job to `request` with the outcome.
+    /// Polls for the outcome of a request. Once the outcome has arrived, moves the job to `request` if the job may be
+    /// retried.
     #[inline]
     fn poll(
         &self,

@@ -78,7 +78,7 @@ pub struct Header {
     pub kind: u8,
     /// Bit mask of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
-    /// Size of the metadata in bytes. [`Header::length`] includes it.
+    /// Size of the metadata in bytes. [`Header::length`] includes this size.
     pub metadata_length: u16,
     /// Number of the request or job.
     pub number: u64,

@@ -19,14 +19,14 @@ pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 /// An order from the keeper to a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateOrder {
-    /// Fork a worker. [`folder_name`] returns the name of the worker's temporary folder.
+    /// Orders the template to fork a worker. [`folder_name`] returns the name of the worker's temporary folder.
     Fork {
         /// Spawn number of the worker.
         worker: u64,
         /// Random part of the folder's name, which makes the name unpredictable.
         secret: u128,
     },
-    /// Remove the temporary folder of a worker whose processes have all exited.
+    /// Orders the template to remove the temporary folder of a worker whose processes have all exited.
     Remove {
         /// Spawn number of the worker.
         worker: u64,

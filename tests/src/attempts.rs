@@ -28,7 +28,7 @@ pub enum Expected {
 /// Configuration of the bulkhead, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Grants paths for reading and for writing, and a `tmp` of 1 MiB.
+    /// Grants access to paths for reading and for writing, and provides a `tmp` folder of 1 MiB.
     Plain,
     /// Like [`Setting::Plain`], but with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
@@ -39,7 +39,7 @@ pub enum Setting {
 pub struct Attempt {
     /// Name of the hostile worker's operation.
     pub name: &'static str,
-    /// Description that continues the sentence "it tries to …".
+    /// Description that completes the sentence "it tries to …".
     pub tries: &'static str,
     /// Configuration of the bulkhead.
     pub setting: Setting,

@@ -339,8 +339,7 @@ pub struct Confinement {
     pub has_process_bound: bool,
 }
 
-/// Item of `missing` in the snapshot if the number of processes is not limited. This is the name of a limit,
-/// not a layer.
+/// Entry of `missing` in the snapshot if the number of processes is not limited. The entry names a limit, not a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -374,7 +373,7 @@ pub enum Ended {
     Refused(String, String),
     /// The worker was killed because the attempt is a violation. Contains the message.
     Violation(String),
-    /// The attempt had any other result. Contains a description.
+    /// The attempt ended in any other way. Contains a description.
     Otherwise(String),
 }
 

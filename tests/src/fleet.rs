@@ -131,7 +131,7 @@ impl Host {
         self.spawn_agent(command, &[]);
     }
 
-    /// Starts another program as the agent. `arguments` are placed after the configuration.
+    /// Starts another program as the agent. On the command line, `arguments` follow the configuration.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
         self.spawn_agent(Command::new(program), arguments);
     }

@@ -404,7 +404,7 @@ fn compare(
     }
 }
 
-/// Describes a record, with the disturbances in the 1.5 seconds before it.
+/// Describes a record, together with the disturbances in the 1.5 seconds before the record.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

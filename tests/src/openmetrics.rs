@@ -53,7 +53,7 @@ impl Page {
         Ok(Self { families })
     }
 
-    /// Returns the family with this name, without suffix.
+    /// Returns the family with this name. The name does not include a suffix.
     pub fn family(&self, name: &str) -> &Family {
         let found = self.families.iter().find(|family| family.name == name);
         found.unwrap_or_else(|| panic!("there is no {name}"))

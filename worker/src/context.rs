@@ -229,9 +229,9 @@ pub struct StartCtx {
 
 /// Destination of status messages, and of requests for more time, while the worker starts.
 pub(crate) enum StatusReceiver {
-    /// The supervisor, for a worker.
+    /// The supervisor, which receives the messages of a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper, for a template.
+    /// The keeper, which receives the messages of a template.
     Keeper(Arc<Template>),
 }
 

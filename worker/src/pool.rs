@@ -122,7 +122,7 @@ struct State {
     /// True if recalled jobs were dropped and the supervisor has not been notified yet.
     has_dropped: bool,
     loans: Loans,
-    /// Handles of all jobs that were received and have no reply yet, by job ID.
+    /// Handles to all jobs that were received and have no reply yet, by job ID.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Number of jobs that have begun.
     begun: u64,

@@ -248,9 +248,9 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of trying to take a place.
 enum Place {
-    /// The attempt locks one byte until the file is closed. The file names the attempt.
+    /// The attempt holds a lock on one byte until the file is closed. The file contains the attempt's identity.
     Taken(File),
-    /// The attempts in `holders` have taken all places since `since_us`, in µs.
+    /// The attempts in `holders` have held all places since the time `since_us`, in µs.
     None { since_us: u64, holders: Vec<Attempt> },
 }
 

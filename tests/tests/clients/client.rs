@@ -237,7 +237,7 @@ fn progress_arrives_in_order_before_the_result() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// Also checks that the client receives the last report before the result.
+/// The test also checks that the client receives the last report before the result.
 #[test]
 fn client_receives_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);

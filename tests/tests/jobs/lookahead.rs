@@ -130,7 +130,7 @@ fn jobs_behind_slow_job_go_to_another_worker() {
     });
 }
 
-/// Prefetched jobs count as queued until they begin. They can be cancelled, and make room for critical jobs.
+/// Prefetched jobs count as queued until they begin, so they can be cancelled and they make room for critical jobs.
 #[test]
 fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);
@@ -179,7 +179,7 @@ fn cancel_unless_begun_does_not_cancel_running_job() {
     });
 }
 
-/// A drain rejects prefetched jobs like queued jobs.
+/// A drain rejects prefetched jobs in the same way as queued jobs.
 #[test]
 fn drain_rejects_prefetched_jobs() {
     let supervisor = start(LONG);

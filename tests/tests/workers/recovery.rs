@@ -203,7 +203,7 @@ fn retry_preserves_payload_bytes() {
     auditor.finish();
 }
 
-/// Also checks that the bytes are released when the jobs end.
+/// The test also checks that the bytes are released when the jobs end.
 #[test]
 fn payloads_waiting_for_retry_count_towards_max_buffered() {
     let supervisor = Supervisor::start_with(

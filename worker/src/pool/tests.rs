@@ -24,7 +24,7 @@ const RETURNS: u64 = 1 << 32;
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed, because a pool that loses its supervisor kills its process, here the test.
+    /// Never closed, because a pool that loses its supervisor kills its process, which here is the test.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -304,7 +304,7 @@ fn thread_woken_by_link_handles_wake_request() {
     assert_eq!((state.idle, state.is_wake_pending), (0, false));
 }
 
-/// Raises and lowers the limit at random while jobs arrive and end. The random generator has a fixed seed.
+/// Raises and lowers the limit at random while jobs arrive and end. The random number generator has a fixed seed.
 #[test]
 fn jobs_run_once_despite_changing_limits() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];

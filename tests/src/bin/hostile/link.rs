@@ -32,7 +32,7 @@ fn link() -> Result<BorrowedFd<'static>, Refused> {
     Ok(unsafe { BorrowedFd::borrow_raw(number) })
 }
 
-/// Encodes a frame without payload.
+/// Encodes a frame without a payload.
 pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Result<Vec<u8>, Refused> {
     let mut metadata = Vec::new();
     let encoded = codec::encode(message, &[], &mut metadata);

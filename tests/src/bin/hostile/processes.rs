@@ -183,7 +183,7 @@ fn kill_parent(_: &Targets) -> Tried {
     if signal == 0 { Ok("could be killed".into()) } else { Err(Refused::nothing(what)) }
 }
 
-/// Kills every process, but only if no visible process can be signalled, so that the machine is safe.
+/// Tries to kill all processes. For the safety of the machine, does so only if no visible process can be signalled.
 fn kill_everything(_: &Targets) -> Tried {
     let what = "kill every process";
     let own = std::process::id() as i32;
@@ -262,7 +262,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Creates a sibling of this process, which its parent would have to reap.
+/// Creates a sibling of this process. The parent would have to reap the sibling.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("create a child of its own parent")?;

@@ -7,8 +7,8 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload small enough for the supervisor to keep a copy for another worker. Too large to be read together with the
-/// header by accident.
+/// Payload that is small enough for the supervisor to keep a copy for another worker, but too large to be read together
+/// with the header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability of a worker whose heartbeats do not depend on its handlers.

@@ -58,7 +58,7 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, and its number of submitted jobs.
+    /// The raw client, and the number of jobs that it has submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
@@ -172,7 +172,7 @@ impl Load {
         load
     }
 
-    /// Adds a client in Python with two threads.
+    /// Adds a Python client with two threads.
     fn add_python(&mut self, manager: &Manager) {
         let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python/src");
         let spawned = Command::new("python3")
