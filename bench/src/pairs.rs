@@ -1,4 +1,4 @@
-//! Compares two variants that were measured in turn, with a confidence interval for the difference.
+//! Compares two variants that were measured alternately, with a confidence interval for the difference.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};

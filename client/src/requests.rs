@@ -504,7 +504,7 @@ impl Requests {
             let mut state = self.lock();
             loop {
                 let Some(number) = state.detached.pop_front() else { return Moved::All };
-                // The handle of the job may have been dropped.
+                // The handle to the job may have been dropped.
                 if let Some((job, progress)) = state.waiters.begin_move(number) {
                     break (number, job, progress);
                 }

@@ -118,7 +118,7 @@ fn garbage_in_the_journal() -> Tried {
         .and_then(|(begin, end)| number(begin).zip(number(end)))
         .ok_or_else(|| Refused::because("NOTARGET", "find the journal"))?;
     #[expect(unsafe_code, reason = "the journal belongs to the SDK, which does not lend it")]
-    // SAFETY: the range stays mapped for writing, and its content is no longer needed here.
+    // SAFETY: the range stays mapped for writing, and its contents are no longer needed here.
     unsafe {
         std::ptr::write_bytes(begin as *mut u8, 0xa5, end - begin);
     }
