@@ -36,8 +36,8 @@ const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between the starts of two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Script for the programs that the worker runs. An honest program exits as soon as it has copied its input. The
-/// hostile program attacks the other programs and the worker until it dies.
+/// Script for the programs that the worker runs. An honest program copies its input and exits. The hostile program
+/// attacks the other programs and the worker until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \

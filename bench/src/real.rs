@@ -11,8 +11,8 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Bulkheads that run one job at a time, one with and one without prefetching. Their queues have room for all
-/// concurrent jobs.
+/// Two bulkheads that run one job at a time, with and without prefetching. The queues have room for all concurrent
+/// jobs.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 

@@ -212,8 +212,8 @@ class Submitted:
         self._until = until
 
     async def result(self) -> Reply:
-        """Waits for the outcome. Raises ``Disconnected`` if there is none ``host_lost_after`` seconds after the
-        deadline. Otherwise raises the same errors as a local job."""
+        """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, raises
+        ``Disconnected``. Otherwise raises the same errors as a local job."""
         pause = 1.0
         try:
             while True:

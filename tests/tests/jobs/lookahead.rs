@@ -130,7 +130,7 @@ fn jobs_behind_slow_job_go_to_another_worker() {
     });
 }
 
-/// Prefetched jobs count as queued until they begin, so they can be cancelled and they make room for critical jobs.
+/// Prefetched jobs count as queued until they begin. They can therefore be cancelled, and make room for critical jobs.
 #[test]
 fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);

@@ -236,7 +236,7 @@ impl Upgrading {
         Self { child, lines }
     }
 
-    /// Waits until the command reports that it has reached a step.
+    /// Waits until the command reports the given step.
     fn until(&mut self, step: &str) {
         while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
     }

@@ -58,7 +58,7 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, and the number of jobs that it has submitted.
+    /// The raw client, and the number of jobs that the client has submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
