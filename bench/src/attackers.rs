@@ -24,7 +24,7 @@ pub(crate) fn pin() -> Result<()> {
     Ok(rustix::thread::sched_setaffinity(None, &processors)?)
 }
 
-/// Keeps a processor busy.
+/// Keeps one processor busy.
 pub(crate) fn spin() -> ! {
     loop {
         std::hint::spin_loop();
@@ -136,8 +136,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and its peer, which never reads. Closing the connection's last descriptor
-/// takes seconds.
+/// Returns a connection with unsent data, and the other end of the connection, which never reads. Closing the
+/// connection's last descriptor takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

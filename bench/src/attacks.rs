@@ -20,23 +20,23 @@ pub(crate) const GROUP: &str = "attack";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. In each pair, one round runs alongside busy loops and the other alongside the
+    /// Number of pairs of rounds. In each pair, one round runs alongside busy loops, and the other runs alongside the
     /// attack.
     pub(crate) pairs: usize,
     /// Duration of a round.
     pub(crate) duration: Duration,
 }
 
-/// Interval between two honest jobs.
+/// Interval between the starts of two honest jobs.
 const JOB_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Interval between two deaths of honest workers.
+/// Interval between jobs that crash an honest worker.
 const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between two honest programs.
+/// Interval between the starts of two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Script for the programs that the worker runs. An honest program exits immediately. The hostile program
+/// Script for the programs that the worker runs. An honest program copies its input and exits. The hostile program
 /// attacks the other programs and the worker until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
@@ -48,7 +48,7 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     done 2> /dev/null;; \
     *) cat;; esac";
 
-/// Latency that is recorded for an honest job with a wrong outcome.
+/// Latency recorded for an honest job that ends with the wrong outcome.
 const WRONG_OUTCOME_LATENCY: Duration = Duration::from_secs(60);
 
 /// UID of an unprivileged user (`nobody`).
@@ -57,11 +57,11 @@ const UNPRIVILEGED_UID: u32 = 65_534;
 /// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// Kind of hostile client, and number of processes that run this client.
+    /// Kind of hostile client, and the number of processes that run such a client.
     Clients(&'static str, usize),
-    /// Kind of hostile worker, and number of these workers in one bulkhead.
+    /// Kind of hostile worker, and the number of such workers in one bulkhead.
     Workers(&'static str, usize),
-    /// Bulkhead with jobs that look honest, and number of its concurrent jobs.
+    /// Bulkhead whose jobs look honest, and the number of its concurrent jobs.
     Jobs(&'static str, usize),
 }
 
@@ -213,7 +213,7 @@ async fn scheduled(
     Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
 }
 
-/// A supervisor with the bulkheads that the scene needs.
+/// A supervisor with the bulkheads that this measurement needs.
 struct Host {
     client: Client,
     _supervisor: Process,
@@ -254,7 +254,7 @@ impl Host {
     }
 }
 
-/// Submits jobs of 4,000 tenants, so that the supervisor has a record of each tenant.
+/// Submits jobs for 4,000 tenants, so that the supervisor keeps a record of each tenant.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();

@@ -17,7 +17,8 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from one of many echo processes. Small, because each process gets few requests.
+/// Maximum number of bytes per read from one of many echo processes. This is small, because each process gets few
+/// requests.
 const SPREAD_BYTES: usize = 8 * 1024;
 
 /// Size of the header before each payload, in bytes. The header contains the length of the payload and the
@@ -39,8 +40,8 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Forwards the requests of one client to `echoes` echo processes, and the replies back. The first bytes of a payload
-/// select the process. Each destination gets all available bytes in one write.
+/// Forwards the requests of one client to `echoes` echo processes, and forwards the replies to the client. The first
+/// bytes of a payload select the process. Each destination gets all available bytes in one write.
 pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     let most = rustix::process::getrlimit(Resource::Nofile).maximum;
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
@@ -65,7 +66,7 @@ pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     })
 }
 
-/// Bytes that have not been written.
+/// Bytes that have not been written yet.
 #[derive(Default)]
 struct Unsent {
     bytes: RefCell<Vec<u8>>,
@@ -129,7 +130,7 @@ async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Resu
     }
 }
 
-/// Connects to a socket. Waits until the other process is listening on the socket.
+/// Connects to a socket, after waiting until another process listens on the socket.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
@@ -153,7 +154,8 @@ async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// Client of the bare chain. Each request waits for its own reply. Pending requests share one write.
+/// Client of the bare chain. Each caller waits for the reply to its own request, and a single write sends all pending
+/// requests.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 

@@ -8,7 +8,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// Both chains, started and idle.
+/// The bare chain and the real chain, both started and idle.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
@@ -88,7 +88,7 @@ impl Chains {
     }
 }
 
-/// Measures calls of a client of the bare chain.
+/// Measures requests that a client sends through the bare chain.
 pub(crate) async fn bare_calls(
     client: &bare::Client,
     lanes: usize,

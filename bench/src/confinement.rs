@@ -19,7 +19,7 @@ pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 pub(crate) struct Plan {
     /// Number of workers started under each profile.
     pub(crate) starts: usize,
-    /// Number of pairs of rounds. In each pair, one round runs under `none` and the other under `strict`.
+    /// Number of pairs of rounds. In each pair, one round runs under `none`, and the other runs under `strict`.
     pub(crate) pairs: usize,
     /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
@@ -30,7 +30,7 @@ pub(crate) struct Plan {
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];
 
-/// Number of jobs in flight for throughput.
+/// Number of jobs in flight when throughput is measured.
 const WIDE: usize = 64;
 
 /// Payload size of each job, in bytes.
@@ -117,7 +117,7 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the profile's bulkhead that runs many jobs concurrently.
+/// Returns the name of the bulkhead that runs many jobs concurrently under the profile.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
@@ -183,7 +183,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// Runs the same load under `none` and `strict` in turn, in reverse order in every other pair.
+/// Runs the same load under `none` and under `strict`, and reverses the order in every other pair.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

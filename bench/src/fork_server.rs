@@ -38,7 +38,7 @@ impl ForkServer {
         Ok(server)
     }
 
-    /// Kills a process with a job, and returns the time until the next reply, in ms.
+    /// Sends a job that kills its process, and returns the time until the next reply, in ms.
     pub(crate) fn recovery(&self) -> Result<f64> {
         let mut dying = self.link()?;
         let began = Instant::now();
@@ -50,7 +50,8 @@ impl ForkServer {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Runs `total` jobs on `at_once` threads, each with one job at a time. Returns the number of jobs per second.
+    /// Runs `total` jobs on `at_once` threads. Each thread runs one job at a time. Returns the number of jobs per
+    /// second.
     pub(crate) fn run(&self, at_once: usize, total: usize) -> Result<f64> {
         let began = Instant::now();
         std::thread::scope(|scope| {

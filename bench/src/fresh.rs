@@ -20,7 +20,7 @@ const AT_ONCE: usize = 2;
 /// Interval between worker deaths.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// Way in which the next worker is obtained.
+/// A configuration that determines how the next worker is started.
 struct Variant {
     /// Prefix of the bulkhead names.
     name: &'static str,
@@ -28,8 +28,8 @@ struct Variant {
     /// Description used in the measurement names.
     description: &'static str,
     keys: &'static str,
-    /// Target for the number of new processes per second. Alternatively, a rate of `OF_BARE` times that of a
-    /// bare fork server with the same layers is enough.
+    /// Target number of new processes per second. Alternatively, `OF_BARE` times the rate of a bare fork server with
+    /// the same layers is enough.
     wanted: Option<f64>,
 }
 

@@ -20,8 +20,7 @@ pub(crate) const GROUP: &str = "isolation";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. In each pair, one round runs without the attack and the other with the
-    /// attack.
+    /// Number of pairs of rounds. In each pair, one round runs without the attack, and the other runs with the attack.
     pub(crate) pairs: usize,
     /// Number of honest jobs per round.
     pub(crate) jobs: usize,
@@ -42,7 +41,7 @@ const KILL_DEADLINE: Duration = Duration::from_millis(5);
 /// Time between the start of an attack and the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
-/// An attack, and a comparable load without it.
+/// An attack, and a comparable load that contains no attack.
 struct Scene {
     name: &'static str,
     /// Configuration of the bulkhead, without and with the attack.
@@ -165,8 +164,8 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the honest jobs, all of which must succeed. `way` is 0 for a round without the
-/// attack and 1 for a round with the attack.
+/// Returns the latencies of the honest jobs. All of these jobs must succeed. `way` is 0 for a round without the attack
+/// and 1 for a round with the attack.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
     // Warms up the workers, and lets the supervisor learn their run times.
@@ -213,7 +212,7 @@ async fn others(scene: &Scene, client: &Client, jobs: usize) -> Result<load::Rou
     .await
 }
 
-/// Tasks that send the attacker's jobs repeatedly until they are aborted.
+/// Tasks that send the attacker's jobs again and again until the tasks are aborted.
 struct Attack(Vec<JoinHandle<()>>);
 
 impl Attack {

@@ -131,7 +131,7 @@ async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: us
     ])
 }
 
-/// Measures jobs per second, and the CPU time per job in the relay and in the supervisor.
+/// Measures the number of jobs per second, and the CPU time that the relay and the supervisor need per job.
 async fn throughput(
     chains: &Chains,
     plan: &Plan,
@@ -173,8 +173,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.6) } else { figure })
 }
 
-/// Measures the time from the death of a worker to the next result, in comparison with an echo process that is killed
-/// and restarted.
+/// Measures the time from the death of a worker to the next result. For comparison, an echo process is killed and
+/// restarted.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {

@@ -41,7 +41,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     Ok(())
 }
 
-/// Starts programs that die immediately, one after the other, until this process is killed.
+/// Starts programs that die immediately, one after another, until this process is killed.
 pub(crate) fn start_and_die() -> Result<()> {
     let own = std::env::current_exe()?;
     let mut due = Instant::now();
@@ -52,7 +52,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Tasks that send worker-crashing jobs until [`Crashes::end`] is called.
+/// Tasks that send jobs that crash their worker, until [`Crashes::end`] is called.
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -84,7 +84,7 @@ impl Crashes {
     }
 }
 
-/// Compares a bulkhead's p99 with and without another bulkhead whose worker dies on every job.
+/// Compares the p99 latency of a bulkhead with and without another bulkhead whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
@@ -97,7 +97,7 @@ async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, S
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Maximum number of rounds in [`crowd`]. Low, because each round takes a long time.
+/// Maximum number of rounds in [`crowd`]. This is low, because each round takes a long time.
 const CROWD_ROUNDS_MAX: usize = 5;
 
 /// Runs jobs for four bulkheads, 64 at a time. In one round of each pair, every job of the fourth bulkhead

@@ -1,9 +1,9 @@
-//! Compares two variants that were measured in turn, with a confidence interval for the difference.
+//! Compares two variants that were measured alternately, with a confidence interval for the difference.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};
 
-/// Creates a figure from pairs of a bare round and a real round.
+/// Creates a figure from pairs of rounds, each with a bare round and a real round.
 pub(crate) fn paired(
     name: String,
     unit: &'static str,
@@ -20,7 +20,7 @@ pub(crate) fn paired(
     }
 }
 
-/// Creates a figure for the difference between two variants that were measured in turn.
+/// Creates a figure for the difference between two variants that were measured alternately.
 pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
     let differences: Vec<f64> = pairs.iter().map(|(without, with)| with - without).collect();
     let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);

@@ -39,7 +39,7 @@ struct Peer {
     arguments: &'static [&'static str],
 }
 
-/// Package registry that a peer comes from.
+/// Package registry that provides a peer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Cargo,
@@ -165,7 +165,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the order for a peer, and the number of requests or deaths in the order.
+    /// Returns the command to send to a peer, and the number of requests or deaths that the command asks for.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {

@@ -18,17 +18,17 @@ pub(crate) struct Plan {
     duration: Option<Duration>,
     /// Number of requests of 64 B and of 4 KiB per round, sent one at a time.
     pub(crate) small: usize,
-    /// Number of requests of 1 MiB per round. The number for 64 MiB is a 32nd of this number.
+    /// Number of requests of 1 MiB per round. The number of requests of 64 MiB is 1/32 of this number.
     pub(crate) large: usize,
     /// Number of requests per round when many are in flight.
     pub(crate) many: usize,
-    /// Maximum number of deaths, and maximum number of hangs, per measurement.
+    /// Maximum number of deaths per measurement, which is also the maximum number of hangs.
     pub(crate) deaths: usize,
-    /// Total number of jobs per round for all four bulkheads.
+    /// Total number of jobs per round, for all four bulkheads together.
     pub(crate) crowd: usize,
-    /// Total number of jobs per round for three bulkheads while the workers of the fourth crash.
+    /// Total number of jobs per round for three bulkheads, while the workers of the fourth bulkhead crash.
     pub(crate) storm: usize,
-    /// Number of jobs per round in measurements of decisions alone.
+    /// Number of jobs per round in measurements that run no workers and only make decisions.
     pub(crate) decisions: usize,
     /// Number of programs per round.
     pub(crate) programs: usize,
@@ -40,7 +40,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan for `rounds` rounds, or for as many rounds as the time allows.
+    /// Returns the plan for `rounds` rounds. Without `rounds`, the number of rounds depends on the available time.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),

@@ -31,7 +31,7 @@ const PERMITS: u32 = 64;
 /// Simulated time per cycle. Too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs before most of these jobs are cancelled. `STAYING` jobs remain at each end of the queue.
+/// Number of jobs that wait before most of them are cancelled. `STAYING` jobs remain at each end of the queue.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
@@ -72,7 +72,7 @@ fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     Ok(figures.collect())
 }
 
-/// Returns the time to acquire and release a permit while all other permits are in use, in nanoseconds.
+/// Returns the time that it takes to acquire and release a permit while all other permits are in use, in nanoseconds.
 fn semaphore(cycles: usize) -> Result<f64> {
     let permits = Semaphore::new(PERMITS as usize);
     let _taken = permits.try_acquire_many(PERMITS - 1)?;
@@ -101,8 +101,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. Each large number that should have no effect has a small counterpart. Unless the
-/// setting is about something else, all permits but one are in use.
+/// Returns all settings. A setting with a large number that should have no effect is paired with a setting with a small
+/// number. In most settings, all permits but one are in use.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",
@@ -363,7 +363,7 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// Returns the next name, wrapping around at the end, or an empty name if there are no tenants.
+    /// Returns the next name, starting over after the last name. Returns an empty name if there are no tenants.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;
@@ -374,7 +374,7 @@ impl Names {
     }
 }
 
-/// Returns the numbers below `count`, shuffled the same way in each run.
+/// Returns the numbers below `count` in a shuffled order that is the same in each run.
 fn shuffled(count: usize) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1_u64;

@@ -13,7 +13,7 @@ use crate::Result;
 /// Maximum time for any wait. Most waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package that contains the parts of the chains, and of its program.
+/// Name of the package that contains the parts of the chains. The package's program has the same name.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -24,17 +24,17 @@ impl Process {
         Ok(Self(command.spawn()?))
     }
 
-    /// Starts a part of a chain (`../parts`).
+    /// Starts one part of a chain; the parts are in `../parts`.
     pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts another instance of this program in another role.
+    /// Starts another instance of this program, in the given role.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts another instance of this program in another role. Returns the process and its standard output.
+    /// Starts another instance of this program, in the given role. Returns the process and its standard output.
     pub(crate) fn role_with_output(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().ok_or("the child has no pipe for standard output")?;
@@ -65,17 +65,18 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command that runs the parts of the chains. [`programs`] builds this program next to the bench.
+/// Returns a command for the program that runs the parts of the chains. [`programs`] builds that program into the
+/// folder of the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
 
-/// Returns the worker's command as elements of a TOML array, for the `command` key.
+/// Returns the worker's command as elements of a TOML array, to be used in the `command` key.
 pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command of another role as elements of a TOML array, for the `command` key.
+/// Returns the command of another role as elements of a TOML array, to be used in the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;

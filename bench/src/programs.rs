@@ -52,7 +52,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of programs per second without a supervisor.
+/// Returns the number of programs that run per second without a supervisor.
 fn spawn_and_wait(programs: usize) -> Result<f64> {
     let began = Instant::now();
     std::thread::scope(|scope| {
@@ -74,7 +74,7 @@ fn spawn_and_wait(programs: usize) -> Result<f64> {
     Ok((programs / AT_ONCE * AT_ONCE) as f64 / began.elapsed().as_secs_f64())
 }
 
-/// Returns the number of programs per second in a bulkhead.
+/// Returns the number of programs that a bulkhead runs per second.
 async fn run(chain: &Chain, bulkhead: &'static str, programs: usize) -> Result<f64> {
     let began = Instant::now();
     let mut lanes = tokio::task::JoinSet::new();

@@ -11,16 +11,17 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Bulkheads, with and without prefetching, that run one job at a time and can queue the jobs of all lanes.
+/// Two bulkheads that run one job at a time, with and without prefetching. The queues have room for all concurrent
+/// jobs.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Bulkheads named after their purpose.
+/// Bulkheads that are named after their purpose.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
-/// Like [`CRASHES`], with workers forked from a template.
+/// Like [`CRASHES`], but with workers that are forked from a template.
 pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
 
 /// Three honest bulkheads, and a fourth whose workers crash in some measurements.
@@ -31,7 +32,7 @@ pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
 }
 
-/// Deadline of jobs in [`HANGS`], followed by the grace period `HANG_GRACE`.
+/// Deadline of jobs in [`HANGS`], after which the grace period `HANG_GRACE` begins.
 pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
 pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 

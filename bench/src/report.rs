@@ -4,19 +4,19 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference in µs that [`Target::AtMostOrSlack`] allows regardless of the ratio.
+/// Difference in µs that always meets the target [`Target::AtMostOrSlack`], whatever the ratio is.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
-    /// The ratio or, without a ratio, the figure must not exceed the limit.
+    /// The ratio, or the figure if there is no ratio, must not exceed the limit.
     AtMost,
     /// The ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
     /// [`SLACK_US`].
     AtMostOrSlack,
-    /// The ratio or, without a ratio, the figure must reach the limit.
+    /// The ratio, or the figure if there is no ratio, must reach the limit.
     AtLeast,
     /// The figure must not exceed the limit, regardless of the ratio.
     FigureAtMost,
@@ -40,10 +40,10 @@ pub(crate) struct Difference {
 pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) unit: &'static str,
-    /// Figure for the bare counterpart, if there is one.
+    /// Figure for the bare counterpart, if a counterpart exists.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
-    /// Median of the ratios of real to bare figures over all rounds.
+    /// Median, over all rounds, of the ratio of the real figure to the bare figure.
     pub(crate) ratio: Option<f64>,
     pub(crate) target: Target,
     /// Limit for the target, or NaN if there is no target.
@@ -56,14 +56,14 @@ pub(crate) struct Figure {
 }
 
 impl Figure {
-    /// Creates a figure without a counterpart and without a target.
+    /// Creates a figure that has neither a counterpart nor a target.
     pub(crate) fn alone(name: impl Into<String>, unit: &'static str, real: f64) -> Self {
         let (target, limit) = (Target::Told, f64::NAN);
         let (name, rounds) = (name.into(), Vec::new());
         Self { name, unit, bare: None, real, ratio: None, target, limit, difference: None, rounds }
     }
 
-    /// Returns the figure with a target.
+    /// Returns this figure with the given target.
     pub(crate) fn with_target(self, target: Target, limit: f64) -> Self {
         Self { target, limit, ..self }
     }
@@ -110,7 +110,7 @@ impl Figure {
     }
 }
 
-/// The figures measured so far. In table format, each figure is printed immediately.
+/// The figures measured so far. If the output is a table, each figure is printed immediately.
 pub(crate) struct Report {
     only: Option<String>,
     /// True if slow measurements were requested in addition to the usual measurements.
@@ -130,7 +130,7 @@ impl Report {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }
 
-    /// Returns true if a figure is wanted that takes minutes to measure; see [`Report::wants`].
+    /// Returns true if a figure that takes minutes to measure was requested; see [`Report::wants`].
     pub(crate) fn wants_slow(&self, name: &str) -> bool {
         self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
     }
@@ -155,7 +155,7 @@ impl Report {
         figures.push(figure);
     }
 
-    /// Returns all figures in the order of their measurement. Prints them first if the output is JSON.
+    /// Returns all figures in the order in which they were measured. If the output is JSON, prints them first.
     pub(crate) fn finish(self) -> Vec<Figure> {
         let figures = self.figures.into_inner();
         if self.is_json {

@@ -21,7 +21,7 @@ use crate::{Result, bare};
 /// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio between the cost of a job among many others and the cost of a job alone.
+/// Maximum ratio between the cost of a job among many others and the cost of the same job alone.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
@@ -112,7 +112,7 @@ async fn run(
     .await
 }
 
-/// Returns a function that returns the names in turn.
+/// Returns a function that yields the given names in turn.
 fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     let (names, turn): (Vec<Rc<str>>, _) = (names.map(Into::into).collect(), Cell::new(0));
     move || {
@@ -121,13 +121,13 @@ fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     }
 }
 
-/// Returns a function that returns the first `count` bulkheads in turn.
+/// Returns a function that yields the first `count` bulkheads in turn.
 fn to_bulkheads(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("b{number}")));
     move || (names(), "".into())
 }
 
-/// Returns a function that returns the first `count` tenants in turn.
+/// Returns a function that yields the first `count` tenants in turn.
 fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("tenant-{number}")));
     move || (SHARED.into(), names())

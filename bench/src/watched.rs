@@ -22,7 +22,7 @@ pub(crate) const GROUP: &str = "watched";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of the
+    /// Number of rounds of each kind. The kinds are: no readers, readers of another server, and readers of the
     /// supervisor.
     pub(crate) pairs: usize,
     /// Number of jobs per round, sent one at a time. `many` is the number for [`LANES`] jobs at a time.
@@ -36,7 +36,7 @@ const STREAMS: usize = 50;
 /// Interval between scrapes of the metrics.
 const SCRAPE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between crashes, with and without readers. Each crash causes one or two events.
+/// Interval between crashes, which happen with and without readers. Each crash causes one or two events.
 const CRASH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Size of a crash event, in bytes.

@@ -18,7 +18,7 @@ use tokio::runtime::Runtime;
 
 use crate::{ConnectError, JobError, Progress, Reply};
 
-/// The thread that serves a connection. Dropping this value does not wait for the thread.
+/// The thread that serves a connection. Dropping this value does not wait for the thread to exit.
 #[derive(Debug)]
 struct Server(Option<Runtime>);
 
@@ -102,7 +102,7 @@ pub struct Job {
     server: Arc<Server>,
 }
 
-/// Defines methods of the builder that forward to [`crate::Job`].
+/// Defines builder methods that forward to [`crate::Job`].
 macro_rules! forward {
     ($($(#[$about:meta])* $name:ident($($argument:ident: $type:ty),*);)*) => {
         impl Job {$(
@@ -142,7 +142,7 @@ forward! {
     /// Declares whether the job can safely run twice; see [`crate::Job::idempotent`].
     idempotent(is_idempotent: bool);
 
-    /// Sets whether [`Job::send`] retries the job; see [`crate::Job::retry`].
+    /// Sets whether [`Job::send`] retries the job after an error; see [`crate::Job::retry`].
     retry(retries: bool);
 
     /// Sets a W3C `traceparent`, which is passed to the handler.

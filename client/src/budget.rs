@@ -17,7 +17,7 @@ const RETRIES_FLOOR: u64 = 10;
 /// Counts one client's jobs and retries.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
-    /// Counts per second, indexed by the second's number modulo [`WINDOW_SECONDS`].
+    /// Counts for the last seconds, indexed by the second's number modulo [`WINDOW_SECONDS`].
     seconds: [Second; WINDOW_SECONDS],
 }
 
@@ -29,7 +29,7 @@ struct Second {
 }
 
 impl RetryBudget {
-    /// Counts a job that may be retried. `now` is the time since an arbitrary fixed instant.
+    /// Counts a job that is allowed to be retried. `now` is the time since an arbitrary fixed instant.
     pub(crate) fn job(&mut self, now: Duration) {
         self.second(now).jobs += 1;
     }

@@ -52,7 +52,7 @@ const READS_PER_POLL_MAX: usize = 16;
 /// it closed the connection.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Error returned when a client cannot connect. Each message continues a sentence that begins with "failed to".
+/// Error returned when a client cannot connect. Each message completes a sentence that begins with "failed to".
 #[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.
@@ -153,11 +153,11 @@ const IN_PROCESS: &str = "in this process";
 struct Shared {
     target: Target,
     current: watch::Receiver<Connection>,
-    /// Notified when there is a job to send and no connection.
+    /// Notified when there is a job to send but no connection.
     needed: Arc<Notify>,
     /// Budget for retries.
     budget: Mutex<RetryBudget>,
-    /// Time at which the client was created. The budget counts time from here.
+    /// Time at which the client was created. The retry budget measures time from this instant.
     created: Instant,
 }
 
@@ -342,8 +342,8 @@ impl Client {
         }
     }
 
-    /// Waits for a connection other than `broken`. Once the reconnection time limit has passed, waits for
-    /// only one more attempt.
+    /// Waits for a connection other than `broken`. Once the reconnection time limit has passed, waits only for one more
+    /// attempt to connect.
     async fn wait_for_connection(
         &self,
         broken: Option<&Arc<Requests>>,
@@ -541,14 +541,14 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
 /// Serves a client's connection, and reconnects after a loss, as long as the client or a job exists.
 struct Driver {
     target: Target,
-    /// `None` before the first connection.
+    /// `None` before the first connection is established.
     requests: Option<Arc<Requests>>,
     /// Lost connections, oldest first, whose jobs are waiting to be sent over the next connection.
     lost: Vec<Arc<Requests>>,
-    /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these
-    /// connections but accepts no more.
+    /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these connections
+    /// but accepts no further jobs.
     leaving: Vec<Arc<Requests>>,
-    /// Notified when a leaving connection has closed.
+    /// Notified when a connection that received GOAWAY has closed.
     left: Arc<Notify>,
     current: watch::Sender<Connection>,
     needed: Arc<Notify>,
@@ -649,8 +649,8 @@ impl Driver {
         });
     }
 
-    /// Forgets leaving connections that have closed. Jobs on these connections that can be sent again wait
-    /// for another connection.
+    /// Forgets closed connections that had received GOAWAY. Their jobs that can be sent again wait for another
+    /// connection.
     fn forget_left(&mut self) {
         for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
             if requests.has_detached_jobs() && !self.lost.iter().any(|lost| Arc::ptr_eq(lost, &requests)) {
@@ -659,7 +659,8 @@ impl Driver {
         }
     }
 
-    /// Sends the jobs of lost connections again. Never returns if the connection is unusable.
+    /// Sends the jobs of lost connections again, over the current connection. Never returns if the current connection
+    /// is unusable.
     async fn send_again(&self, place: &mut Option<QueuePosition<'_>>) {
         let Some(place) = place else { return };
         for lost in &self.lost {
@@ -718,7 +719,7 @@ impl Driver {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// Waits until a caller needs a connection, and for at least [`RECONNECT_PAUSE_MIN`].
+    /// Waits for at least [`RECONNECT_PAUSE_MIN`], and until a caller needs a connection.
     async fn wait_until_needed(&self) {
         tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
         self.needed.notified().await;
@@ -726,7 +727,8 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Fails the pending jobs, because the runtime can shut down before the tasks that wait for the jobs.
+    /// Fails the pending jobs. This is necessary because the runtime can shut down before the tasks that wait for the
+    /// jobs.
     fn drop(&mut self) {
         // If the supervisor has stopped permanently, the pending jobs already have an error.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {

@@ -15,7 +15,7 @@ use crate::requests::PendingOutcome;
 #[derive(Debug)]
 pub struct JobHandle {
     pub(crate) progress: Option<mpsc::Receiver<Progress>>,
-    /// The pending outcome. Dropping it before the outcome has arrived cancels the job.
+    /// The pending outcome. If this value is dropped before the outcome has arrived, the job is cancelled.
     outcome: PendingOutcome,
 }
 

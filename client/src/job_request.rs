@@ -121,7 +121,7 @@ impl KeptPayload {
 pub(crate) struct Deadline {
     /// Time limit that the caller has set.
     pub(crate) limit: Duration,
-    /// Time at which the limit passes.
+    /// Time at which the time limit expires.
     pub(crate) at: Instant,
 }
 
@@ -132,7 +132,7 @@ pub(crate) struct JobRequest {
     pub(crate) payload: KeptPayload,
     /// Source of the payload; `None` if `payload` contains the payload.
     pub(crate) source: Option<Source>,
-    /// The deadline, counted from the first submission. [`JobOptions::deadline`] is the remaining time.
+    /// The deadline, counted from the first submission. [`JobOptions::deadline`] contains the remaining time.
     pub(crate) deadline: Option<Deadline>,
     /// Maximum time to wait for a reconnection, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,
@@ -140,7 +140,7 @@ pub(crate) struct JobRequest {
     pub(crate) losses: u32,
     /// Time at which a job whose connection was lost stops waiting for a reconnection.
     pub(crate) waits_until: Option<Instant>,
-    /// True if the job may be retried after an outcome that permits a retry.
+    /// True if the job may be retried. The outcome must permit a retry as well.
     pub(crate) retries: bool,
     /// True if a large result stays in the memory file instead of being copied.
     pub(crate) maps_result: bool,

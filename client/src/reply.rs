@@ -71,7 +71,7 @@ impl Reply {
         self.mapped.as_deref()
     }
 
-    /// Returns the outcome, with the serving bulkhead, queue and run times and other details.
+    /// Returns the outcome, which contains the serving bulkhead, the queue time, the run time and other details.
     pub fn outcome(&self) -> &Outcome {
         self.success.outcome()
     }

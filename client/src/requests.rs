@@ -62,7 +62,7 @@ enum Phase {
     Ending,
     /// The supervisor accepts no further jobs on this connection. The driver is notified when the last job ends.
     Leaving,
-    /// A write has failed. The driver will determine the reason.
+    /// A write has failed. The driver will find out why.
     Broken,
     /// The connection is closed. Jobs that are still pending are sent over another connection.
     Closed,
@@ -316,7 +316,7 @@ impl Requests {
         self.try_flush(&mut state)
     }
 
-    /// Cancels a job whose handle was dropped.
+    /// Cancels a job whose handle has been dropped.
     fn abandon(&self, number: u64) {
         let mut state = self.lock();
         let Some(mut left) = state.waiters.remove(number) else { return };
@@ -376,7 +376,8 @@ impl Requests {
         }
     }
 
-    /// Polls for the outcome of a request. If the job may be retried, moves the job to `request` with the outcome.
+    /// Polls for the outcome of a request. Once the outcome has arrived, moves the job to `request` if the job may be
+    /// retried.
     #[inline]
     fn poll(
         &self,
@@ -503,7 +504,7 @@ impl Requests {
             let mut state = self.lock();
             loop {
                 let Some(number) = state.detached.pop_front() else { return Moved::All };
-                // The handle of the job may have been dropped.
+                // The handle to the job may have been dropped.
                 if let Some((job, progress)) = state.waiters.begin_move(number) {
                     break (number, job, progress);
                 }
@@ -583,8 +584,8 @@ enum Moved {
     Closed,
 }
 
-/// Position of a submitter in the queue for space in the outbox. Dropping the position wakes the next
-/// submitter if there is space.
+/// Position of a submitter in the queue for space in the outbox. Dropping the position wakes the next submitter if
+/// there is space in the outbox.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
     /// True if the queue was empty when this submitter joined. This is true for exactly one of several
@@ -622,7 +623,7 @@ impl LeaseOwner for Requests {
 }
 
 impl State {
-    /// Makes a decision about every pending job. Jobs that are sent again are added to `detached`.
+    /// Decides for every pending job whether to send it again. Adds the jobs to send again to `detached`.
     fn detach(
         &mut self,
         problem: &str,
@@ -710,12 +711,12 @@ impl State {
     }
 }
 
-/// The pending outcome of a job. Dropping it before the outcome has arrived cancels the job.
+/// The pending outcome of a job. If this value is dropped before the outcome has arrived, the job is cancelled.
 #[derive(Debug)]
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
     number: u64,
-    /// The job, if it may be retried. Set when the outcome is taken.
+    /// The job, if the job may be retried. Set when the outcome is taken.
     request: Option<Box<JobRequest>>,
 }
 
@@ -772,7 +773,7 @@ mod tests {
 
     use super::*;
 
-    /// Creates requests over an in-process connection.
+    /// Creates a [`Requests`] value for an in-process connection.
     fn in_memory() -> (Arc<Requests>, Endpoint) {
         let (here, there) = in_process::pair();
         (Arc::new(Requests::new(Transport::InProcess(here), 1 << 20, 0)), there)

@@ -19,10 +19,10 @@ pub(crate) type JobResult = Result<Reply, JobError>;
 /// State of a job whose outcome has not arrived.
 #[derive(Default)]
 pub(crate) struct Waiter {
-    /// Name of the requested bulkhead, once the outcome has arrived. The string is reused in the outcome if the
+    /// Name of the requested bulkhead, set once the outcome has arrived. The string is reused in the outcome if the
     /// outcome names the same bulkhead.
     pub(crate) bulkhead: String,
-    /// Large payload of the job, once the outcome has arrived. The buffer can be reused.
+    /// Large payload of the job, set once the outcome has arrived so that its buffer can be reused.
     pub(crate) buffer: Option<Vec<u8>>,
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
     /// Total number of bytes appended to the outbox up to the end of the job's frame.
@@ -56,13 +56,13 @@ enum SlotState<M> {
 }
 
 struct Slot<M> {
-    /// Number of requests that have used this slot. This is the upper half of a request's number.
+    /// Number of requests that have used this slot. The count is the upper half of each request number.
     generation: u32,
     state: SlotState<M>,
     /// Waker of the waiting task.
     waker: Option<Waker>,
-    /// The job, until the outcome is taken. The task that takes the outcome drops the job, because memory is
-    /// freed faster on the thread that allocated it.
+    /// The job, kept until the outcome is taken. The task that takes the outcome drops the job, because memory is freed
+    /// faster on the thread that allocated it.
     request: JobRequest,
 }
 
@@ -76,9 +76,9 @@ impl Waiter {
     }
 }
 
-/// Contents of a slot whose handle was dropped.
+/// Contents removed from a slot whose handle was dropped.
 pub(crate) struct Removed<M> {
-    /// The waiter, if the outcome had not arrived.
+    /// The waiter, if the outcome had not arrived yet.
     pub(crate) waiter: Option<Waiter>,
     pub(crate) request: JobRequest,
     _rest: (SlotState<M>, Option<Waker>),
@@ -87,7 +87,7 @@ pub(crate) struct Removed<M> {
 /// Values taken from a slot by a poll, to be dropped after the lock is released.
 #[derive(Default)]
 pub(crate) struct Taken {
-    /// The job, if the outcome was taken.
+    /// The job, if the poll has taken the outcome.
     pub(crate) request: Option<JobRequest>,
     /// The replaced waker.
     pub(crate) waker: Option<Waker>,
@@ -99,7 +99,7 @@ pub(crate) enum Polled<M> {
     Outcome(JobResult),
     /// The job was sent over another connection.
     Moved(M),
-    /// There is no such request.
+    /// No request has the given number.
     Missing,
 }
 
@@ -126,7 +126,7 @@ impl Ended {
     }
 }
 
-/// Slots for the pending jobs of one connection. `M` is the pending outcome of a job on another connection.
+/// Slots for the pending jobs of one connection. `M` is the type of a job's pending outcome on another connection.
 pub(crate) struct Waiters<M> {
     slots: Vec<Slot<M>>,
     free: Vec<u32>,
@@ -273,9 +273,8 @@ impl<M> Waiters<M> {
 
     // Jobs that leave the connection.
 
-    /// Makes a decision about every waiting job. `decide` gets `None` for a job whose outcome was being
-    /// processed when the connection failed. Returns the numbers of the jobs to send again, in the order in
-    /// which they were sent.
+    /// Decides what happens to every waiting job. `decide` gets `None` for a job whose outcome was being processed when
+    /// the connection failed. Returns the numbers of the jobs to send again, in the order in which they were sent.
     pub(crate) fn detach(
         &mut self,
         mut decide: impl FnMut(Option<(&mut Waiter, &mut JobRequest)>) -> Decision,
@@ -336,7 +335,7 @@ impl<M> Waiters<M> {
         Some((std::mem::take(&mut slot.request), progress))
     }
 
-    /// Completes a move that [`Waiters::begin_move`] has started.
+    /// Completes the move of a job that [`Waiters::begin_move`] has started.
     pub(crate) fn end_move(&mut self, number: u64, moved: Move<M>) -> MoveEnd<M> {
         let slot = match self.slot(number) {
             Some(slot) if matches!(slot.state, SlotState::Moving { .. }) => slot,
@@ -374,7 +373,7 @@ pub(crate) enum Move<M> {
     PutBack(Box<JobRequest>, Option<mpsc::Sender<Progress>>),
 }
 
-/// Values to drop after the lock is released, and the waker to call.
+/// Values to drop and the waker to call after the lock is released.
 pub(crate) struct MoveEnd<M> {
     /// Result of the move, if the handle was dropped during the move.
     _dropped: Option<Move<M>>,

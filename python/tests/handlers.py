@@ -150,7 +150,7 @@ class _Stubborn:
 
 
 class _Text(str):
-    """A text whose own ``encode`` method fails."""
+    """A string whose own ``encode`` method fails."""
 
     def encode(self, *_: Any) -> Any:
         sys.exit(5)

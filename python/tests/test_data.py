@@ -487,7 +487,7 @@ EQUAL_TEXTS = long(b"a" * 1_500_000)
 
 
 def equal_tuples_of_texts() -> bytes:
-    """Returns two equal tuples, each with a million references to one long text, which are compared one by one."""
+    """Returns two equal tuples, each with a million references to one long string, which are compared one by one."""
     first, second = (
         EQUAL_TEXTS + b"\x94(" + b"h%c" % at * 1000 + b"t\x94(" + b"h%c" % (at + 1) * 1000 + b"t\x94" for at in (0, 3)
     )

@@ -286,7 +286,7 @@ def supervisor_with_symptoms(folder: pathlib.Path) -> Iterator[subprocess.Popen[
 
 
 def symptoms() -> list[str]:
-    """Returns the texts in the first column of the symptom tables, without commands."""
+    """Returns the strings in the first column of the symptom tables, without commands."""
     page = (DOCS / "operations/incidents.md").read_text()
     section = page.split("\n## Symptoms\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]

@@ -235,7 +235,7 @@ def test_forked_process_does_not_write_to_its_parents_file() -> None:
         assert supervisor.call("fork") == b"41"
 
 
-# Human-readable texts.
+# Human-readable text.
 
 #: Written by Python 3.11 for a call made by `map` with a `chunksize`.
 STACKS = """Thread 0x00007f0c1d7fa6c0 (most recent call first):

@@ -160,7 +160,7 @@ pub struct OutcomeMessage<'a> {
     /// Code of a [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1 if the job was queued and 2
     /// if it was running.
     pub reason: u8,
-    /// 0 if the handler did not start the job, 1 if it did, 2 if this is unknown.
+    /// 0 if the handler did not start the job, 1 if it did, and 2 if this is unknown.
     pub executed: u8,
     /// 1 if sending the job again is safe and may succeed, otherwise 0.
     pub retryable: u8,

@@ -1,13 +1,13 @@
 //! Encodes and decodes frame metadata. No other module calls the serializer.
 //!
 //! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures use
-//! bincode's little-endian format with fixed-size integers; a text is a 64-bit length followed by the bytes. The list
+//! bincode's little-endian format with fixed-size integers; a string is a 64-bit length followed by the bytes. The list
 //! begins with the number of extensions (64 bits). Each extension consists of a 16-bit tag, a 64-bit length and the
-//! value. A receiver skips extensions with an unknown tag, unless the highest bit of the tag is set. This keeps old
-//! and new peers compatible.
+//! value. A receiver skips extensions with an unknown tag, unless the highest bit of the tag is set. This keeps old and
+//! new peers compatible.
 //!
-//! Decoding enforces a byte limit, rejects trailing bytes, and allocates memory only in proportion to the
-//! received bytes. Texts are borrowed from the frame.
+//! Decoding enforces a byte limit, rejects trailing bytes, and allocates memory only in proportion to the received
+//! bytes. Strings are borrowed from the frame.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::error::DecodeError;
@@ -64,7 +64,7 @@ pub mod tag {
 /// Error that occurred while encoding or decoding metadata.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
-    /// The bytes do not match the structure of the frame's kind.
+    /// The bytes do not have the structure that this kind of frame requires.
     #[error("the metadata is malformed: {0}")]
     Malformed(String),
     /// The metadata continues after the last extension.
@@ -228,7 +228,7 @@ mod tests {
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
 
-        // A message that consists of a reason and a one-byte text that is not valid UTF-8.
+        // A message that consists of a reason and a one-byte string that is not valid UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
         assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");

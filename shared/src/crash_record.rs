@@ -29,7 +29,7 @@ pub const HEADER_BYTES: usize = MAPS_OFFSET;
 /// Offset of the memory mappings in the record.
 pub const MAPS_OFFSET: usize = 512;
 
-/// Maximum size of the memory mappings as text, in bytes. A longer text is truncated.
+/// Maximum size of the memory mappings as text, in bytes. Longer text is truncated.
 pub const MAPS_BYTES_MAX: usize = STACK_OFFSET - MAPS_OFFSET;
 
 /// Offset of the stack in the record.
@@ -79,13 +79,13 @@ pub struct Header {
     pub registers: [u64; REGISTERS_MAX],
     /// PID as seen by the keeper, if the process is still running; otherwise 0.
     pub process: u32,
-    /// State of the thread, as in `/proc/PID/stat`, if it is still running; otherwise 0.
+    /// State of the thread, as in `/proc/PID/stat`, if the thread is still running; otherwise 0.
     pub state: u8,
-    /// Name of the thread, if it is still running, padded with NULs.
+    /// Name of the thread, padded with NULs, if the thread is still running.
     pub thread_name: [u8; NAME_BYTES_MAX],
-    /// Name of the process, if it is still running, padded with NULs.
+    /// Name of the process, padded with NULs, if the process is still running.
     pub process_name: [u8; NAME_BYTES_MAX],
-    /// Kernel function in which the thread sleeps, as in `/proc/PID/wchan`.
+    /// Kernel function in which the thread is sleeping, as in `/proc/PID/wchan`.
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
 }
 

@@ -1,6 +1,6 @@
-//! Fast encoding of messages that consist of integers and texts. Consecutive integers are written together,
-//! and each text takes two writes. The messages that are sent for every job use this encoding. The output is
-//! identical to that of bincode's derived traits, which write and check each field separately.
+//! Fast encoding of messages that consist of integers and strings. Consecutive integers are written together, and each
+//! string takes two writes. The messages that are sent for every job use this encoding. The output is identical to that
+//! of bincode's derived traits, which write and check each field separately.
 
 use bincode::de::BorrowDecoder;
 use bincode::de::read::BorrowReader;
@@ -8,8 +8,8 @@ use bincode::enc::Encoder;
 use bincode::enc::write::Writer;
 use bincode::error::{DecodeError, EncodeError};
 
-/// Implements [`Encode`](bincode::Encode) and [`BorrowDecode`](bincode::BorrowDecode) for a structure that
-/// consists of texts, then integers, then texts. The three lists name the fields in order of declaration.
+/// Implements [`Encode`](bincode::Encode) and [`BorrowDecode`](bincode::BorrowDecode) for a structure that consists of
+/// strings, followed by integers, followed by more strings. The three lists name the fields in order of declaration.
 macro_rules! flat {
     ($name:ident: [$($before:ident),*], [$($field:ident: $type:ty),*], [$($after:ident),*]) => {
         impl ::bincode::Encode for $name<'_> {
@@ -62,7 +62,7 @@ pub(crate) fn put_text(encoder: &mut impl Encoder, text: &str) -> Result<(), Enc
     if text.is_empty() { Ok(()) } else { encoder.writer().write(text.as_bytes()) }
 }
 
-/// Takes the next `BYTES` bytes of the input, and counts them towards the byte limit of the decoder.
+/// Takes the next `BYTES` bytes of the input, and counts these bytes towards the decoder's byte limit.
 #[inline]
 pub(crate) fn take<'de, const BYTES: usize, D: BorrowDecoder<'de>>(
     decoder: &mut D,
@@ -93,7 +93,7 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// Copies of the structures that use `flat`, but with bincode's derived traits.
+    /// Copies of the structures that use `flat`. The copies use bincode's derived traits instead.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 

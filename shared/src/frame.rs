@@ -12,7 +12,7 @@
 /// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
-/// Number of a [`kind::HELLO`] frame. The receiver recognises the protocol by this number.
+/// Number in a [`kind::HELLO`] frame. The receiver recognises the protocol by this number.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 
 /// Flag of a frame that the receiver must understand. A receiver that does not know the kind of frame must
@@ -78,7 +78,7 @@ pub struct Header {
     pub kind: u8,
     /// Bit mask of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
-    /// Size of the metadata in bytes. [`Header::length`] includes it.
+    /// Size of the metadata in bytes. [`Header::length`] includes this size.
     pub metadata_length: u16,
     /// Number of the request or job.
     pub number: u64,

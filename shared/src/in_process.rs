@@ -12,7 +12,7 @@ use rustix::io::Errno;
 /// payloads.
 const UNREAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of unread writes with files per direction.
+/// Maximum number of unread writes that carry files, per direction.
 const UNREAD_FILES_MAX: usize = 4;
 
 /// Maximum capacity that an empty buffer keeps, in bytes.
@@ -34,7 +34,7 @@ const SPARE_BYTES_MAX: usize = 32 * 1024;
 /// ```
 pub struct Endpoint {
     pipes: Arc<[Mutex<Pipe>; 2]>,
-    /// Index of the incoming pipe. The other pipe is outgoing.
+    /// Index of the incoming pipe. The other pipe carries outgoing data.
     incoming_index: usize,
 }
 

@@ -15,8 +15,7 @@ pub const BULKHEAD_NAME_BYTES_MAX: usize = 64;
 /// Maximum length of a handler's error code, in bytes. Longer codes are truncated.
 pub const CODE_BYTES_MAX: usize = 128;
 
-/// Maximum length of a handler's error message, a status text or a progress text, in bytes. Longer texts are
-/// truncated.
+/// Maximum length of a handler's error message, status text or progress text, in bytes. Longer text is truncated.
 pub const MESSAGE_BYTES_MAX: usize = 8 * 1024;
 
 /// Maximum size of an inline payload or result, in bytes. Inline payloads share coalescing buffers. A larger

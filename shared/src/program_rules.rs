@@ -22,7 +22,7 @@ pub struct Grant {
     pub access: u64,
 }
 
-/// Landlock rules of a worker. The host derives the rules of each program from these.
+/// Landlock rules of a worker. The host derives the rules of each program from the worker's rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProgramRules {
     /// Access rights that Landlock denies unless a grant includes them; 0 if Landlock is not used.

@@ -2,8 +2,8 @@
 //! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
 //! kind of message; numbers are little-endian.
 
-/// Environment variable that makes a process a template instead of a worker. The link descriptor of a
-/// template is a socket to the keeper.
+/// Environment variable that makes a process a template instead of a worker. A template's link descriptor is a socket
+/// to the keeper.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
 /// Number of descriptors sent with [`TemplateOrder::Fork`]: link, standard output and standard error of the new
@@ -19,14 +19,14 @@ pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 /// An order from the keeper to a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateOrder {
-    /// Fork a worker. [`folder_name`] returns the name of the worker's temporary folder.
+    /// Orders the template to fork a worker. [`folder_name`] returns the name of the worker's temporary folder.
     Fork {
         /// Spawn number of the worker.
         worker: u64,
         /// Random part of the folder's name, which makes the name unpredictable.
         secret: u128,
     },
-    /// Remove the temporary folder of a worker whose processes have all exited.
+    /// Orders the template to remove the temporary folder of a worker whose processes have all exited.
     Remove {
         /// Spawn number of the worker.
         worker: u64,
@@ -108,7 +108,7 @@ pub enum TemplateMessage<'a> {
 }
 
 impl<'a> TemplateMessage<'a> {
-    /// Writes the message to `out` and returns its length. Texts must not exceed [`TEXT_BYTES_MAX`].
+    /// Writes the message to `out` and returns its length. Strings in the message must not exceed [`TEXT_BYTES_MAX`].
     pub fn encode(&self, out: &mut [u8; MESSAGE_BYTES_MAX]) -> usize {
         let mut length = 0;
         let mut put = |bytes: &[u8]| {

@@ -28,7 +28,7 @@ pub fn escape_json(json: &str) -> String {
     json.chars().map(|c| if is_unprintable(c) { units(c) } else { String::from(c) }).collect()
 }
 
-/// Implements `Debug` for error types with the output of `Display`, because errors returned from `main` are
+/// Implements `Debug` for error types with the same output as `Display`, because errors returned from `main` are
 /// printed with `Debug`.
 #[macro_export]
 macro_rules! debug_by_display {

@@ -1,7 +1,7 @@
 //! Enums whose values have fixed names. One row declares a value, its name, and a wire number if the value is
 //! sent over a socket.
 
-/// A type in which each value has a fixed name.
+/// A type whose values have fixed names.
 pub trait Vocabulary: Copy + PartialEq + 'static {
     /// All values.
     const ALL: &'static [Self];

@@ -25,12 +25,12 @@ pub enum Expected {
     Crashes(&'static str),
 }
 
-/// Configuration of the bulkhead, except for the profile.
+/// Configuration of the bulkhead, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Grants paths for reading and for writing, and a `tmp` of 1 MiB.
+    /// Grants access to paths for reading and for writing, and provides a `tmp` folder of 1 MiB.
     Plain,
-    /// Like [`Setting::Plain`], with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
+    /// Like [`Setting::Plain`], but with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
 }
 
@@ -39,7 +39,7 @@ pub enum Setting {
 pub struct Attempt {
     /// Name of the hostile worker's operation.
     pub name: &'static str,
-    /// Description that continues the sentence "it tries to …".
+    /// Description that completes the sentence "it tries to …".
     pub tries: &'static str,
     /// Configuration of the bulkhead.
     pub setting: Setting,
@@ -65,7 +65,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "pid namespace");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor rejects workers");
-/// Result of attempts that the kernel refuses since Linux 6.16; see [`KERNELS_OWN`].
+/// Result of attempts that Linux 6.16 and later refuse; see [`KERNELS_OWN`].
 const NOT_TAKEN: Expected =
     Refused(&["EPERM"], "the kernel; before Linux 6.16, the worker crashes: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
@@ -395,7 +395,7 @@ pub const ELSEWHERE: &[&str] = &[
 /// Attempts that older kernels permit. On such a kernel, the supervisor kills the worker instead.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// Attempts whose results are different for `exec` programs, which are not sealed. Each row contains the
+/// Attempts whose results differ for `exec` programs, because these programs are not sealed. Each row contains the
 /// results under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),

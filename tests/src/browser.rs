@@ -134,7 +134,7 @@ impl Browser {
         found[ELEMENT].as_str().expect("an element").to_owned()
     }
 
-    /// Presses keys one after the other in the focused element.
+    /// Presses keys one after another in the focused element.
     pub fn press(&self, keys: &[&str]) {
         let pressed =
             keys.iter().flat_map(|key| ["keyDown", "keyUp"].map(|kind| json!({"type": kind, "value": key})));

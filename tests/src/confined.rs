@@ -63,7 +63,7 @@ pub struct Setup<'s> {
     pub user: Option<u32>,
     /// User that the supervisor runs as, instead of `user`. Can have subordinate IDs.
     pub user_with_ids: Option<User>,
-    /// Layers of confinement that the supervisor must treat as missing.
+    /// Layers of confinement that the supervisor must treat as if they were missing.
     pub without: &'s str,
     /// Rules for the `filtered` program. They make system calls by the supervisor and its descendants fail or have no
     /// effect.
@@ -339,8 +339,7 @@ pub struct Confinement {
     pub has_process_bound: bool,
 }
 
-/// Item of `missing` in the snapshot if the number of processes is not limited. This is the name of a limit,
-/// not a layer.
+/// Entry of `missing` in the snapshot if the number of processes is not limited. The entry names a limit, not a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -374,7 +373,7 @@ pub enum Ended {
     Refused(String, String),
     /// The worker was killed because the attempt is a violation. Contains the message.
     Violation(String),
-    /// The attempt had any other result. Contains a description.
+    /// The attempt ended in any other way. Contains a description.
     Otherwise(String),
 }
 
@@ -409,7 +408,7 @@ impl Ended {
         }
     }
 
-    /// Returns true if the worker did not get the target of this attempt.
+    /// Returns true if the worker did not receive the target of this attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }

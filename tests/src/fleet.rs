@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::ports::free_port;
 use crate::{Supervisor, kill_pid, not_run, programs, wait_for};
 
-/// Oldest and newest tested server versions.
+/// The oldest and the newest server version that are tested.
 pub const VERSIONS: [&str; 2] = ["2.12.8", "2.15.1"];
 
 /// Returns the server program for a version, as unpacked by `.ci/run`. Prints a note if the program is missing.
@@ -131,7 +131,7 @@ impl Host {
         self.spawn_agent(command, &[]);
     }
 
-    /// Starts another program as the agent. `arguments` are placed after the configuration.
+    /// Starts another program as the agent. On the command line, `arguments` follow the configuration.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
         self.spawn_agent(Command::new(program), arguments);
     }
@@ -203,7 +203,7 @@ impl Drop for Host {
 
 /// A fleet of servers and hosts.
 pub struct TestFleet {
-    /// The hosts. Dropped before the servers.
+    /// The hosts, which are dropped before the servers.
     pub hosts: Vec<Host>,
     /// The servers.
     pub servers: Vec<NatsServer>,

@@ -35,7 +35,8 @@ impl Place {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor, taken from its log, because the kernel chooses the port if it is 0.
+    /// Returns the TCP address of a supervisor. The address is taken from the log, because the kernel chooses the port
+    /// if the configured port is 0.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -45,7 +46,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Returns the address of a supervisor's `jobs_http`, taken from its log.
+    /// Returns a supervisor's `jobs_http` address, as it appears in the log.
     pub fn jobs_http(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -91,7 +92,8 @@ impl Place {
 }
 
 impl Socket {
-    /// Sends the head of a request. `length` is the `Content-Length`, which is omitted if `None`.
+    /// Sends the head of a request. The value of `Content-Length` is `length`. If `length` is `None`, the header is
+    /// omitted.
     pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
         let mut head = format!("{method} {path} HTTP/1.1\r\n");
         if !headers.iter().any(|header| header.starts_with("Host:")) {

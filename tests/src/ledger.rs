@@ -133,7 +133,7 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Maximum number of faults of each kind to report in full.
+/// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
 
 /// Maximum growth of the idle supervisor's number of open descriptors.
@@ -305,7 +305,7 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     }
 }
 
-/// Describes the processes and files that a supervisor has left behind after it exited.
+/// Describes the processes and files that remain after a supervisor has exited.
 fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     let mut left = Vec::new();
     let processes = processes_with(notes.to_str().expect("an ordinary path"));
@@ -404,7 +404,7 @@ fn compare(
     }
 }
 
-/// Describes a record, with the disturbances in the 1.5 seconds before it.
+/// Describes a record, together with the disturbances in the 1.5 seconds before the record.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

@@ -60,7 +60,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 /// Number of heavy tests that are running, and a condition variable that is notified when the number decreases.
 static HEAVY: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
-/// Permit for a heavy test. Dropping the permit admits the next test.
+/// Permit to run a heavy test. Dropping the permit admits the next test.
 #[must_use]
 pub struct HeavyPermit(());
 
@@ -90,7 +90,7 @@ fn end_if_it_hangs() {
     nix::unistd::alarm::set(SECONDS_MAX);
 }
 
-/// Returns the folder of the workspace's programs. Builds them once per test process.
+/// Returns the folder that contains the workspace's programs. The programs are built once per test process.
 pub fn programs() -> PathBuf {
     static BUILD: Once = Once::new();
     let own = std::env::current_exe().expect("a test has a path");
@@ -557,7 +557,7 @@ pub fn resident_bytes(pid: u32) -> u64 {
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-/// Counts equal items, for assertion messages.
+/// Counts how often each item occurs, for use in assertion messages.
 pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     let mut counts = BTreeMap::new();
     for item in items {
@@ -579,7 +579,7 @@ pub fn run<T>(future: impl Future<Output = T>) -> T {
 
 /// Result of a job.
 pub type Ended = Result<Reply, JobError>;
-/// Task that waits for a job to end.
+/// Task that waits for the job to end.
 pub type Running = tokio::task::JoinHandle<Ended>;
 
 /// Connects a client to the supervisor.

@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 use crate::{is_alive, kill_pid, processes_with, programs, threads, wait_for, write_config};
 
-/// A service. Its processes are killed on drop.
+/// A service whose processes are killed when this value is dropped.
 pub struct Manager {
     /// Folder with the configuration, the sockets and the log.
     pub folder: TempDir,
@@ -169,7 +169,7 @@ impl Service {
         child.expect("the supervisor's program runs").id()
     }
 
-    /// Follows the main process until the service has stopped.
+    /// Follows changes of the main process until the service has stopped.
     fn watch(&self, socket: &UnixDatagram, state: &Mutex<State>) {
         loop {
             while let Some((text, sender)) = receive(socket) {
@@ -222,8 +222,8 @@ impl Service {
     }
 }
 
-/// Receives a notification. Returns the notification and its sender. Closes received descriptors, which
-/// answers a barrier.
+/// Receives a notification, and returns it with its sender. Closes the received descriptors, which answers a
+/// `BARRIER=1` request.
 fn receive(socket: &UnixDatagram) -> Option<(String, Option<u32>)> {
     let mut bytes = [0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1), ScmRights(4))];

@@ -53,13 +53,13 @@ impl Page {
         Ok(Self { families })
     }
 
-    /// Returns the family with this name, without suffix.
+    /// Returns the family with this name. The name does not include a suffix.
     pub fn family(&self, name: &str) -> &Family {
         let found = self.families.iter().find(|family| family.name == name);
         found.unwrap_or_else(|| panic!("there is no {name}"))
     }
 
-    /// Returns the samples with this name, including the suffix, that have at least these labels.
+    /// Returns the samples that have this name, including the suffix, and at least these labels.
     pub fn samples<'p>(
         &'p self,
         name: &'p str,
@@ -74,7 +74,7 @@ impl Page {
         self.families.iter().flat_map(|family| &family.samples).filter(fits)
     }
 
-    /// Returns the sum of the samples with this name that have at least these labels.
+    /// Returns the sum of the samples that have this name and at least these labels.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }

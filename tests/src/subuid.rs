@@ -17,7 +17,7 @@ pub struct User {
     has_ids: bool,
 }
 
-/// First UID of test users, and first subordinate ID. The machine must not use IDs from these numbers upwards.
+/// First UID of test users, whose subordinate IDs begin at `IDS`. The machine must not use any ID from `USERS` upwards.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 

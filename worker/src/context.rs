@@ -227,11 +227,11 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Destination of status messages and requests for more time while the worker starts.
+/// Destination of status messages, and of requests for more time, while the worker starts.
 pub(crate) enum StatusReceiver {
-    /// The supervisor, for a worker.
+    /// The supervisor, which receives the messages of a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper, for a template.
+    /// The keeper, which receives the messages of a template.
     Keeper(Arc<Template>),
 }
 

@@ -39,7 +39,7 @@ struct Recorder {
     /// number.
     identity: (u64, u64),
     maps: BorrowedFd<'static>,
-    /// Previous action for each of the [`RECORDED_SIGNALS`].
+    /// The previous action for each of the [`RECORDED_SIGNALS`].
     previous: [libc::sigaction; RECORDED_SIGNALS.len()],
     state: AtomicU8,
     /// Scratch buffer of the recording thread. Signal stacks are too small for it.

@@ -257,7 +257,7 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
-        // Handler texts are already truncated, so the metadata always fits.
+        // Strings from handlers are already truncated, so the metadata always fits.
         let Some(mut unsent) = self.lock() else { return true };
         let Unsent { outbox, pool, journal } = &mut *unsent;
         let before = outbox.waiting_bytes();

@@ -13,11 +13,11 @@
 //! while all handlers are busy, mainly to receive cancellations. The dispatch thread also sends the
 //! heartbeats.
 //!
-//! **Quick handlers** take a few microseconds and return before another thread could wake up. Several threads
-//! would only contend for locks. Therefore a single thread waits for the link, runs the jobs that it has read
-//! one after the other, and sends the replies together. The other threads are parked until the backlog is
-//! long enough to justify waking them. The *watchdog*, a timer of the dispatch thread, detects a job that
-//! takes unexpectedly long. Handlers then count as slow again.
+//! **Quick handlers** take a few microseconds and return before another thread could wake up. Several threads would
+//! only contend for locks. Therefore a single thread waits for the link, runs the jobs that it has read one after
+//! another, and sends the replies together. The other threads are parked until the backlog is long enough to justify
+//! waking them. The *watchdog*, a timer of the dispatch thread, detects a job that takes unexpectedly long. Handlers
+//! then count as slow again.
 //!
 //! **The number of threads** is limited by the welcome, and later by LIMITS frames. Threads are started when
 //! jobs need them. While there are more threads than allowed, a thread that finishes a job exits instead of
@@ -122,7 +122,7 @@ struct State {
     /// True if recalled jobs were dropped and the supervisor has not been notified yet.
     has_dropped: bool,
     loans: Loans,
-    /// Handles of all jobs that were received and have no reply yet, by job ID.
+    /// Handles to all jobs that were received and have no reply yet, by job ID.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Number of jobs that have begun.
     begun: u64,
@@ -392,7 +392,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Updates the average handler duration with one job's duration.
+    /// Updates the average handler duration with the duration of one job.
     fn update_typical_duration(&self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * ASSUMED_HANDLER_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);
@@ -457,7 +457,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             let spawned = std::thread::Builder::new()
                 .name("handler".into())
                 .spawn(move || pool.handle_jobs(Lifetime::WhileNeeded));
-            // Without another thread, the existing threads run the jobs one after the other. The supervisor still
+            // Without another thread, the existing threads run the jobs one after another. The supervisor still
             // enforces deadlines.
             state.threads += usize::from(spawned.is_ok());
         }

@@ -27,7 +27,7 @@ use rustix::io::Errno;
 /// Flags for opening folders and files that are only inspected or used in rules.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// Rights that apply to files. The kernel rejects a rule for a file with any other right.
+/// Rights that apply to files. The kernel rejects a rule that grants any other right for a file.
 const FILE_RIGHTS: u64 = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
 const EXECUTE: u64 = 1;
 const WRITE_FILE: u64 = 1 << 1;

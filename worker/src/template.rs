@@ -42,7 +42,7 @@ pub(crate) fn is_wanted() -> bool {
 pub(crate) struct Template {
     /// Socket to the keeper. A forked worker reuses its descriptor number for the link.
     socket: ManuallyDrop<OwnedFd>,
-    /// The keeper, or the first process in the PID namespace.
+    /// Parent of this process, which is the keeper or the first process in the PID namespace.
     parent: Option<Pid>,
     /// Landlock rules for each worker.
     rules: Rules,
@@ -288,7 +288,7 @@ fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
     errno::check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
-/// Seeds the C library's random generators, which would otherwise return the same numbers in all workers.
+/// Seeds the C library's random number generators, which would otherwise return the same numbers in all workers.
 fn reseed() -> Result<(), Errno> {
     let mut seed = [0; 8];
     // SAFETY: the buffer has the given length.

@@ -124,7 +124,7 @@ impl Worker {
         });
     }
 
-    /// Opens the link as `welcome` does, then waits until the worker is ready.
+    /// Opens the link as `welcome` does, and then waits until the worker is ready.
     fn open(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         self.welcome(max_in_flight, more);
         assert_eq!(self.next().0, kind::READY);
@@ -202,7 +202,7 @@ fn push_drain(outbox: &mut Outbox) {
     outbox.push(kind::DRAIN, 0, &Empty, &[], Payload::NONE).unwrap();
 }
 
-/// Runs jobs that wait for each other, after raising the limit. Then lowers the limit and runs more jobs.
+/// Runs jobs that wait for one another, after raising the limit. Then lowers the limit and runs more jobs.
 fn check_limits(mut worker: Worker) {
     worker.open(1, |_| {});
     worker.send(|outbox| {
@@ -214,7 +214,7 @@ fn check_limits(mut worker: Worker) {
     worker.wait_threads(MEETING_SIZE);
     worker.send(|outbox| push_limits(outbox, 1));
     worker.wait_threads(1);
-    // With a limit of one, the jobs run one after the other.
+    // With a limit of one, the jobs run one after another.
     worker.send(|outbox| (4..=20).for_each(|number| push_job(outbox, number, "")));
     assert_eq!(worker.results(17), Vec::from_iter(4..=20));
     assert_eq!(worker.handler_threads(), 1);

@@ -21,17 +21,17 @@ const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// Landlock version for which `restrict_self` sets no flags, so that denials are logged.
+/// Landlock version that makes `restrict_self` set no flags, so that the kernel logs denials.
 const NO_VERSION: u32 = 0;
 
-/// Top-level folders that the Landlock rules allow, as for a forked worker.
+/// Top-level folders to which the Landlock rules grant access, as they do for a forked worker.
 const FOLDERS: [&str; 12] =
     ["/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/root", "/sbin", "/usr", "/var"];
 
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Names of temporary folders, by PID.
+    /// Names of the temporary folders, by the PID of the process that uses them.
     folders: HashMap<Pid, String>,
     next: u64,
 }
@@ -103,7 +103,7 @@ impl Layers {
         self.next += 1;
     }
 
-    /// Removes the temporary folder of a process.
+    /// Removes a process's temporary folder.
     pub(crate) fn ended(&mut self, pid: Pid) {
         if let Some(name) = self.folders.remove(&pid) {
             // Fails if the process could not confine itself and has no temporary folder.

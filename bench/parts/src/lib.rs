@@ -7,14 +7,14 @@ pub mod fork_server;
 mod layers;
 pub mod worker;
 
-/// Result type of `main`. An error is printed, and the program exits.
+/// Result type of `main`. If `main` returns an error, the error is printed and the program exits.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Maximum number of bytes per read or write in the bare chain.
+/// Maximum number of bytes per read or write in the bare chain, which has no supervisor.
 pub const READ_BYTES: usize = 256 * 1024;
 
-/// Size of a job for the bare fork server and of its reply, in bytes.
+/// Size, in bytes, of a job for the bare fork server, and of the reply to the job.
 pub const JOB_BYTES: usize = 64;
 
-/// First byte of a job that tells its process to kill itself.
+/// First byte of a job that makes the process running the job kill itself.
 pub const KILLS: u8 = b'k';

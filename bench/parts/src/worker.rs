@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 
-/// Initialisation time of the slow worker.
+/// Time that the slow worker takes to initialise.
 const SLOW_START: Duration = Duration::from_secs(1);
 
 /// Initialises for one second, then runs jobs until the supervisor stops the worker.

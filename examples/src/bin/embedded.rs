@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The untrusted code. It runs in a worker process.
+/// The untrusted code, which runs in a worker process.
 fn count(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     match ctx.operation() {
         "words" => Ok(String::from_utf8_lossy(job.payload()).split_whitespace().count().to_string().into()),

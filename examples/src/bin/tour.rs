@@ -230,8 +230,8 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let client = Client::connect(socket).await?;
     let (hostile, honest): (Vec<_>, Vec<_>) =
         cases()?.into_iter().partition(|case| case.bulkhead == "hostile");
-    // Both sequences run at the same time. Within a sequence, hostile jobs run one after the other, because a
-    // job queued behind a hanging job would expire.
+    // Both sequences run at the same time. Within a sequence, hostile jobs run one after another, because a job queued
+    // behind a hanging job would expire.
     let sequence = async {
         let mut done = Vec::new();
         for case in hostile {

@@ -32,7 +32,7 @@ from . import _libraries
 DEPTH_MAX = 1000
 #: Limit on the weight of data: a fixed number of bytes, plus a number of bytes per byte of the pickle. An object is
 #: counted at each reference, because printing and hashing visit each reference. The weight of an object is a fixed
-#: amount plus the size of its content.
+#: amount plus the size of its contents.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
 #: Weight of an exception in a group. Large, because a traceback describes each exception.
 EXCEPTION_WEIGHT = 1 << 14
@@ -47,10 +47,10 @@ INDEX_BITS_MAX = 128
 HASHING_MAX = 1 << 14
 #: Maximum number of keys that may be numbers in a larger pickle.
 NUMERIC_KEYS_MAX = 1000
-#: Maximum size in bytes of a text whose comparisons are not counted; and maximum product of the sizes of a longer text
-#: and of the pickle.
+#: Maximum size in bytes of a string whose comparisons are not counted; and maximum product of the sizes of a longer
+#: string and of the pickle.
 COMPARED_MAX, COMPARED_TIMES_BYTES_MAX = 1 << 12, 1 << 33
-#: Maximum size of a time zone's name, and of texts in a slice.
+#: Maximum size of a time zone's name, and of strings in a slice.
 NAME_MAX = 255
 #: Maximum time for inserting keys, in seconds: a fixed amount, plus an amount per byte of the pickle.
 KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 5e-7
@@ -123,13 +123,13 @@ def _refuse(what: str) -> NoReturn:
 
 # Pickles that can be read with the ``pickle`` module.
 
-#: Patterns for texts, bytes and numbers whose length is stored in one byte.
+#: Patterns for strings, bytes and numbers whose length is stored in one byte.
 _SIZES = [b"\\x%02x.{%d}" % (size, size) for size in range(256)]
 _SHORT = b"|".join(
     b"(?=[%b-%b])(?:%b)" % (s[0][:4], s[-1][:4], b"|".join(s))
     for s in (_SIZES[at : at + 16] for at in range(0, 256, 16))
 )
-#: Opcodes for texts, bytes and numbers of at most 64 bits, for the memo, and for frames.
+#: Opcodes for strings, bytes and numbers of at most 64 bits, for the memo, and for frames.
 _SIMPLE = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + b"|".join(_SIZES[:32]) + b")"
 #: Patterns of the simple opcodes combined with the opcodes for dictionaries and sets, and with the opcodes for tuples.
 _HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
@@ -138,12 +138,12 @@ _SCALAR = (
     rb"(?:[Kh].|G.{8}|[N\x88\x89]|M..|[Jj].{4}|[C\x8c](?:" + _SHORT + rb")\x94?|\x8a(?:" + b"|".join(_SIZES[:9]) + b"))"
 )
 _KEY = rb"(?:h.|\x8c(?:" + _SHORT + rb")\x94?|j.{4})(?:\x95.{8})?"
-#: A key that is followed by a long text or bytes.
+#: A key that is followed by a long string or bytes.
 _KEY_OF_LONG = rb"%b(?=[BX\x8d\x8e\x96])" % _KEY
 _CONTAINER = rb"\}\x94?\(?|\]\x94?"
-#: Opcodes before the first memoised object that is not a text.
+#: Opcodes before the first memoised object that is not a string.
 _FIRST = rb"(?:\x80.)?(?:\x95.{8})?\(?(?:%b){0,8}" % _SCALAR
-#: A key with its value; an empty container; all or one of the numbers and texts of a list; opcodes between these.
+#: A key with its value; an empty container; all or one of the numbers and strings of a list; opcodes between these.
 _RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95.{8}){0,64}" % (
     _KEY,
     _SCALAR,
@@ -152,7 +152,7 @@ _RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95
     _SCALAR,
     _SCALAR,
 )
-#: Size in bytes of the length field of a longer text, of bytes, and of a number.
+#: Size in bytes of the length field of a longer string, of bytes, and of a number.
 _COUNTED: Mapping[int, int] = {
     **dict.fromkeys(b"C\x8a\x8c", 1),
     **dict.fromkeys(b"BX\x8b", 4),
@@ -167,13 +167,13 @@ def _compiled(pattern: bytes) -> re.Pattern[bytes]:
 
 
 def _longest_if_simple(data: bytes | bytearray) -> int | None:
-    """Returns the size of the longest text if ``pickle`` can read the data safely, and None otherwise.
+    """Returns the size of the longest string if ``pickle`` can read the data safely, and None otherwise.
 
-    ``pickle`` is several times faster. It is safe if the pickle creates only numbers, texts, bytes and containers, and
-    hashes only texts, bytes and a few numbers. Tuples must therefore come after the last hashed object.
+    ``pickle`` is several times faster. It is safe if the pickle creates only numbers, strings, bytes and containers,
+    and hashes only strings, bytes and a few numbers. Tuples must therefore come after the last hashed object.
 
-    In a large pickle a number must not be a key. Between two marks there are only keys with their values, and
-    containers, whatever the closing opcodes remove. A number occurs only directly above its key, which is a text or a
+    In a large pickle, a number must not be a key. Between two marks there are only keys with their values, and
+    containers, whatever the closing opcodes remove. A number occurs only directly above its key, which is a string or a
     memoised object, and numbers are never memoised. SETITEMS takes everything after the mark. It therefore hashes only
     objects in key positions, and fails at the first container in such a position before any position is shifted. Only
     SETITEM could use a value as a key, so each SETITEM that does not follow its pair is counted.
@@ -324,7 +324,7 @@ def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[A
 
 
 def _check_names(arguments: tuple[Any, ...]) -> None:
-    """Refuses long texts in objects that can be referenced many times without being weighed."""
+    """Refuses long strings in objects that can be referenced many times without being weighed."""
     if any(type(argument) is str and len(argument) > NAME_MAX for argument in arguments):
         _refuse("a name that is too long")
 
@@ -445,7 +445,7 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
 
 # Nesting.
 
-#: Types of objects that contain other objects. Texts, numbers, dates and paths contain no objects that matter.
+#: Types of objects that contain other objects. Strings, numbers, dates and paths contain no objects that matter.
 _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 
@@ -559,7 +559,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _size(value: Any) -> int:
-    """Returns the cost of hashing a large number or comparing a text, relative to a small number."""
+    """Returns the cost of hashing a large number or comparing a string, relative to a small number."""
     if type(value) in _TEXTUAL:
         return _LENGTHS[type(value)](value) >> 5
     size = sys.getsizeof(value)
@@ -579,7 +579,7 @@ _NUMBERS = re.compile(rb"(?:K.|[N\x88\x89]|M..|J.{4}|G.{8}){4,2000}", re.DOTALL)
 _FLOAT = Struct(">d")
 _INT = Struct("<i")
 _CONSTANTS: Mapping[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
-#: Size of the length field of texts, bytes and bytearrays, and the function that builds the object.
+#: Size of the length field of strings, bytes and bytearrays, and the function that builds the object.
 _SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
     **{code: (size, lambda view: str(view, "utf-8", "surrogatepass")) for code, size in ((ord("X"), 4), (0x8D, 8))},
     **{code: (size, bytes) for code, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
@@ -604,7 +604,7 @@ class _Reader:
         #: not cached.
         self.large: frozenset[type] = frozenset()
         self._has_frozensets = False
-        #: Size of the longest text, bytes or number.
+        #: Size of the longest string, bytes or number.
         self.longest = 0
         #: UUIDs whose state is not set yet.
         self.unfinished: dict[int, uuid.UUID] = {}
@@ -827,8 +827,8 @@ class _Reader:
         for key, hashed in zip(keys, map(hash, keys), strict=True):
             counts[hashed] = before = counts.get(hashed, 0) + 1
             if before > 1:
-                # Comparing two keys takes less time than counting one key with its texts. Comparing two sets, however,
-                # may compare every member with every other member.
+                # Comparing two keys takes less time than counting one key with its strings. Comparing two sets,
+                # however, may compare every member with every other member.
                 count = self._count((key,), _TEXTUAL)
                 self.work((before - 1) * (1 + (count * count if self._has_frozensets else count) // 4))
 

@@ -25,7 +25,7 @@ ERROR_MODULES = frozenset(
         *("PIL", "PIL.Image", "numpy.exceptions", "numpy.linalg", "pandas.errors"),
     )
 )
-#: Data types of arrays of numbers, texts and times. Object arrays are not accepted.
+#: Data types of arrays of numbers, strings and times. Object arrays are not accepted.
 _DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 _DIMENSIONS_MAX, _DIMENSION_MAX = 32, 1 << 48
 #: Maximum dimension of an array without values, and maximum side length of an image.
@@ -41,9 +41,10 @@ _MODES = {
 _PIXEL_BITS = {mode: bits for bits, modes in _MODES.items() for mode in modes.split()}
 _PANDAS_DTYPE = re.compile(r"object|str|string|boolean|U?Int(8|16|32|64)|Float(32|64)")
 _ZONE = re.compile(r"(?!dateutil)[A-Za-z0-9_+:-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,2}")
-#: Maximum number of hashed values, unless all are texts. A worker could otherwise send many numbers with equal hashes.
+#: Maximum number of hashed values, unless all are strings. Otherwise, a worker could send many numbers with equal
+#: hashes.
 _HASHED_MAX = 4096
-#: Limits on the total size of texts, in bytes: a fixed amount, plus a multiple of the size of the distinct texts.
+#: Limits on the total size of strings, in bytes: a fixed amount, plus a multiple of the size of the distinct strings.
 _TEXT_BYTES_MAX, _TEXT_TIMES_MAX = 1 << 28, 64
 _CELLS = frozenset({str, bytes, int, float, bool, type(None), date, datetime, time, timedelta, Decimal})
 

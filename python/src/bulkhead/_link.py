@@ -151,7 +151,7 @@ def handshake(
 ) -> tuple[_wire.WorkerWelcome, memoryview | None, int | None]:
     """Performs the handshake. Returns the welcome, and the words of the journal if there is one.
 
-    The third value is the descriptor of the journal's file, if the file has room for stack texts. Frames that follow
+    The third value is the descriptor of the journal's file, if the file has room for stacks as text. Frames that follow
     the welcome stay in the reader. Raises ``Refused``.
     """
     capabilities = _wire.WORKER_LIMITS

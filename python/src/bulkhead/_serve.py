@@ -347,7 +347,7 @@ class Server:
             try:
                 threading.Thread(target=self._run_handlers, name="bulkhead-handler", daemon=True).start()
             except RuntimeError:
-                # Without the new thread, jobs run one after the other. Their deadlines still apply.
+                # Without the new thread, jobs run one after another. Their deadlines still apply.
                 self._threads -= 1
 
     def _run_job(self, job: Context) -> bool:

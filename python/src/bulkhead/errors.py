@@ -53,7 +53,7 @@ class Outcome:
     ``bulkhead``     bulkhead that served the job, or to which it was submitted
     ``job``          number of an accepted job in the log, in events and in crash reports
     ``traceparent``  span of the job, if there is one
-    ``report``       id of the report if the job crashed or was late: ``bulkhead crashes ID`` shows it
+    ``report``       ID of the report if the job crashed or was late: ``bulkhead crashes ID`` shows it
     ===============  =================================================================================================
     """
 

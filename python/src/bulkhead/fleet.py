@@ -170,7 +170,10 @@ class AsyncFleet:
         return bool(self._nats._server_info.get("cluster"))
 
     async def result(self, id: str, *, tenant: str | None = None, wait: float = 0.0) -> Reply:
-        """Returns the result of a job that was submitted earlier, possibly by another process."""
+        """Returns the result of a job that was submitted earlier, possibly by another process.
+
+        ``wait`` is the maximum time to wait for the outcome, in seconds. After that time, ``Disconnected`` is raised.
+        """
         tenant = self._tenant if tenant is None else tenant
         notices = await self._nats.subscribe(f"bh.told.{escape(tenant)}.{escape(id)}")
         return await Submitted(self, id, tenant, notices, time.monotonic() + wait).result()
@@ -209,8 +212,8 @@ class Submitted:
         self._until = until
 
     async def result(self) -> Reply:
-        """Waits for the outcome. Gives up when ``host_lost_after`` has elapsed after the deadline. Raises the same
-        errors as a local job."""
+        """Waits for the outcome. If no outcome arrives within ``host_lost_after`` seconds after the deadline, raises
+        ``Disconnected``. Otherwise raises the same errors as a local job."""
         pause = 1.0
         try:
             while True:

@@ -22,7 +22,7 @@ const WRITE_SEGMENTS_MAX: usize = 16;
 /// Maximum number of file bytes sent per `sendfile` call.
 const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of file bytes copied and sent per call if `sendfile` is not used.
+/// Maximum number of file bytes copied and sent per call when `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
 /// Maximum capacity of the coalescing buffer that an idle [`Outbox`] keeps, in bytes. Larger buffers are
@@ -42,7 +42,7 @@ const SEND_BUFFER_BYTES: usize = 1024 * 1024;
 pub enum Payload<'p> {
     /// Bytes that are copied into the outbox.
     Copied(&'p [u8]),
-    /// A buffer that the outbox then owns. A large buffer is sent without copying.
+    /// A buffer whose ownership passes to the outbox. A large buffer is sent without copying.
     Owned(Vec<u8>),
     /// A buffer that the sender keeps in case the job has to be sent again. A large buffer is sent without copying.
     Shared(Arc<Vec<u8>>),

@@ -630,7 +630,7 @@ fn local_goes_on() {
     assert_told(&other.block_on(send_to(&client, "echo")));
 }
 
-/// Repeatedly drops the future of `run_until` after its first poll, like a `select!` with a channel that is
+/// Repeatedly drops the future of `run_until` after its first poll, as happens in a `select!` with a channel that is
 /// always ready.
 async fn local_polled_once() {
     let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100");
@@ -705,7 +705,7 @@ fn two() {
     assert_eq!(line(&of_second), other);
     second.shutdown().unwrap();
     assert_gone(&other);
-    // Starts more supervisors, one after the other.
+    // Starts more supervisors, one after another.
     for _ in 0..3 {
         let (third, client) = start("");
         assert_eq!(outcome(&send(&client, "echo", "")), "ok");
@@ -942,7 +942,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends supervisors in three ways: by stopping, by dropping, and by dropping before the first iteration.
+/// Ends supervisors in three ways: by stopping them, by dropping them, and by dropping them before the first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -981,7 +981,7 @@ async fn local_is_killed() {
     let _ = std::io::stdin().lock().read_line(&mut String::new());
 }
 
-/// Runs in an application that is itself a child subreaper, such as the first process of a container.
+/// Runs a supervisor in an application that is a child subreaper, such as the first process of a container.
 fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =

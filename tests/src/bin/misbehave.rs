@@ -165,7 +165,7 @@ fn alter(pid: u32) {
     let _ = std::fs::write(format!("/proc/{pid}/timerslack_ns"), "77000");
 }
 
-/// Time after which the chains of [`leave_chains`] end on their own.
+/// Time after which the process chains of [`leave_chains`] end on their own.
 const CHAINS_MAX: Duration = Duration::from_secs(20);
 
 /// Leaves chains of processes behind. Each process in a chain forks a successor and exits.
@@ -191,7 +191,8 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Runs a worker that forks during initialisation and in a handler. The forked processes also return from there.
+/// Runs a worker that forks during initialisation and in a handler. The forked processes return from these functions as
+/// well.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -237,7 +238,7 @@ fn die_later(after: Duration, how: impl FnOnce() + Send + 'static) {
     });
 }
 
-/// Appends a text to a file.
+/// Appends text to a file.
 fn append(path: &str, text: &str) -> std::io::Result<()> {
     use std::io::Write;
     let mut file = std::fs::OpenOptions::new().append(true).create(true).open(path)?;

@@ -42,7 +42,7 @@ pub enum Told {
     WrongResult,
     /// Any other outcome.
     Ended {
-        /// Name of the outcome and of the reason.
+        /// Names of the outcome and of the reason.
         name: String,
         /// Whether the supervisor reports the job as executed.
         executed: Executed,
@@ -159,7 +159,7 @@ async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     if told.is_empty() { Ok(()) } else { Err(told) }
 }
 
-/// Jobs that are sent one after the other.
+/// Jobs that are sent one after another.
 struct Lane {
     client: Client,
     random: Random,

@@ -201,7 +201,8 @@ impl Disturbs {
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// Returns the PID of the keeper or guard above a random worker. `wanted` is the name of the process.
+    /// Returns the PID of the keeper or guard that is an ancestor of a random worker. `wanted` is the name of the
+    /// process.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));

@@ -16,7 +16,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 /// Name of the file with the records.
 const RECORDS: &str = "records";
 
-/// Number of scans of all places after which a job counts as above the limit.
+/// Number of times that a job scans all places before it counts as above the limit.
 const SCANS: usize = 4;
 
 /// Held for writing while a process is spawned, and for reading while a place is released. Until a new
@@ -76,13 +76,13 @@ impl Record {
         Self { job: number(0), began_us: number(8), at_us: number(16), pid, mark }
     }
 
-    /// Returns the attempt of the record.
+    /// Returns the attempt that the record is about.
     pub fn attempt(&self) -> Attempt {
         Attempt { job: self.job, began_us: self.began_us }
     }
 }
 
-/// Attempt of a job.
+/// An attempt to run a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempt {
     /// Job number assigned by the client.
@@ -94,7 +94,7 @@ pub struct Attempt {
 impl Attempt {
     const BYTES: usize = 16;
 
-    /// Returns a record about the attempt by this worker.
+    /// Returns this worker's record about the attempt.
     fn record(self, at_us: u64, mark: Mark) -> Record {
         Record { job: self.job, began_us: self.began_us, at_us, pid: std::process::id(), mark }
     }
@@ -246,11 +246,11 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Result of taking a place.
+/// Result of trying to take a place.
 enum Place {
-    /// The attempt locks one byte until the file is closed. The file names the attempt.
+    /// The attempt holds a lock on one byte until the file is closed. The file contains the attempt's identity.
     Taken(File),
-    /// The attempts in `holders` have taken all places since `since_us`, in µs.
+    /// The attempts in `holders` have held all places since the time `since_us`, in µs.
     None { since_us: u64, holders: Vec<Attempt> },
 }
 

@@ -440,7 +440,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// Covers jobs that the control plane rejects, so that they never reach the data plane.
+/// The test covers jobs that the control plane rejects, so that they never reach the data plane.
 #[test]
 fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);

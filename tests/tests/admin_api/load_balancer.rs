@@ -21,7 +21,7 @@ const TOKEN: &str = "Authorization: Bearer a-token-for-the-jobs";
 const BULKHEAD: &str = "[[access]]\ntoken_file = \"jobs\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
                         max_in_flight = 4\nmax_queue = 50\ncwd = \".\"\n";
 
-/// A running HAProxy, which is killed when dropped.
+/// A running HAProxy process, which is killed when this value is dropped.
 struct Proxy {
     child: Child,
     address: SocketAddr,
@@ -119,7 +119,8 @@ struct Seen {
     told: String,
 }
 
-/// Sends jobs from `CALLERS` callers until `is_over`, called with the number of jobs sent so far, returns true.
+/// Sends jobs from `CALLERS` callers until `is_over` returns true. `is_over` is called with the number of jobs sent so
+/// far.
 fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
     let begun = AtomicUsize::new(0);
     std::thread::scope(|scope| {

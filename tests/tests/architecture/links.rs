@@ -159,7 +159,8 @@ fn named_pages(text: &str) -> BTreeSet<&str> {
     words.filter(is_page).collect()
 }
 
-/// Pages are named relative to the source, to the repository, or to `docs` as in the tables that tests generate.
+/// A page can be named relative to the source file, to the repository, or to `docs`, as in the tables that tests
+/// generate.
 #[test]
 fn pages_named_in_code_and_messages_exist() {
     let root = workspace();

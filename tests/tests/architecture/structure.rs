@@ -330,7 +330,7 @@ fn import_check_finds_circular_imports() {
 
 // The data plane: parts and wiring.
 
-/// Recorded structure of the data plane. Each number may shrink, and must then be lowered here.
+/// Recorded structure of the data plane. If an actual number becomes smaller, the number must be lowered here as well.
 const METHOD_LINES_MAX: usize = 3664;
 const VISIBLE_FIELDS_MAX: usize = 98;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
@@ -357,7 +357,7 @@ fn blocks<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     text.match_indices(start).map(body).collect()
 }
 
-/// Returns the names that follow `start` in a text and are themselves followed by `(` or `<`.
+/// Returns the names in source text that follow `start` and are themselves followed by `(` or `<`.
 fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
     let name = |(at, _): (usize, &str)| {
         let rest = text[at + start.len()..].trim_start();

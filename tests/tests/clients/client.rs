@@ -33,7 +33,7 @@ pub(super) fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
 
 // A real supervisor.
 
-/// One worker. The long grace lets cancelled handlers return, however busy the machine is.
+/// A single worker. The long grace period lets cancelled handlers return, however busy the machine is.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"60s\"\ndeadline = \"60s\"\n";
 
 #[test]
@@ -74,7 +74,7 @@ fn client_reconnects_to_restarted_supervisor() {
     });
 }
 
-/// The jobs have no deadline. If the client lost a job, the test would time out.
+/// The jobs have no deadline, so the test would time out if the client lost a job.
 #[test]
 fn reconnected_client_sends_all_waiting_jobs() {
     const TASKS: usize = 200;
@@ -237,7 +237,7 @@ fn progress_arrives_in_order_before_the_result() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// Also checks that the client receives the last report before the result.
+/// The test also checks that the client receives the last report before the result.
 #[test]
 fn client_receives_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);

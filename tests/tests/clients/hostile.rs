@@ -66,7 +66,7 @@ fn submit(number: u64, operation: &str, payload: &[u8]) -> Vec<u8> {
     frame(kind::SUBMIT, number, &Submit { operation, ..PLAIN }, payload)
 }
 
-/// Encodes the beginning of a SUBMIT frame whose header announces `payload_bytes` of payload.
+/// Encodes the beginning of a SUBMIT frame whose header announces a payload of `payload_bytes` bytes.
 fn announcement(number: u64, payload_bytes: u32) -> Vec<u8> {
     let mut bytes = frame(kind::SUBMIT, number, &PLAIN, b"");
     let metadata_bytes = (bytes.len() - HEADER_BYTES) as u32;
@@ -181,7 +181,7 @@ impl Held {
     }
 }
 
-/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak memory and descriptor
+/// Runs `attack` while an honest client sends jobs, all of which must succeed. Returns the peak memory and descriptor
 /// usage.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -224,7 +224,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
 
 struct Attack {
     path: PathBuf,
-    /// True once all attackers that wait for an answer have received it.
+    /// True once all attackers that wait for an answer have received their answer.
     is_over: AtomicBool,
 }
 
@@ -707,7 +707,7 @@ fn clients_cannot_exhaust_descriptors() {
 
 // Several events in one iteration of the event loop.
 
-/// Stops the supervisor. Everything sent before [`goes_on`] then reaches the supervisor at once.
+/// Stops the supervisor with SIGSTOP, so that everything sent before [`goes_on`] reaches the supervisor at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);
@@ -750,7 +750,7 @@ fn out_of_band_byte_closes_only_its_own_connection() {
     drop(other);
 }
 
-/// The byte can arrive before the supervisor knows that the worker process is running.
+/// The out-of-band byte can arrive before the supervisor knows that the worker process is running.
 #[test]
 fn out_of_band_byte_during_start_kills_worker() {
     const STARTS: usize = 12;
@@ -915,7 +915,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     )
 }
 
-/// Keys with a deadline and a heartbeat interval that exceed the duration of any test.
+/// Configuration keys with a deadline and a heartbeat interval that exceed the duration of any test.
 const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
@@ -940,7 +940,7 @@ fn hostile_worker() {
 struct Worker {
     socket: UnixStream,
     notes: PathBuf,
-    /// Job that stays unanswered until the operation "release".
+    /// Job that stays unanswered until a job with the operation "release" arrives.
     held: Option<u64>,
     /// True if the worker has stopped sending heartbeats.
     is_silent: bool,
@@ -1233,7 +1233,7 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still busy sending the rejected result, so another job could not start.
+/// The worker is still busy sending the rejected result, so another job cannot start.
 #[test]
 fn oversized_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();

@@ -105,7 +105,7 @@ fn memory_files_keep_payloads_and_results_intact() {
     });
 }
 
-/// Covers payloads from a file, and payloads that a function writes in place.
+/// The test covers payloads from a file, and payloads that a function writes in place.
 #[test]
 fn payloads_from_files_and_mapped_results_are_intact() {
     let supervisor = one("");
@@ -614,7 +614,7 @@ fn enabling_poison_detection_refuses_pending_lease_requests() {
     wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
 }
 
-/// Covers a fallback that starts to detect poison, a fallback that the reload adds, and a fallback whose
+/// The test covers a fallback that starts to detect poison, a fallback that the reload adds, and a fallback whose
 /// tenants become isolated.
 #[test]
 fn fallback_with_poison_detection_ends_leases() {
@@ -646,7 +646,7 @@ fn fallback_with_poison_detection_ends_leases() {
     }
 }
 
-/// Covers a client that never returns a lease, and a client that neither reads nor confirms offered leases.
+/// The test covers a client that never returns a lease, and a client that neither reads nor confirms offered leases.
 #[test]
 fn unreturned_leases_are_revoked() {
     let supervisor = one("");
@@ -810,7 +810,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// Also checks that the crash report does not contain a payload that was sent in a memory file.
+/// The test also checks that the crash report does not contain a payload that was sent in a memory file.
 #[test]
 fn memory_file_of_running_job_does_not_count_as_buffered() {
     let supervisor = one("max_queue = 4");

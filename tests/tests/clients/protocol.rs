@@ -1137,7 +1137,7 @@ fn failed_start_shows_last_worker_status() {
     assert!(refused.message.contains("the model file is missing"), "{refused:?}");
 }
 
-/// Also checks that the supervisor continues to serve other jobs.
+/// The test also checks that the supervisor continues to serve other jobs.
 #[test]
 fn invalid_signal_number_is_a_protocol_violation() {
     let keys = format!("{KEYS}restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n");

@@ -16,7 +16,7 @@ use bulkhead_tests::{Supervisor, programs, wait_for};
 
 use super::client::{Fake, Peer, against, frame, lost, metadata, outcome, welcome};
 
-/// Duration that exceeds any wait in these tests.
+/// A duration that exceeds any wait in these tests.
 const LONG: Duration = Duration::from_secs(100);
 
 // A supervisor that is killed.
@@ -132,7 +132,7 @@ fn only_idempotent_jobs_are_repeated_after_supervisor_death() {
     assert!(unknown > 0, "jobs were in progress when the supervisor was killed");
 }
 
-/// Ends the tasks when dropped, even if the test panics.
+/// Ends the tasks when this value is dropped, even if the test panics.
 struct EndsTasks<'a>(&'a AtomicBool);
 
 impl Drop for EndsTasks<'_> {

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::running::{Ran, blocker, bulkhead, fed, follow, plain, spawn};
 
-/// Two bulkheads whose workers write their payload to both streams.
+/// Two bulkheads whose workers write their payload to standard output and to standard error.
 const TWO: &str = "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
 fn words(line: &str) -> Vec<&str> {
@@ -27,7 +27,8 @@ fn names(list: &Value) -> Vec<&str> {
 
 // Logs.
 
-/// Makes a worker write a line to both streams, and waits until the supervisor has read both lines.
+/// Makes a worker write a line to standard output and to standard error, and waits until the supervisor has read both
+/// lines.
 fn say(supervisor: &Supervisor, bulkhead_name: &str, text: &str) {
     fed(supervisor, &["submit", bulkhead_name, "say", "--payload-file", "-"], text.as_bytes()).expect(0);
     wait_for("the output is stored", || {

@@ -109,7 +109,7 @@ fn failing_jobs_change_service_state_of_ready_bulkhead() {
     assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
 }
 
-/// Also checks that the command shows the quarantine, the start mode and the breaker.
+/// The test also checks that the command shows the quarantine, the start mode and the breaker.
 #[test]
 fn bulkhead_status_shows_rejections_and_tenants() {
     let supervisor = Supervisor::start(

@@ -53,7 +53,8 @@ impl ServiceManager {
 
 const BULKHEAD: &str = "[bulkhead.b]\nexec = [\"cat\"]\n";
 
-/// Also checks that the notifications stop if the data plane is stopped, although the control plane still responds.
+/// The test also checks that the notifications stop if the data plane is stopped, although the control plane still
+/// responds.
 #[test]
 fn watchdog_is_notified_only_while_data_plane_responds() {
     const PING: &str = "WATCHDOG=1";

@@ -13,7 +13,7 @@ use nix::sys::signal::Signal;
 use rustix::termios::tcsetwinsize;
 use serde_json::Value;
 
-/// Terminal that runs a shell. Dropping the value kills the shell and its children.
+/// Terminal that runs a shell. Dropping this value kills the shell and its children.
 struct Terminal {
     master: File,
     shell: Child,

@@ -309,7 +309,7 @@ fn failed_program_returns_its_output() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace period is an hour. If a job waited for the grace period, the job would miss its deadline.
+/// The grace period is an hour, so a job that had to wait out the grace period would miss its deadline.
 #[test]
 fn job_that_already_failed_skips_output_grace() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {

@@ -484,7 +484,7 @@ fn template_and_forked_workers_die_with_the_supervisor() {
     }
 }
 
-/// Covers unprivileged supervisors. Workers run as the supervisor's user, or with separate user IDs in a user
+/// The test covers unprivileged supervisors. Workers run as the supervisor's user, or with separate user IDs in a user
 /// namespace.
 #[test]
 fn unprivileged_supervisor_forks_sandboxed_workers() {

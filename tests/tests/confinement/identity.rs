@@ -75,7 +75,8 @@ fn launch_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
-/// Creates a home folder with mode 0700 and a checkout in it: programs, a library that depends on another, and scripts.
+/// Creates a home folder with mode 0700 that contains a checkout: programs, a library that depends on another library,
+/// and scripts.
 fn home() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();

@@ -123,7 +123,7 @@ fn snapshot_contains_the_workers_pid() {
     }
 }
 
-/// Covers machines, such as containers, on which a new `/proc` cannot be mounted.
+/// The test covers machines, such as containers, on which a new `/proc` cannot be mounted.
 #[test]
 fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -194,7 +194,7 @@ fn missing_network_namespace_fails_start_unless_best_effort() {
     }
 }
 
-/// Starts one bulkhead that requires Landlock scopes, and one where Landlock scopes are optional.
+/// Starts one bulkhead that requires Landlock scopes, and one bulkhead for which Landlock scopes are optional.
 fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     let bulkheads = bulkhead("required", WORKER, sandbox)
         + &bulkhead("lenient", WORKER, &format!("{sandbox}, best_effort = [\"landlock_scopes\"]"));
@@ -383,7 +383,7 @@ fn root_confines_workers_without_user_namespace() {
     }
 }
 
-/// Covers an unprivileged supervisor.
+/// The test covers an unprivileged supervisor.
 #[test]
 fn missing_user_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) && is_root() {
@@ -529,7 +529,7 @@ fn set_user_id_program_grants_no_privileges() {
 
 // Limits.
 
-/// Parses `/proc/PID/limits` into soft and hard limits by name.
+/// Parses `/proc/PID/limits`. Returns the soft and hard limits by name.
 fn limits(text: &str) -> BTreeMap<String, (String, String)> {
     let one = |line: &str| {
         let (name, rest) = line.split_at_checked(26)?;

@@ -254,7 +254,7 @@ fn worker_with_write_folders_keeps_its_subuid_id() {
     }
 }
 
-/// Also checks that the files of the first keeper's workers are removed.
+/// The test also checks that the files of the first keeper's workers are removed.
 #[test]
 fn replacement_keeper_uses_the_subuid_ids() {
     let Some(user) = User::with_ids() else { return };

@@ -16,7 +16,7 @@ use serde_json::json;
 /// Number of workers to start and kill.
 const STARTS: usize = 300;
 
-/// Time limit for starting and killing all of these workers.
+/// Time limit for starting and killing all `STARTS` workers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";

@@ -18,7 +18,7 @@ const DEADLINE: Duration = Duration::from_secs(600);
 /// Time between the starts of two consecutive faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(4);
 
-/// Possible outcomes of jobs when hosts are lost and stopped.
+/// Possible outcomes of jobs when hosts are lost or stopped.
 const OUTCOMES: &[&str] = &["ok", "crashed/host_lost", "crashed/stopped"];
 
 const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 2\nmax_queue = 10\n\

@@ -109,7 +109,7 @@ fn invalid_options_never_reach_the_servers() {
     assert_eq!(fleet.pending("b"), Some(0));
 }
 
-/// Publishes messages as a foreign client could.
+/// Publishes messages in the way that a foreign client could.
 fn publish_raw(fleet: &TestFleet, subject: &str, headers: &[&str]) {
     let address = fleet.servers[0].address();
     let mut socket = TcpStream::connect(address.trim_start_matches("nats://")).unwrap();

@@ -18,10 +18,10 @@ use super::chaos::{Plan, Report, pause, prepare_host, submit_during};
 use super::failures::clock_library;
 use super::jobs::settings;
 
-/// Time before the fault and after it, in seconds.
+/// Time before and after the fault, in seconds.
 const MARGIN: u64 = 6;
 
-/// Returns a plan for a fault of the given length. Every job must end as `ok`.
+/// Returns a plan for a fault of the given duration. Every job must end as `ok`.
 fn plan(version: &'static str, fault_seconds: u64) -> Plan {
     let seconds = 2 * MARGIN + fault_seconds;
     Plan { version, seconds, seed: 0, rate: 200, run_ms: 20, copied: 5, planted: None, outcomes: &["ok"] }
@@ -122,7 +122,7 @@ fn host_whose_clock_is_ahead_loses_no_jobs() {
     }
 }
 
-/// A file system whose power can be cut.
+/// A file system for which a power cut can be simulated.
 struct Disk {
     folder: tempfile::TempDir,
 }
@@ -156,7 +156,7 @@ impl Disk {
         succeed(Command::new("mount").args(["-o", "loop"]).arg(self.image()).arg(self.mounted()));
     }
 
-    /// Cuts the power of a server. Data that the server has not synchronized to this disk is lost.
+    /// Simulates a power cut of a server. Data that the server has not synchronized to this disk is lost.
     fn cut_power(&self, server: &mut NatsServer) {
         server.signal(Signal::SIGSTOP);
         // EXT4_IOC_SHUTDOWN with NOLOGFLUSH: nothing more is written, not even the journal.

@@ -130,7 +130,7 @@ fn jobs_behind_slow_job_go_to_another_worker() {
     });
 }
 
-/// Prefetched jobs count as queued until they begin. They can be cancelled, and make room for critical jobs.
+/// Prefetched jobs count as queued until they begin. They can therefore be cancelled, and make room for critical jobs.
 #[test]
 fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);
@@ -179,7 +179,7 @@ fn cancel_unless_begun_does_not_cancel_running_job() {
     });
 }
 
-/// A drain rejects prefetched jobs like queued jobs.
+/// A drain rejects prefetched jobs in the same way as queued jobs.
 #[test]
 fn drain_rejects_prefetched_jobs() {
     let supervisor = start(LONG);
@@ -200,7 +200,7 @@ fn drain_rejects_prefetched_jobs() {
     });
 }
 
-/// `lookahead = "0s"` turns prefetching off.
+/// The setting `lookahead = "0s"` turns prefetching off.
 #[test]
 fn lookahead_of_zero_disables_prefetching() {
     let supervisor = start("lookahead = \"0s\"");
@@ -276,7 +276,7 @@ enum Blocked {
     Stopped,
     /// A hand-written worker does not read, answer or send heartbeats.
     Ignores,
-    /// Like `Ignores`, but the worker has not even begun the job.
+    /// Like `Ignores`, except that the worker has not even begun the job.
     IgnoresAll,
 }
 

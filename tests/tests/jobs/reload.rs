@@ -437,7 +437,7 @@ fn removed_bulkhead_waits_for_jobs_in_fallback() {
     });
 }
 
-/// Also checks that `bulkhead reload` reports an invalid file in `conf.d` as an error and changes nothing.
+/// The test also checks that `bulkhead reload` reports an invalid file in `conf.d` as an error and changes nothing.
 #[test]
 fn files_in_conf_d_are_reloaded() {
     let supervisor = start(B);

@@ -1017,7 +1017,7 @@ fn resize_during_shutdown_is_rejected() {
     assert!(supervisor.wait().success());
 }
 
-/// Also checks that a longer queue accepts more jobs immediately.
+/// The test also checks that a longer queue accepts more jobs immediately.
 #[test]
 fn shortening_the_queue_drops_no_jobs() {
     let supervisor = start("max_queue = 3");

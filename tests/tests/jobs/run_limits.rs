@@ -63,8 +63,8 @@ fn run_limit_excludes_queue_time() {
     blocker.wait().unwrap();
 }
 
-/// A run limit requested by a client ends only the client's job. The bulkhead's run limit kills the worker, including
-/// all of its jobs.
+/// If a client has requested the run limit, exceeding it ends only this client's job. Exceeding the bulkhead's run
+/// limit kills the worker, including all of its jobs.
 #[test]
 fn only_the_bulkheads_run_limit_kills_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

@@ -23,7 +23,7 @@ fn runs(scenario: &str) {
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
 
-/// Also checks that the shutdown leaves no processes.
+/// The test also checks that the shutdown leaves no processes.
 #[test]
 fn embedded_supervisor_runs_jobs_and_restarts_workers() {
     runs("jobs");
@@ -49,13 +49,13 @@ fn application_reaps_only_its_own_children() {
     runs("waits-for-all");
 }
 
-/// Covers signal handlers, resource limits and descriptors.
+/// The test covers signal handlers, resource limits and descriptors.
 #[test]
 fn embedding_does_not_change_process_state() {
     runs("keeps-its-own");
 }
 
-/// Also checks that the application's own children survive.
+/// The test also checks that the application's own children survive.
 #[test]
 fn killed_keeper_or_guard_is_replaced() {
     runs("loses-its-keeper");
@@ -66,7 +66,7 @@ fn keeper_killed_during_its_start_is_replaced() {
     runs("loses-starting-keepers");
 }
 
-/// Also checks that no job begins twice.
+/// The test also checks that no job begins twice.
 #[test]
 fn each_job_has_one_outcome_despite_killed_processes() {
     let _turn = heavy();
@@ -85,7 +85,7 @@ fn shutdown_answers_a_thousand_waiting_jobs() {
     runs("local-is-told");
 }
 
-/// Also covers clients on other threads and runtimes.
+/// The test also covers clients on other threads and runtimes.
 #[test]
 fn supervisor_survives_panics_and_dropped_futures() {
     runs("local-goes-on");
@@ -141,8 +141,8 @@ fn dropping_supervisor_in_forked_child_has_no_effect() {
     runs("forks");
 }
 
-/// Also covers an application whose forked child inherits all descriptors, so that no pipe or socket reports an end of
-/// file.
+/// The test also covers an application whose forked child inherits all descriptors, so that no pipe or socket reports
+/// an end of file.
 #[test]
 fn killed_application_leaves_no_processes() {
     for arguments in [&["is-killed"][..], &["is-killed", "forks"], &["local-is-killed"]] {

@@ -23,7 +23,7 @@ fn state(pid: u32) -> Option<char> {
 
 // The configuration file.
 
-/// Covers reload, `--check` and shutdown.
+/// The test covers reload, `--check` and shutdown.
 #[test]
 fn fifo_as_configuration_is_rejected_without_hanging() {
     let mut supervisor = Supervisor::start(B);

@@ -3,7 +3,7 @@
 
 use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
 
-/// Also checks that the keeper and the workers exit.
+/// The test also checks that the keeper and the workers exit.
 #[test]
 fn panic_of_essential_thread_stops_the_supervisor() {
     if !cfg!(debug_assertions) {

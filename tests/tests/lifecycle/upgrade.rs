@@ -236,7 +236,7 @@ impl Upgrading {
         Self { child, lines }
     }
 
-    /// Waits until the command reports a step.
+    /// Waits until the command reports the given step.
     fn until(&mut self, step: &str) {
         while !self.lines.next().expect("the step is reached").unwrap().starts_with(step) {}
     }
@@ -293,8 +293,8 @@ fn operator_requests_are_rejected_during_an_upgrade() {
     assert!(text.contains("a signal stopped") && !text.contains("continues to serve"), "{text}");
 }
 
-/// Stops the service while both programs have a running job. The signal is sent to the main process, or to both
-/// programs, as a terminal does.
+/// Stops the service while both programs have a running job. The signal is sent either to the main process or, as a
+/// terminal does, to both programs.
 fn stop_during_jobs_of_both(is_new_main: bool, is_to_both: bool) {
     let manager = start(ONE);
     let gate = manager.folder.path().join("gate");

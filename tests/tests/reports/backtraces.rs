@@ -128,7 +128,7 @@ fn report_of_crash_in_stripped_library_names_module_and_offset() {
     assert_eq!(frames(&report)[1]["function"], "bulkhead_handle");
 }
 
-/// Also covers workers that a template forks, and a panic that aborts the process.
+/// The test also covers workers that a template forks, and a panic that aborts the process.
 #[test]
 fn report_of_rust_worker_crash_has_a_backtrace() {
     for (keys, operation, function) in [

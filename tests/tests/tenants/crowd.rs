@@ -24,7 +24,7 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Starts a job that hangs, and waits until it has begun. Otherwise, a job that a dying worker has not read would go to
+/// Starts a job that hangs, and waits until the job has begun. A job that a dying worker has not read would go to
 /// another worker.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();

@@ -169,7 +169,7 @@ fn raised_rate_limit_applies_to_the_next_job() {
     }
 }
 
-/// Also checks that a smaller share drops no jobs.
+/// The test also checks that a smaller share drops no jobs.
 #[test]
 fn larger_share_starts_the_tenants_waiting_jobs() {
     let supervisor = Supervisor::start(&shared(
@@ -238,7 +238,7 @@ fn tenant_table_overrides_limits_of_isolated_tenant() {
     });
 }
 
-/// Also checks that the limits apply immediately to running workers.
+/// The test also checks that the limits apply immediately to running workers.
 #[test]
 fn live_limits_for_isolated_tenant_survive_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
@@ -369,7 +369,7 @@ fn invalid_tenant_limits_are_rejected_without_effect() {
     assert_eq!((status, own), (200, json!({"max_queue": 7})));
 }
 
-/// Covers a tenant that shares the bulkhead's workers.
+/// The test covers a tenant that shares the bulkhead's workers.
 #[test]
 fn tenant_share_has_same_maximum_live_and_in_configuration() {
     let own = "[bulkhead.b.tenant.acme]\nmax_in_flight = 1000000";

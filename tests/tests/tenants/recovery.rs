@@ -225,7 +225,7 @@ fn with_fallback(entry: &str, safe: &str) -> String {
     )
 }
 
-/// Also checks that each job counts once, in the bulkhead that the client named.
+/// The test also checks that each job counts once, in the bulkhead that the client named.
 #[test]
 fn fallback_serves_tenant_beyond_max_active() {
     let supervisor = Supervisor::start(&with_fallback("", "max_queue = 20"));

@@ -14,7 +14,8 @@ use bulkhead_tests::{
 };
 use nix::sys::signal::Signal;
 
-/// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job misses by accident.
+/// Configuration keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job misses by
+/// accident.
 const COMMON: &str =
     "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"300s\"\ngrace = \"20ms\"\n";
 
@@ -482,7 +483,7 @@ fn worker_death_kills_process_trees_of_programs() {
     assert_eq!(supervisor.number("x", "crashed"), 10);
 }
 
-/// Covers success, failure and death by a signal.
+/// The test covers success, failure and death by a signal.
 #[test]
 fn many_programs_leave_no_process_or_descriptor() {
     let _turn = heavy();

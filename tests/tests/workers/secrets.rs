@@ -187,7 +187,7 @@ fn restart_replaces_processes_that_are_still_starting() {
     }
 }
 
-/// A worker that starts for another reason also receives the new content. Forked workers receive the content that their
+/// A worker that starts for another reason also receives the new secret. Forked workers receive the secret that their
 /// template has read.
 #[test]
 fn replacement_of_dead_worker_reads_current_secret() {
@@ -362,7 +362,7 @@ fn is_in_memory(pid: u32) -> Option<bool> {
     Some(false)
 }
 
-/// The supervisor and the keeper erase the content once the worker has started.
+/// The supervisor and the keeper erase the secret once the worker has started.
 #[test]
 fn supervisor_and_keeper_do_not_keep_the_secret_in_memory() {
     let (folder, _) = folder_with(VALUE);

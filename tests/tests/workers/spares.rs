@@ -75,7 +75,7 @@ fn spare_takes_slot_before_killed_worker_exits() {
 /// Maximum number of replaced workers of one bulkhead that are still exiting.
 const EXITING_MAX: usize = 16;
 
-/// The number of workers never exceeds the sum of slots, spares and exiting workers.
+/// The number of workers never exceeds the total number of slots, spares and exiting workers.
 #[test]
 fn spares_provide_a_fresh_process_for_each_job() {
     let keys = "recycle = { jobs = 1 }\nstart = { spares = 2 }";

@@ -18,7 +18,7 @@ fn workers(supervisor: &Supervisor, state: &str) -> usize {
     workers.iter().filter(|worker| worker["state"] == state).count()
 }
 
-/// Jobs that still run in replaced workers count towards the limit.
+/// Jobs that are still running in replaced workers count towards the limit.
 #[test]
 fn restart_does_not_exceed_concurrency_limit() {
     let supervisor = start("processes = 2\nmax_queue = 10");

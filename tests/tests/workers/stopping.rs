@@ -13,7 +13,7 @@ const SIGNALS: usize = 20;
 /// Number of clients. Each client sends one job after another.
 const CLIENTS: usize = 8;
 
-/// Number of jobs that must be done before the next signal.
+/// Number of jobs that must be completed before the next signal is sent.
 const JOBS_BETWEEN: u64 = 10;
 
 /// Sends SIGTERM to the only worker of a bulkhead repeatedly while clients send jobs without a pause.

@@ -116,7 +116,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// State of the host that all jobs share.
+/// State that all jobs of the host share.
 struct Host {
     plan: Plan,
     /// Path that is passed to `execve`.

@@ -25,7 +25,7 @@ const JOB_VARIABLES: [&str; 4] =
 /// The environment common to all programs, and the names of the variables set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
-    /// Variables from [`FOLDER_VARIABLES`] that are set to the folder of the program.
+    /// Variables from [`FOLDER_VARIABLES`] that are set to the program's folder.
     folder_variables: Vec<&'static str>,
 }
 

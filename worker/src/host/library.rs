@@ -55,7 +55,7 @@ static HOST: CHost = CHost {
 type Handle = unsafe extern "C-unwind" fn(*const CJob, *const CHost) -> c_int;
 type Init = unsafe extern "C-unwind" fn(*mut c_char, usize) -> c_int;
 
-/// State of one call to the handler.
+/// State of a single call to the handler.
 struct Call<'c> {
     ctx: &'c Ctx<Loaded>,
     result: RefCell<Vec<u8>>,

@@ -15,16 +15,16 @@ use crate::journal::Journal;
 /// Maximum time to wait for a condition, which on an idle machine becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
+/// Number of the job whose handler returns immediately. The handlers of other jobs wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Handlers return immediately for jobs with this number or a higher number, as for job `QUICK`.
+/// For jobs with this number or a higher number, handlers return immediately, as they do for job `QUICK`.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed, because a pool that loses its supervisor kills its process, here the test.
+    /// Never closed, because a pool that loses its supervisor kills its process, which here is the test.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -139,9 +139,8 @@ impl Fixture {
     }
 }
 
-/// Receives frames on a thread. Unless `with_kinds` is true, sends the numbers of all results to the first
-/// channel. If it is true, sends the kind and number of all results, returned jobs and heartbeats to the
-/// second channel.
+/// Receives frames on a thread. Unless `with_kinds` is true, sends the numbers of all results to the first channel. If
+/// `with_kinds` is true, sends the kind and number of all results, returned jobs and heartbeats to the second channel.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
@@ -305,7 +304,7 @@ fn thread_woken_by_link_handles_wake_request() {
     assert_eq!((state.idle, state.is_wake_pending), (0, false));
 }
 
-/// Raises and lowers the limit at random while jobs arrive and end. The random generator has a fixed seed.
+/// Raises and lowers the limit at random while jobs arrive and end. The random number generator has a fixed seed.
 #[test]
 fn jobs_run_once_despite_changing_limits() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];

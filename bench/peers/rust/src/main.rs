@@ -25,13 +25,13 @@ fn main() -> Result<()> {
     }
 }
 
-/// An order from the bench.
+/// A command that the bench sends to this program.
 enum Order {
     /// Sends `total` requests of `bytes` bytes, one at a time.
     Latency { bytes: usize, total: usize },
     /// Sends `total` requests of `bytes` bytes, `lanes` at a time.
     Rate { lanes: usize, bytes: usize, total: usize },
-    /// Kills the worker and waits for the next reply, `total` times.
+    /// Kills the worker `total` times, and waits for the next reply each time.
     Recovery { total: usize },
 }
 

@@ -28,7 +28,7 @@ struct Bytes {
     data: Vec<u8>,
 }
 
-/// A service that returns each message, or forwards it to the next service.
+/// A service that either returns each message or forwards it to the next service.
 #[derive(Clone)]
 struct Echo {
     next: Option<Client>,
@@ -113,7 +113,7 @@ pub async fn serve(socket: &str, next: Option<&str>) -> Result<()> {
     Ok(Server::builder().add_service(Echo { next }).serve_with_incoming(listener).await?)
 }
 
-/// A client and the processes that it talks to.
+/// A client, together with the processes with which it communicates.
 struct Chain {
     processes: Vec<Child>,
     client: Client,

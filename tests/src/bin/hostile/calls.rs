@@ -9,11 +9,11 @@ pub(crate) struct Refused {
     /// Name of the error, or of the signal that killed a child. Other words are results that are not kernel
     /// errors, such as `NOTHING` for an attempt that did not reach its goal.
     pub(crate) errno: String,
-    /// Action that was attempted.
+    /// The action that was attempted.
     pub(crate) what: String,
 }
 
-/// Result of an attempt: a description of the success, or the refusal.
+/// Result of an attempt, either a description of the success or the refusal.
 pub(crate) type Tried = Result<String, Refused>;
 
 impl Refused {
@@ -21,7 +21,7 @@ impl Refused {
         Self { errno: word.to_owned(), what: what.into() }
     }
 
-    /// Returns the refusal for an attempt that did not reach its goal although no call failed.
+    /// Returns the refusal for an attempt that did not reach its goal even though no call failed.
     pub(crate) fn nothing(what: impl Into<String>) -> Self {
         Self::because("NOTHING", what)
     }

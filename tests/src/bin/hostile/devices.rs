@@ -54,7 +54,7 @@ fn open(path: &str) -> Tried {
     Ok(format!("opened {path}"))
 }
 
-/// Inserts a character into the input of a new terminal that no other process reads.
+/// Inserts a character into the input of a new terminal that no other process is reading.
 fn type_into_a_terminal() -> Tried {
     let flags = libc::O_NOCTTY;
     let master = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/ptmx");
@@ -71,7 +71,7 @@ fn type_into_a_terminal() -> Tried {
     Ok("typed".into())
 }
 
-/// Reads kernel addresses. An unprivileged reader sees zeros.
+/// Reads kernel addresses. An unprivileged process reads zeros instead.
 fn read_kernel_addresses() -> Tried {
     const ENOUGH: u64 = 4096;
     let what = "read kernel addresses";

@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// Lists `/tmp`, except the parents of paths that were granted to the worker.
+/// Lists `/tmp`, leaving out the parents of paths that were granted to the worker.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -146,7 +146,7 @@ fn write_and_remove(folder: &Path) -> Tried {
     Ok("written and removed".into())
 }
 
-/// Removes the file at this path when dropped.
+/// Removes the file at this path when the value is dropped.
 struct Gone<'p>(&'p Path);
 
 impl Drop for Gone<'_> {
@@ -171,7 +171,7 @@ fn read_by_hard_link(to: &Targets) -> Tried {
     Ok("read".into())
 }
 
-/// Opens a file by its handle, like the container escape "shocker".
+/// Opens a file by its handle, as the container escape "shocker" does.
 fn read_by_handle(to: &Targets) -> Tried {
     const HANDLE_BYTES: usize = 128;
     #[repr(C)]

@@ -32,7 +32,7 @@ fn link() -> Result<BorrowedFd<'static>, Refused> {
     Ok(unsafe { BorrowedFd::borrow_raw(number) })
 }
 
-/// Encodes a frame without payload.
+/// Encodes a frame without a payload.
 pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Result<Vec<u8>, Refused> {
     let mut metadata = Vec::new();
     let encoded = codec::encode(message, &[], &mut metadata);
@@ -118,7 +118,7 @@ fn garbage_in_the_journal() -> Tried {
         .and_then(|(begin, end)| number(begin).zip(number(end)))
         .ok_or_else(|| Refused::because("NOTARGET", "find the journal"))?;
     #[expect(unsafe_code, reason = "the journal belongs to the SDK, which does not lend it")]
-    // SAFETY: the range stays mapped for writing, and its content is no longer needed here.
+    // SAFETY: the range stays mapped for writing, and its contents are no longer needed here.
     unsafe {
         std::ptr::write_bytes(begin as *mut u8, 0xa5, end - begin);
     }

@@ -84,7 +84,7 @@ fn address(to: &Targets) -> Result<std::net::SocketAddr, Refused> {
     to.text("tcp")?.parse().map_err(|_| Refused::because("NOTARGET", "parse the address"))
 }
 
-/// Creates a TCP socket of an address's family.
+/// Creates a TCP socket for the family of the address.
 fn tcp_socket(address: &str, protocol: Option<Protocol>) -> Result<OwnedFd, Refused> {
     let family = if address.starts_with('[') { AddressFamily::INET6 } else { AddressFamily::INET };
     rustix::net::socket(family, SocketType::STREAM, protocol).at("make a stream socket")

@@ -136,7 +136,7 @@ fn take_descriptor_of_sibling(to: &Targets) -> Tried {
     Ok("taken".into())
 }
 
-/// Sends signal 0, which only checks the permission.
+/// Sends signal 0. The kernel then only checks the permission and delivers no signal.
 fn signal_nothing(pid: i32) -> Tried {
     call(libc::SYS_kill, [pid as usize, 0]).at("send a signal to another process")?;
     Ok("could be signalled".into())
@@ -174,8 +174,8 @@ fn is_in_own_pid_namespace() -> bool {
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
-/// Kills the parent if it is the first process in a PID namespace, which survives all signals from its
-/// children. Otherwise only checks the permission.
+/// Kills the parent if it is the first process in a PID namespace, which survives all signals from its children.
+/// Otherwise, only checks that a signal would be permitted.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
@@ -183,7 +183,7 @@ fn kill_parent(_: &Targets) -> Tried {
     if signal == 0 { Ok("could be killed".into()) } else { Err(Refused::nothing(what)) }
 }
 
-/// Kills every process, but only if no visible process can be signalled, so that the machine is safe.
+/// Tries to kill all processes. For the safety of the machine, does so only if no visible process can be signalled.
 fn kill_everything(_: &Targets) -> Tried {
     let what = "kill every process";
     let own = std::process::id() as i32;
@@ -262,7 +262,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Creates a sibling of this process, which its parent would have to reap.
+/// Creates a sibling of this process. The parent would have to reap the sibling.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("create a child of its own parent")?;

@@ -147,7 +147,7 @@ fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for a fork order. Returns the worker's number.
+/// Waits for an order to fork. Returns the worker's number.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }

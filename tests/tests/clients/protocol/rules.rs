@@ -7,8 +7,8 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload small enough for the supervisor to keep a copy for another worker. Too large to be read together with the
-/// header by accident.
+/// Payload that is small enough for the supervisor to keep a copy for another worker, but too large to be read together
+/// with the header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability of a worker whose heartbeats do not depend on its handlers.
@@ -170,9 +170,9 @@ fn forever() -> ! {
 
 // Jobs begin once.
 
-/// "If a worker dies before it has read any byte of a job or reported progress, another worker gets the job".
-/// Regression test: a worker read header and metadata, reported progress and died without reading the payload. The job
-/// was sent to workers four times.
+/// "If a worker dies before it has read any byte of a job or reported progress on the job, another worker receives the
+/// job". Regression test: a worker read header and metadata, reported progress and died without reading the payload.
+/// The job was sent to workers four times.
 #[test]
 fn partly_read_job_is_not_rerun() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
@@ -233,7 +233,7 @@ fn half_closed_client_counts_as_disconnected() {
     wait_for("the worker gets the cancellation", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
 }
 
-/// "any value but 0 counts as 1". Cancelling an unknown job number has no effect.
+/// The value 2 of `idempotent` counts as 1. Cancelling an unknown job number has no effect.
 #[test]
 fn unusual_client_values_are_accepted() {
     let supervisor = start("reads-a-byte", "retry = { attempts = 2, budget = 1.0 }");
@@ -270,7 +270,7 @@ fn unusual_worker_values_are_accepted() {
     assert_eq!(supervisor.number("rules-strays", "restarts"), 0);
 }
 
-/// "It continues reading until DRAIN, finishes all jobs that arrived, and exits with status 0".
+/// "It keeps reading until DRAIN, finishes all jobs that have arrived, and exits with status 0".
 #[test]
 fn stopping_worker_finishes_all_received_jobs() {
     let supervisor = start("stops", "max_in_flight = 8\nmax_queue = 100");
@@ -287,7 +287,7 @@ fn stopping_worker_finishes_all_received_jobs() {
     supervisor.wait_number("rules-stops", "crashed", 0);
 }
 
-/// "For any other worker, they are required after READY, while the worker has no job".
+/// A worker without capability 1 must send heartbeats after READY, but only while it has no jobs.
 #[test]
 fn idle_worker_without_heartbeats_counts_as_hung() {
     let supervisor = start("falls-silent", "health = { heartbeat = \"200ms\", missed = 2 }");

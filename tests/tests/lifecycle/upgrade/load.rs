@@ -22,7 +22,7 @@ const THREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax
                      [bulkhead.files]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n\
                      [defaults]\ndeadline = \"60s\"\ncwd = \".\"\n";
 
-/// Records that the workers write, each with the maximum number of its jobs that run at once.
+/// Records that the workers write, and for each record the maximum number of its jobs that run at once.
 const RECORDS: [(&str, usize); 4] =
     [("record-b", 4), ("record-tenants-x", 1), ("record-tenants-y", 1), ("record-files", 1)];
 
@@ -32,7 +32,8 @@ const FILE_BYTES: usize = 128 * 1024;
 /// Maximum number of jobs whose outcomes the raw client has not read yet.
 const UNREAD_MAX: u64 = 3;
 
-/// Reads the workers' record. Returns the number of jobs that began, and the maximum number that ran at once.
+/// Reads a record of the workers. Returns the number of jobs that began, and the maximum number of jobs that ran at
+/// once.
 pub(super) fn read_record(path: &Path) -> (usize, usize) {
     let (mut begun, mut running, mut most) = (HashSet::new(), 0, 0);
     for line in std::fs::read_to_string(path).unwrap_or_default().lines() {
@@ -57,7 +58,7 @@ pub(super) struct Load {
     ids: Arc<AtomicU64>,
     clients: Vec<JoinHandle<Outcomes>>,
     began: Instant,
-    /// The raw client, and its number of submitted jobs.
+    /// The raw client, and the number of jobs that the client has submitted.
     raw: Option<Arc<Mutex<(Raw, u64)>>>,
     /// Number of jobs whose payload was lent to a worker.
     lent: Arc<AtomicU64>,
@@ -171,7 +172,7 @@ impl Load {
         load
     }
 
-    /// Adds a client in Python with two threads.
+    /// Adds a Python client with two threads.
     fn add_python(&mut self, manager: &Manager) {
         let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python/src");
         let spawned = Command::new("python3")
