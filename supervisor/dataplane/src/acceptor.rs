@@ -14,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay in accepting connections that is reported as an event.
+/// Shortest delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the share of a processor's time that accepting connections can use.
+/// Reciprocal of the maximum share of a processor's time that can be spent on accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -33,7 +33,7 @@ pub(super) struct Acceptor {
     /// waiting connections only once.
     needs_retry: bool,
     budget: TimeBudget,
-    /// Start of the current delay, or `None` if no connection is delayed.
+    /// Time at which the current delay began, or `None` if no connection is delayed.
     delayed_since: Option<Time>,
     /// Number of connections accepted during the current delay.
     accepted: u64,
@@ -70,7 +70,8 @@ impl Acceptor {
         self.listener.as_ref().map(UnixListener::try_clone).transpose()
     }
 
-    /// Stops accepting connections. Another supervisor can accept the waiting connections of the same listener.
+    /// Stops accepting connections. Another supervisor can accept the connections that are waiting on the same
+    /// listener.
     pub(super) fn stop_listening(&mut self, poll: &Poll) {
         if let Some(listener) = self.listener.take() {
             let _ = poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));

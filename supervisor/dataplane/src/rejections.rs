@@ -82,7 +82,7 @@ impl RejectionReports {
         !self.0.is_empty()
     }
 
-    /// Removes the entry of a bulkhead whose index will be reused.
+    /// Removes the entry for a bulkhead whose index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }

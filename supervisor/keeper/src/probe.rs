@@ -210,8 +210,8 @@ fn probe_capabilities() -> [LayerSupport; 3] {
     ]
 }
 
-/// Checks for the privileges to start a worker as another user, give the worker a folder, and inspect and kill the
-/// worker.
+/// Checks for the privileges needed to start a worker as another user, give the worker a folder, and inspect and kill
+/// the worker.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [
         ("CAP_SETUID", CapabilitySet::SETUID),

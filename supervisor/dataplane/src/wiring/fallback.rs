@@ -71,7 +71,7 @@ impl DataPlane {
         self.is_client_connected(&answer.record).then_some(next)
     }
 
-    /// Charges the rate limit of the bulkhead to which the client submitted the job, unless the job was already
+    /// Charges the job to the rate limit of the bulkhead to which the client submitted it, unless it was already
     /// charged. If the job exceeds the limit, returns the time to wait.
     fn charge_origin(
         &mut self,

@@ -31,8 +31,8 @@ impl DataPlane {
         index
     }
 
-    /// Submits a job to a compartment. If the compartment has no workers and its tenant may have some, starts workers
-    /// after the job was accepted. A rejected job therefore does not take workers away from other tenants.
+    /// Submits a job to a compartment. If the compartment has no workers and its tenant is allowed to have some, starts
+    /// workers after the job was accepted. A rejected job therefore does not take workers away from other tenants.
     pub(crate) fn submit_to_compartment(
         &mut self,
         index: CompartmentIndex,

@@ -15,7 +15,7 @@ pub struct LayerSupport {
     pub found: Option<String>,
     /// Reason why the layer is not available, such as a kernel error.
     pub why_not: Option<String>,
-    /// Advice for an administrator on making the layer available.
+    /// Advice for an administrator on how to make the layer available.
     pub what_to_do: Option<String>,
 }
 

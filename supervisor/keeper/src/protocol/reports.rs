@@ -116,7 +116,7 @@ pub enum Report {
     Sampled {
         /// Spawn number of the worker.
         worker: u64,
-        /// Error if no thread could be sampled.
+        /// An error if no thread could be sampled.
         result: io::Result<()>,
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
@@ -138,7 +138,7 @@ pub enum TemplateReport {
     Status(String),
     /// Reason why the template exits.
     Refused(String),
-    /// Moves the start deadline to this duration from now.
+    /// Asks to extend the start deadline to at least this long from now.
     Extend(Duration),
 }
 

@@ -1,4 +1,4 @@
-//! Everything that a worker's child process needs, prepared before the fork.
+//! Everything that a forked child needs to become a worker, prepared before the fork.
 
 use std::ffi::CString;
 use std::ops::Deref;
