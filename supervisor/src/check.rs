@@ -233,7 +233,8 @@ impl StartCheck {
         Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits for a report from the keeper for which `wanted` returns `Some`. Returns `None` after `timeout`.
+    /// Waits until the keeper sends a report for which `wanted` returns `Some`. Returns `None` if no such report
+    /// arrives within `timeout`.
     fn wait<T>(
         &mut self,
         timeout: Duration,

@@ -51,7 +51,7 @@ impl Link {
         Ok(Self(link))
     }
 
-    /// Duplicates the descriptor. Fails with the errors of `dup(2)`.
+    /// Duplicates the descriptor. Fails with an error from `dup(2)`.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
     }

@@ -22,7 +22,7 @@ const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
-    /// `None` in an embedded supervisor, whose clients are in the same process.
+    /// The listener, or `None` in an embedded supervisor, whose clients are in the same process.
     listener: Option<UnixListener>,
     /// True if there might be connections to accept.
     is_pending: bool,
@@ -111,8 +111,8 @@ impl Acceptor {
         has_time
     }
 
-    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted. Returns the
-    /// errors from `accept(2)`, most often because this process has no free descriptors, and from `epoll_ctl(2)`.
+    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted. Fails with an
+    /// error from `accept(2)`, most often because this process has no free descriptors, or from `epoll_ctl(2)`.
     pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
         self.needs_retry = false;
         let Some(listener) = &self.listener else {

@@ -144,7 +144,7 @@ pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
     /// Tenant of the compartment, or `None` if several tenants share it.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment was created to replay the job of a crash report.
+    /// True if the compartment was created to replay a job from a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
     /// Links to workers, indexed by the worker's position in policy's table.
@@ -153,7 +153,7 @@ pub(super) struct Compartment {
     is_touched: bool,
     /// Job latency. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
-    /// Load at the last measurement.
+    /// Load of the compartment at the last measurement.
     load: Load,
     /// State in which this compartment is listed in [`Isolated`].
     tenant_state: TenantState,

@@ -21,7 +21,7 @@ pub(super) struct CommandQueue {
     /// Number and total weight of the commands taken in the current iteration.
     taken: usize,
     weight: usize,
-    /// Number of stop requests since the last call of `take_stops`.
+    /// Number of stop requests since the last call to `take_stops`.
     stops: Arc<AtomicU32>,
 }
 

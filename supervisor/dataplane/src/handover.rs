@@ -47,7 +47,7 @@ pub(super) struct Transfer {
 
 #[derive(Default)]
 enum Phase {
-    /// No upgrade is under way, or this is the successor.
+    /// No upgrade is under way, or this supervisor is the successor.
     #[default]
     None,
     /// The successor is starting.

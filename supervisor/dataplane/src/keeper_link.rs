@@ -23,7 +23,7 @@ const LIFETIME_MIN: Duration = Duration::from_secs(10);
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// `None` while the keeper is being replaced. There are no workers during that time.
+    /// The keeper, or `None` while it is being replaced. There are no workers during that time.
     keeper: Option<Box<Keeper>>,
     since: Time,
     /// Number of consecutive keepers that have died early.

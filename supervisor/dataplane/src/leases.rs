@@ -336,7 +336,7 @@ impl Leases {
         self.last_number
     }
 
-    /// Continues the predecessor's lease numbers.
+    /// Continues numbering leases after the predecessor's last lease.
     pub(super) fn continue_after(&mut self, number: u64) {
         self.last_number = self.last_number.max(number);
         self.last_number_before = self.last_number;

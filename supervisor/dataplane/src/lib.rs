@@ -435,7 +435,7 @@ impl DataPlane {
         Ok((plane, command_sender))
     }
 
-    /// Runs until all bulkheads have stopped. Returns the errors from [`DataPlane::run_iteration`] and
+    /// Runs until all bulkheads have stopped. Returns any error from [`DataPlane::run_iteration`] or
     /// [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
         self.start();
@@ -493,7 +493,7 @@ impl DataPlane {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits at most `wait_time` for events, and applies them. Returns the errors from `epoll_wait(2)`, or an error if
+    /// Waits at most `wait_time` for events, and applies them. Returns an error from `epoll_wait(2)`, or an error if
     /// the keeper can be neither reached nor replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();

@@ -113,7 +113,7 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death, unless policy decided to end the worker.
+/// Cause of a worker's death, other than a decision by policy to end the worker.
 enum EndCause {
     /// No cause is known.
     None,
@@ -229,7 +229,7 @@ impl Link {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Takes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
+    /// Removes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
     /// plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
@@ -264,14 +264,14 @@ impl Link {
         Some(*pid)
     }
 
-    /// Takes the forbidden system call recorded for a process.
+    /// Removes and returns the forbidden system call that was recorded for a process.
     pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
         let violations = &mut self.running_mut()?.violations;
         let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
         violations.remove(at).map(|(_, call)| call)
     }
 
-    /// Takes the worker's UID. Returns `None` if workers have no separate UIDs.
+    /// Removes and returns the worker's UID. Returns `None` if workers have no separate UIDs.
     pub(super) fn take_id(&mut self) -> Option<u32> {
         self.id.take()
     }
@@ -298,7 +298,7 @@ impl Link {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Takes the stored death.
+    /// Removes and returns the stored death.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -356,7 +356,7 @@ impl Link {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
     }
 
-    /// Takes the stacks that were recorded because the worker did not respond.
+    /// Removes and returns the stacks that were recorded because the worker did not respond.
     pub(super) fn take_hang(&mut self) -> Option<Hang> {
         self.hang.take()
     }
@@ -365,7 +365,8 @@ impl Link {
         self.hang = Some(hang);
     }
 
-    /// Takes the file with the worker's crash record. Returns `None` if the worker does not write crash records.
+    /// Removes and returns the file with the worker's crash record. Returns `None` if the worker does not write crash
+    /// records.
     pub(super) fn take_crash_record(&mut self) -> Option<OwnedFd> {
         self.journal.take().and_then(Journal::into_crash_record)
     }
@@ -413,7 +414,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Takes the oversized result once it has arrived completely.
+    /// Removes and returns the oversized result. Called once the result has arrived completely.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),

@@ -54,12 +54,12 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// Creates the record of memory that cannot be freed before its use ends.
+    /// Creates a record for memory that cannot be freed while it is in use.
     pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Fixed }
     }
 
-    /// Creates the record of an incomplete frame, which can be discarded.
+    /// Creates a record for the memory of an incomplete frame, which can be discarded.
     pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Frame }
     }
@@ -72,7 +72,7 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// A number of payload bytes (second field) in the spool with this index (first field).
+    /// Payload bytes in a spool. The fields are the index of the spool and the number of bytes.
     Spool(usize, usize),
     /// The incomplete frame of this connection.
     Frame(Holder),
@@ -183,7 +183,7 @@ impl Memory {
         self.shares.can_hold_share(connection, bulkhead, more, most)
     }
 
-    /// Updates the size of memory that was already counted.
+    /// Updates the recorded size of memory that was already counted.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
             // Adds before subtracting, so that the holder always has memory and is not removed.

@@ -35,7 +35,7 @@ pub(super) enum Kind {
     Frame,
     /// A waiting job, which can be rejected.
     Job,
-    /// Memory that cannot be freed before its use ends.
+    /// Memory that cannot be freed while it is in use.
     Fixed,
 }
 
@@ -93,7 +93,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a connection for an owner. The node is kept at least until [`Shares::close`] is called.
+    /// Adds a node for an owner's connection. The node is kept at least until [`Shares::close`] is called.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),

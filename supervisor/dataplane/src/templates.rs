@@ -46,7 +46,7 @@ struct Template {
     signal_deaths: u32,
 }
 
-/// Data of a template that the keeper has been ordered to start.
+/// Data about a template that the keeper has been ordered to start.
 pub(super) struct TemplateOrder {
     /// Compartment of the template. The compartment can be removed before the template exits. In that case, the
     /// template forks no more workers.
@@ -296,7 +296,7 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Takes the output of started templates that has not been passed to the control plane yet.
+    /// Removes and returns the output of started templates that has not been passed to the control plane yet.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
             let pid = template.pid?;

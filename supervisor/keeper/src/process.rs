@@ -173,7 +173,7 @@ struct Child {
 }
 
 impl Child {
-    /// Creates a child without the optional parts, such as a worker that a template has forked.
+    /// Creates a child without optional parts. An example of such a child is a worker that a template has forked.
     fn new(
         worker: u64,
         pid: u32,

@@ -42,7 +42,7 @@ const RED_ZONE_BYTES: u64 = 128;
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record in the file, after the total size of all records.
+/// Offset of the first record in the file. The total size of all records comes before it.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
 /// Worker to sample, and files that receive the stacks.

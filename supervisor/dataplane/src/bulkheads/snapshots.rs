@@ -73,7 +73,7 @@ impl<'a> SnapshotSource<'a> {
         self.complete(entry, sum)
     }
 
-    /// Builds the snapshot of a whole bulkhead from the sum over its compartments.
+    /// Builds the snapshot of a whole bulkhead from the sum of its compartments' values.
     fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.latency_ms = entry.latency.percentiles();

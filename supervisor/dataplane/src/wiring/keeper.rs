@@ -76,7 +76,7 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Takes the deferred death of a worker that runs programs, so that it can be reported now.
+    /// Removes and returns the deferred death of a worker that runs programs, so that the death can be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program.runs_programs());
         link?.take_deferred_death()

@@ -1,4 +1,4 @@
-//! Applies the assignment of workers to tenants in the compartments.
+//! Carries out decisions about which tenants have workers, by applying events to the tenants' compartments.
 
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::JobId;

@@ -19,7 +19,7 @@ fn parse_filter_count(status: &str) -> u32 {
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Namespaces and filters of the keeper itself, for comparison with a worker.
+/// Namespaces and filters of the keeper itself, for comparison with those of a worker.
 pub(super) struct KeeperStatus {
     namespaces: [Option<std::path::PathBuf>; NAMESPACE_NAMES.len()],
     /// Number of seccomp filters that apply to the keeper itself.

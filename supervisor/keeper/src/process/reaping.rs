@@ -301,7 +301,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports as reaped the dead workers for which `is_reaped` returns true.
+    /// Removes the resources of the dead workers for which `is_reaped` returns true. Reports these workers as reaped,
+    /// unless their start failed.
     fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
         let all = std::mem::take(&mut self.reaper.dead_workers);
         let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));

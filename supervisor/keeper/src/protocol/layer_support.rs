@@ -3,7 +3,7 @@
 use bincode::{BorrowDecode, Encode};
 use serde::Serialize;
 
-/// A layer of confinement, with its availability.
+/// A layer of confinement, and whether it is available.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
 pub struct LayerSupport {
     /// Name of the layer.

@@ -47,7 +47,7 @@ pub struct SpawnOrder<'a> {
     pub is_template: bool,
 }
 
-/// A limit of `setrlimit(2)`. `u64::MAX` means unlimited.
+/// A resource limit of `setrlimit(2)`. `u64::MAX` means unlimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Rlimit {
     /// Number of the resource, such as `libc::RLIMIT_AS`.

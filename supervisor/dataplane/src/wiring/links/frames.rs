@@ -196,7 +196,7 @@ impl DataPlane {
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames in a journal like frames from the link.
+    /// Handles the frames in a journal in the same way as frames from the link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));

@@ -77,7 +77,7 @@ pub(crate) struct NamespaceMember {
     pub(crate) namespace: u32,
     /// The worker's PID in the namespace.
     pub(crate) inner: u32,
-    /// Part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
+    /// Secret part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
     pub(crate) secret: Option<u128>,
 }
 
@@ -300,7 +300,8 @@ impl EventLoop {
         due.into_iter().for_each(|pid| self.clean_namespace(pid, now));
     }
 
-    /// Reports as reaped the exited workers for which `is_reaped` returns true.
+    /// Removes the resources of the exited workers for which `is_reaped` returns true, and reports these workers as
+    /// reaped.
     fn report_reaped_in(&mut self, pid: u32, is_reaped: impl Fn(&ExitedWorker) -> bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         let reaped: Vec<ExitedWorker> = namespace.exited.extract_if(.., |exited| is_reaped(exited)).collect();

@@ -31,7 +31,8 @@ const STAGING_FOLDER: &CStr = c"/proc";
 /// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Number of bytes of a private `/tmp` for each file that it can contain, and minimum number of files.
+/// Number of bytes in a private `/tmp` for each file that it can contain, and minimum number of files that it can
+/// contain.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
