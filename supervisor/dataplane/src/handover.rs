@@ -18,7 +18,7 @@ use super::slab::CompartmentIndex;
 /// revoked, so that only leases used by a job remain.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// When the transfer socket's outbox contains this many messages, no more connections are passed on.
+/// Maximum number of messages in the transfer socket's outbox. At this limit, no more connections are passed on.
 const OUTBOX_MAX: usize = 64;
 
 /// Number of permits that a compartment needs, and number of jobs that are waiting for one of these permits.

@@ -293,12 +293,12 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores a death that must not be reported to policy yet.
+    /// Stores a worker's death, so that it can be reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Removes and returns the stored death.
+    /// Removes and returns the worker's stored death, if there is any.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),

@@ -75,7 +75,7 @@ fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
 /// `default` profile.
 pub const TREE_END: &str = "tree end";
 
-/// Checks that each worker can be given a PID namespace, and a `/proc` for this namespace.
+/// Checks that this machine supports a separate PID namespace for each worker, with its own `/proc`.
 fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     let has = |name: &str| is_available(layers, name);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];

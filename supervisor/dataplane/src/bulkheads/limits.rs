@@ -384,7 +384,7 @@ struct FixedSettings<'s> {
     has_own_pressure: bool,
 }
 
-/// Returns an error if a setting requires a queue but the bulkhead has none.
+/// Returns an error if a setting requires a queue but the bulkhead does not have a queue.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
     match limits.max_queue {

@@ -28,7 +28,7 @@ const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// When this many tenants have been collected, all but the busiest are discarded.
+/// Maximum number of collected tenants. At this limit, all but the busiest are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
 /// Information about a worker that policy does not store.

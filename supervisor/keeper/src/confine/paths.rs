@@ -89,7 +89,7 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
     "xml",
 ];
 
-/// Name prefixes of those entries in `/etc` whose names contain a version number.
+/// Name prefixes of entries in `/etc` whose full names differ between systems.
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
