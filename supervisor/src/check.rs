@@ -35,7 +35,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of a frame that a worker sends before it is ready, in bytes.
 const FRAME_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum number of bytes of a worker's output to quote in an error message.
+/// Maximum number of bytes of a worker's output that are quoted in an error message.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
 /// Returns the source from which user IDs for workers are taken. For root, this is always the host, because the check itself
@@ -52,8 +52,8 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     }
 }
 
-/// Starts a worker for each bulkhead, one after the other. Writes a TOML comment to `out` for each worker that
-/// started, and returns a sentence for each worker that did not.
+/// Starts a worker for each bulkhead, one after another. Writes a TOML comment to `out` for each worker that started,
+/// and returns a sentence for each worker that did not.
 ///
 /// Must be called before the process has started any other thread.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
@@ -104,7 +104,7 @@ fn describe(program: &Program, observed: &Observed) -> String {
 /// State of the check: the keeper, and the processes that the keeper has been ordered to start.
 struct StartCheck {
     keeper: Keeper,
-    /// Number of workers and templates ordered so far. The latest process has this number.
+    /// Number of workers and templates ordered so far. This is also the spawn number of the latest process.
     ordered: u64,
     /// Exits that the keeper has reported but [`StartCheck::take_exit`] has not returned yet, by spawn number.
     exits: BTreeMap<u64, keeper::Exit>,
@@ -113,7 +113,7 @@ struct StartCheck {
 /// A worker or template that the keeper was ordered to start.
 struct StartedProcess {
     number: u64,
-    /// Threads that read standard output and standard error of the process.
+    /// Threads that read the standard output and standard error of the process.
     readers: [JoinHandle<String>; 2],
 }
 
@@ -187,7 +187,7 @@ impl StartCheck {
                 keeper.fork((worker, number), link, stdout, stderr)
             })
         });
-        // The template is stopped first, because it may hold the worker's output open.
+        // The template is stopped first, because it might hold the worker's output open.
         let exit = self.stop(number, Duration::ZERO)?;
         StartResult { process: template, ready, exit }.into_result(&what)?;
         let (observed, result) = forked.ok_or_else(keeper_timeout)??;
@@ -233,7 +233,8 @@ impl StartCheck {
         Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits for a report from the keeper for which `wanted` returns `Some`. Returns `None` after `timeout`.
+    /// Waits until the keeper sends a report for which `wanted` returns `Some`. Returns `None` if no such report
+    /// arrives within `timeout`.
     fn wait<T>(
         &mut self,
         timeout: Duration,
@@ -262,7 +263,8 @@ impl StartCheck {
         spawned.unwrap_or_else(|| Err(keeper_timeout()))
     }
 
-    /// Waits until a template can fork workers. The outer error is the keeper's failure, the inner one the template's.
+    /// Waits until a template can fork workers. The outer error is the keeper's failure, and the inner error is the
+    /// template's.
     fn await_template(&mut self, number: u64, max: Duration) -> Result<Result<(), StartFailure>, String> {
         let (mut deadline, mut status) = (Instant::now() + max, None);
         loop {

@@ -33,8 +33,8 @@ pub use local::LocalSupervisor;
 /// True once this process has called [`keeper_main_if_asked`].
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
-/// If this process was started as a keeper or a symbolizer, runs it and does not return. An application that uses
-/// [`KeeperProgram::ThisProgram`] must call this function at the beginning of `main`, before it starts other
+/// If this process was started as a keeper or a symbolizer, performs that role and does not return. An application that
+/// uses [`KeeperProgram::ThisProgram`] must call this function at the beginning of `main`, before it starts other
 /// threads.
 ///
 /// ```no_run
@@ -61,7 +61,7 @@ pub enum KeeperProgram {
     Program(PathBuf),
 }
 
-/// Error starting an embedded supervisor.
+/// Error that occurred while starting an embedded supervisor.
 #[derive(thiserror::Error)]
 pub enum StartError {
     /// The keeper should run the program of this process, but the program did not call

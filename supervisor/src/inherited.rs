@@ -12,7 +12,7 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 /// in bytes.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
-/// Minimum of `RLIMIT_FSIZE` in bytes: enough for the log and for a crash report with payloads.
+/// Minimum value of `RLIMIT_FSIZE`, in bytes. Enough for the log and for a crash report with payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
 /// Unblocks all signals, and handles SIGXFSZ so that a write beyond the file size limit only fails. Must be
@@ -25,8 +25,8 @@ pub(crate) fn reset_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Minimum of `RLIMIT_NOFILE`. Workers do not start with a lower limit, because setting up a sandbox briefly opens
-/// about a hundred files.
+/// Minimum value of `RLIMIT_NOFILE`. Workers do not start with a lower limit, because setting up a sandbox briefly
+/// opens about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
 /// Returns an error if the hard limit on open files is so low that the supervisor would become ready but serve no jobs.

@@ -1,5 +1,5 @@
 //! The private folder given by `--own-folder`. The supervisor removes the folder before it exits, because the program
-//! that created the folder may have been killed.
+//! that created the folder might have been killed.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};

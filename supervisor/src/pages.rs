@@ -11,7 +11,7 @@ use clap_mangen::roff::{Inline, Roff, bold, roman};
 
 use crate::args::Args;
 
-/// Section of the man pages for programs: system administration.
+/// Manual section for the programs: 8, system administration.
 const SECTION: &str = "8";
 
 /// Writes all pages to a folder, which is created if it does not exist. Returns the paths of the pages.
@@ -130,7 +130,7 @@ fn configuration_page() -> Roff {
     page
 }
 
-/// Returns a table's heading as written in the file.
+/// Returns a table's heading as it is written in the configuration file.
 fn heading(table: &str) -> String {
     if table == "access" { format!("[[{table}]]") } else { format!("[{table}]") }
 }
@@ -162,7 +162,7 @@ fn without_links(text: &str) -> String {
     plain + rest
 }
 
-/// Splits a text at its first link: the text before, the name and the target of the link, and the text after.
+/// Splits text at its first link. Returns the text before the link, the link's name and target, and the text after it.
 fn split_link(text: &str) -> Option<(&str, &str, &str, &str)> {
     let (before, target) = text.split_once("](")?;
     let (before, name) = before.rsplit_once('[')?;

@@ -35,7 +35,7 @@ use crate::activation::ActivatedSockets;
 use crate::listeners::Listeners;
 use crate::take_over::{self, Link, TakeOver};
 
-/// Error of a supervisor that could not be started or did not stop cleanly.
+/// Error from a supervisor that could not be started or did not stop cleanly.
 #[derive(thiserror::Error)]
 pub enum RunError {
     /// A socket could not be bound.
@@ -44,9 +44,9 @@ pub enum RunError {
     /// The `http` or `jobs_http` address could not be bound, or the `http` token could not be read.
     #[error("failed to serve {served} on {key} = \"{address}\": {problem}")]
     Tcp {
-        /// API served at the address.
+        /// API that is served at this address.
         served: &'static str,
-        /// Configuration key of the address.
+        /// Configuration key that sets this address.
         key: &'static str,
         /// Listening address.
         address: std::net::SocketAddr,
@@ -74,7 +74,7 @@ bulkhead_shared::debug_by_display!(RunError);
 /// processor.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
-/// Returns a function that converts an I/O error. `what` names the operation that failed.
+/// Returns a function that converts an I/O error to a [`RunError`]. `what` names the operation that failed.
 pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError {
     move |error| RunError::System(what, error)
 }
@@ -378,7 +378,7 @@ fn run_data_plane(
 }
 
 /// Binds the TCP address of the admin API, unless the service manager passes in the socket, and reads the token. The
-/// token file may have changed since the configuration was checked.
+/// token file might have changed since the configuration was checked.
 fn open_http(
     http: &HttpConfig,
     activated: Option<std::net::TcpListener>,
@@ -393,7 +393,7 @@ fn open_http(
     Ok((activated.map_or_else(|| bind_tcp(served, key, address), Ok)?, token))
 }
 
-/// Binds an address. Retries for a moment, because a supervisor that is stopping may still use the address.
+/// Binds an address. Retries for a moment, because a supervisor that is stopping might still use the address.
 fn bind_tcp(
     served: &'static str,
     key: &'static str,

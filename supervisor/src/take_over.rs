@@ -24,13 +24,13 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::listeners::Listeners;
 
-/// Time limit for the predecessor's messages.
+/// Maximum time to wait for the predecessor's messages.
 const STATE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Resources whose soft limits a supervisor raises.
 const RAISED: [Resource; 4] = [Resource::Nofile, Resource::Fsize, Resource::As, Resource::Data];
 
-/// The link to the predecessor, an inherited descriptor.
+/// The link to the predecessor, which is an inherited descriptor.
 #[derive(Debug)]
 pub struct Link(OwnedFd);
 
@@ -51,7 +51,7 @@ impl Link {
         Ok(Self(link))
     }
 
-    /// Duplicates the descriptor. Returns the errors of `dup(2)`.
+    /// Duplicates the descriptor. Fails with an error from `dup(2)`.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
     }
@@ -127,7 +127,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// State that a supervisor takes over.
+/// State that a supervisor takes over from its predecessor.
 #[derive(Debug, Default)]
 pub struct TakeOver {
     /// Descriptors by name, each with the address, path or other place to which it belongs.
@@ -244,7 +244,7 @@ impl TakeOver {
     }
 }
 
-/// Returns the soft limits of the resources that a supervisor raises, by number.
+/// Returns the soft limits that a supervisor raises, each with the number of its resource.
 pub(crate) fn soft_limits() -> Vec<(u32, u64)> {
     RAISED.map(|resource| (resource as u32, getrlimit(resource).current.unwrap_or(u64::MAX))).into()
 }

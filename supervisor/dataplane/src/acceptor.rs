@@ -14,15 +14,15 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay in accepting connections that is reported as an event.
+/// Shortest delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the share of a processor's time that accepting connections can use.
+/// Reciprocal of the maximum share of a processor's time that can be spent on accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
-    /// `None` in an embedded supervisor, whose clients are in the same process.
+    /// The listener, or `None` in an embedded supervisor, whose clients are in the same process.
     listener: Option<UnixListener>,
     /// True if there might be connections to accept.
     is_pending: bool,
@@ -33,7 +33,7 @@ pub(super) struct Acceptor {
     /// waiting connections only once.
     needs_retry: bool,
     budget: TimeBudget,
-    /// Start of the current delay, or `None` if no connection is delayed.
+    /// Time at which the current delay began, or `None` if no connection is delayed.
     delayed_since: Option<Time>,
     /// Number of connections accepted during the current delay.
     accepted: u64,
@@ -70,7 +70,8 @@ impl Acceptor {
         self.listener.as_ref().map(UnixListener::try_clone).transpose()
     }
 
-    /// Stops accepting connections. Another supervisor can accept the waiting connections of the same listener.
+    /// Stops accepting connections. Another supervisor can accept the connections that are waiting on the same
+    /// listener.
     pub(super) fn stop_listening(&mut self, poll: &Poll) {
         if let Some(listener) = self.listener.take() {
             let _ = poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
@@ -110,8 +111,8 @@ impl Acceptor {
         has_time
     }
 
-    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted. Returns the
-    /// errors from `accept(2)`, most often because this process has no free descriptors, and from `epoll_ctl(2)`.
+    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted. Fails with an
+    /// error from `accept(2)`, most often because this process has no free descriptors, or from `epoll_ctl(2)`.
     pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
         self.needs_retry = false;
         let Some(listener) = &self.listener else {

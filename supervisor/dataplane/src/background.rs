@@ -51,7 +51,7 @@ enum Task {
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Creates the files of a lease. Slow, because the kernel zeroes their memory.
+    /// Creates the files of a lease. This is slow, because the kernel zeroes their memory.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -74,12 +74,12 @@ pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
     done: Receiver<Done>,
-    /// Number of unfinished tasks of the `background` thread.
+    /// Number of unfinished tasks for the `background` thread.
     waiting: usize,
     threads: ThreadMonitor,
 }
 
-/// Marks the exit of the threads as expected. They exit with the data plane, even after a panic.
+/// Marks the threads' exit as expected, because they exit together with the data plane, even after a panic.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -147,7 +147,7 @@ impl Background {
         Some(done)
     }
 
-    /// Waits for a keeper that is being started. Used during shutdown.
+    /// Waits for the keeper that is being started, and returns it. Used during shutdown.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
@@ -203,7 +203,7 @@ fn perform(task: Task) -> Done {
     }
 }
 
-/// Starts a keeper. Tries again after failures, for up to [`KEEPER_START_MAX`].
+/// Starts a keeper. Retries failed attempts for up to [`KEEPER_START_MAX`].
 fn start_keeper(launcher: &KeeperLauncher) -> io::Result<Box<Keeper>> {
     let until = Instant::now() + KEEPER_START_MAX;
     let mut pause = KEEPER_RETRY_PAUSE;

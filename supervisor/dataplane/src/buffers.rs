@@ -16,7 +16,7 @@ pub(super) struct Buffers {
     /// Buffer for messages from a predecessor. Empty unless an upgrade is under way.
     pub(super) transfer: Vec<u8>,
     pub(super) actions: Vec<Action<Box<JobData>>>,
-    /// Unused records of finished jobs.
+    /// Records of finished jobs, available for reuse.
     records: Vec<Box<JobData>>,
 }
 

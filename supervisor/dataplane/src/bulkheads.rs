@@ -61,7 +61,7 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program run by new workers.
+    /// Program that new workers run.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
@@ -74,10 +74,11 @@ pub(super) struct BulkheadEntry {
     pub(super) has_retries: bool,
     has_poison_detection: bool,
     latency: Latency,
-    /// Outcomes of jobs in the last minute.
+    /// Outcomes of the jobs that ended in the last minute.
     service: Window,
     pub(super) counters: BulkheadCounters,
-    /// Metric series that were possible at any scrape so far. Once possible, a series is always exported.
+    /// Metric series that were possible at some earlier scrape. Such series are exported even if they can no longer
+    /// occur.
     possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead. Pressure limits require a queue.
     has_own_pressure: bool,
@@ -100,7 +101,7 @@ enum Presence {
     Leaving,
 }
 
-/// Mapping of tenants to compartments.
+/// Mapping from tenants to compartments.
 enum Layout {
     /// All tenants share one compartment.
     Shared(CompartmentIndex),
@@ -143,7 +144,7 @@ pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
     /// Tenant of the compartment, or `None` if several tenants share it.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment was created to replay the job of a crash report.
+    /// True if the compartment was created to replay a job from a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
     /// Links to workers, indexed by the worker's position in policy's table.
@@ -152,11 +153,11 @@ pub(super) struct Compartment {
     is_touched: bool,
     /// Job latency. Measured only if the compartment belongs to a single tenant.
     latency: Latency,
-    /// Load at the last measurement.
+    /// Load of the compartment at the last measurement.
     load: Load,
-    /// State under which this compartment is listed in [`Isolated`].
+    /// State in which this compartment is listed in [`Isolated`].
     tenant_state: TenantState,
-    /// True if `tripped` in [`Isolated`] contains this compartment.
+    /// True if `Isolated::tripped` contains this compartment.
     is_listed_tripped: bool,
 }
 
@@ -182,7 +183,7 @@ impl Compartment {
         }
     }
 
-    /// Returns the current link at the worker's position. The link might belong to an earlier worker.
+    /// Returns the link stored at the worker's position. The link might belong to an earlier worker.
     #[inline]
     pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
         *self.links.get(worker.place as usize)?
@@ -232,7 +233,7 @@ impl Bulkheads {
         self.by_name.get(name).copied()
     }
 
-    /// Like [`Self::find`], but faster if `name` is the name of the bulkhead `recent`.
+    /// Returns the same bulkhead as [`Self::find`], but is faster if `name` is the name of the bulkhead `recent`.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {
@@ -375,7 +376,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the digest of an operation and payload, or `None` if poison detection is off.
+    /// Returns the digest of an operation and its payload, or `None` if poison detection is off.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.has_poison_detection.then(|| {
             let mut hasher = blake3::Hasher::new();

@@ -16,12 +16,12 @@ const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
 pub(super) struct CommandQueue {
     receiver: Receiver<Command>,
-    /// True if the channel may contain commands.
+    /// True if the channel might contain commands.
     has_commands: bool,
     /// Number and total weight of the commands taken in the current iteration.
     taken: usize,
     weight: usize,
-    /// Number of stop requests since the last call of `take_stops`.
+    /// Number of stop requests since the last call to `take_stops`.
     stops: Arc<AtomicU32>,
 }
 
@@ -30,7 +30,7 @@ impl CommandQueue {
         Self { receiver, has_commands: false, taken: 0, weight: 0, stops }
     }
 
-    /// Records that the channel may contain commands.
+    /// Records that the channel might contain commands.
     pub(super) fn arrived(&mut self) {
         self.has_commands = true;
     }

@@ -45,15 +45,15 @@ pub(super) struct Crashes {
     skipped: u64,
     /// PID and crash report of the death that is being handled. Events about this death contain the report's ID.
     last_report: Option<(u32, CrashId)>,
-    /// ID, operation and tenant of the last job that crashed or exceeded its deadline. Kept because the next event may
-    /// be about this job.
+    /// ID, operation and tenant of the last job that crashed or exceeded its deadline. Kept because the next event
+    /// might be about this job.
     last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Deaths of workers that were not ready yet.
+    /// Deaths of workers that had not become ready yet.
     start_failures: StartFailures,
 }
 
@@ -122,17 +122,17 @@ pub(super) struct CrashContext {
     /// Reason for a missing backtrace, set if a signal killed the process and there is no crash record.
     native: Option<NativeCrash>,
     record: Option<CrashRecord>,
-    /// Stacks that the worker wrote as text.
+    /// Thread stacks that the worker wrote as text.
     runtime_stack: Option<String>,
 }
 
 /// Stacks of a worker or program that did not finish in time, or the reason why there are none.
 pub(super) struct Hang {
-    /// Records of the threads, made by the keeper.
+    /// Thread records made by the keeper.
     record: Option<CrashRecord>,
-    /// Reason why there are no records.
+    /// Reason why there are no thread records.
     native: Option<NativeCrash>,
-    /// Stacks that the worker wrote as text.
+    /// Thread stacks that the worker wrote as text.
     runtime_stack: Option<String>,
 }
 
@@ -189,7 +189,7 @@ impl CrashContext {
         })
     }
 
-    /// Returns the circumstances of a job that was still running at its deadline.
+    /// Returns the context of a crash report about a job that was still running at its deadline.
     pub(super) fn of_late_job(is_program: bool, hang: Hang) -> Self {
         Self {
             victim: if is_program { Victim::Program } else { Victim::Worker },
@@ -332,7 +332,7 @@ impl Crashes {
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
-    /// Ends the handling of a death, so that later events do not mention its crash report.
+    /// Finishes handling a death, so that later events do not mention its crash report.
     pub(super) fn death_applied(&mut self) {
         self.last_report = None;
     }
@@ -358,8 +358,8 @@ impl Crashes {
         self.skipped > 0
     }
 
-    /// Returns the bulkheads for which an event is due, with the number of crashes without a report since the
-    /// last event.
+    /// Returns the bulkheads for which an event is due, each with the number of crashes without a report since the last
+    /// event.
     pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
         let mut due = Vec::new();
         for (&bulkhead, crashes) in &mut self.by_bulkhead {

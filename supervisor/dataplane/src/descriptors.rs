@@ -3,7 +3,7 @@
 //!
 //! Since Linux 6.16, the kernel can refuse descriptors when a peer tries to send them. On an older kernel, the data
 //! plane receives the descriptors, with room for the maximum per message, and passes them to closing threads. The
-//! closing threads also close sockets with unread data, because the data may contain descriptors. While too many
+//! closing threads also close sockets with unread data, because the data might contain descriptors. While too many
 //! descriptors are waiting to be closed, the data plane peeks before each read, and receives no further descriptors.
 
 use std::io::{self, IoSliceMut};
@@ -75,7 +75,7 @@ impl Intake {
         }
     }
 
-    /// Reads without blocking. Returns the errors from `recv(2)`, or [`CAME_WITH_DESCRIPTORS`].
+    /// Reads without blocking. Fails with an error from `recv(2)` or with [`CAME_WITH_DESCRIPTORS`].
     pub(crate) fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Refusing => rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count),
@@ -255,7 +255,7 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Returns closers like those for an older kernel, but without closing threads.
+    /// Creates closers as for an older kernel, but does not start their closing threads.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)

@@ -25,20 +25,20 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Result in earlier bulkheads, or `None` if the job is still in the first one.
+    /// Result of the job in earlier bulkheads, or `None` if the job is still in the first one.
     earlier: Option<EarlierResult>,
 }
 
 /// Result of a job in earlier bulkheads.
 struct EarlierResult {
-    /// First outcome. The client gets it if no fallback has a better one.
+    /// The first outcome, which the client gets if no fallback has a better outcome.
     first: Outcome,
     attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
 }
 
-/// Returns true if the job can succeed in another bulkhead.
+/// Returns true if the job might succeed in another bulkhead.
 fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     match verdict {
         Verdict::Rejected { reason, .. } => matches!(
@@ -142,7 +142,7 @@ impl FallbackState {
         self.next = position + 1;
     }
 
-    /// Returns true if the payload must be kept in memory because another worker or bulkhead may need it.
+    /// Returns true if the payload must be kept in memory because another worker or bulkhead might need it.
     pub(super) fn keeps_payload(&self, has_retries: bool) -> bool {
         self.idempotent && (has_retries || self.next < self.chain.len())
     }

@@ -18,16 +18,16 @@ use super::slab::CompartmentIndex;
 /// revoked, so that only leases used by a job remain.
 const LEASES_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// Number of messages in the transfer socket's outbox at which no more connections are passed on.
+/// Maximum number of messages in the transfer socket's outbox. At this limit, no more connections are passed on.
 const OUTBOX_MAX: usize = 64;
 
-/// Number of permits that a compartment needs, and number of jobs waiting for one of these permits.
+/// Number of permits that a compartment needs, and number of jobs that are waiting for one of these permits.
 pub(super) type Needs = (u32, u32);
 
 #[derive(Default)]
 pub(super) struct Handover {
     phase: Phase,
-    /// Each compartment's needs, as last reported to the successor. The numbers can only decrease.
+    /// Number of permits that each compartment needs, as last reported to the successor. The numbers can only decrease.
     held: BTreeMap<CompartmentIndex, Needs>,
     /// Compartments in which the predecessor still needs permits.
     predecessor: BTreeSet<CompartmentIndex>,
@@ -47,7 +47,7 @@ pub(super) struct Transfer {
 
 #[derive(Default)]
 enum Phase {
-    /// No upgrade is under way, or this is the successor.
+    /// No upgrade is under way, or this supervisor is the successor.
     #[default]
     None,
     /// The successor is starting.
@@ -63,7 +63,8 @@ enum Phase {
 }
 
 impl Handover {
-    /// Returns true during an upgrade. In that time, operator commands are refused and no files are lent.
+    /// Returns true if an upgrade is under way. Until the upgrade ends, operator commands are refused and no files are
+    /// lent.
     pub(super) fn is_under_way(&self) -> bool {
         !matches!(self.phase, Phase::None)
     }
@@ -73,7 +74,7 @@ impl Handover {
         matches!(self.phase, Phase::Switched | Phase::Released | Phase::Leaving)
     }
 
-    /// Returns true while the data plane does not read from clients.
+    /// Returns true while the data plane pauses reading from clients.
     pub(super) fn pauses_reading(&self) -> bool {
         matches!(self.phase, Phase::Switched)
     }
@@ -150,17 +151,18 @@ impl Handover {
         self.held.clear();
     }
 
-    /// Records a compartment's needs at the time of the switch.
+    /// Records how many permits a compartment needs at the time of the switch.
     pub(super) fn hold(&mut self, compartment: CompartmentIndex, needs: Needs) {
         self.held.insert(compartment, needs);
     }
 
-    /// Returns the compartments that may still need permits.
+    /// Returns the compartments that might still need permits.
     pub(super) fn holders(&self) -> Vec<CompartmentIndex> {
         self.held.keys().copied().collect()
     }
 
-    /// Updates a compartment's needs. If they have decreased, returns the new numbers to report to the successor.
+    /// Updates a compartment's permit needs. If they have decreased, returns the new numbers to report to the
+    /// successor.
     pub(super) fn update(&mut self, compartment: CompartmentIndex, needs: Needs) -> Option<Needs> {
         let known = self.held.get_mut(&compartment)?;
         let permits = known.0.min(needs.0 + needs.1);

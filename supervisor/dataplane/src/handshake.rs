@@ -1,4 +1,4 @@
-//! Checks of a peer's HELLO frame, shared by clients and workers.
+//! Checks of a peer's HELLO frame. The same checks apply to clients and workers.
 
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::limits::truncate;

@@ -11,7 +11,7 @@ use super::slab::SessionId;
 
 #[derive(Default)]
 struct ReadySet {
-    /// Sessions whose clients have signalled.
+    /// Sessions whose clients have signalled activity on their connections.
     sessions: Vec<SessionId>,
     /// Thread or task to wake. `None` while the data plane is awake, because it checks `sessions` before
     /// sleeping.
@@ -38,7 +38,7 @@ fn lock(ready: &Mutex<ReadySet>) -> MutexGuard<'_, ReadySet> {
     ready.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waker that signals for one client.
+/// Waker with which one client signals activity.
 struct SessionWaker {
     session: SessionId,
     ready: Arc<Mutex<ReadySet>>,
@@ -79,7 +79,7 @@ impl InProcessWaker {
         end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
     }
 
-    /// Returns true if the thread may sleep. From then on, a signal from a client wakes the thread.
+    /// Returns true if the thread can sleep. From then on, a signal from a client wakes the thread.
     pub(super) fn prepare_sleep(&self) -> bool {
         if !self.is_used {
             return true;
@@ -91,7 +91,8 @@ impl InProcessWaker {
         ready.sessions.is_empty()
     }
 
-    /// Returns `Ready` if a client has signalled. Otherwise, the next signal wakes the task of `context`.
+    /// Returns `Ready` if a client has signalled activity. Otherwise, the next signal wakes the task to which `context`
+    /// belongs.
     pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut ready = lock(&self.ready);
         if !ready.sessions.is_empty() {
@@ -108,7 +109,7 @@ impl InProcessWaker {
         Poll::Pending
     }
 
-    /// Calls `handle` for each client that has signalled.
+    /// Calls `handle` for each client that has signalled activity since the last call.
     pub(super) fn drain(&mut self, handle: impl FnMut(SessionId)) {
         if !self.is_used {
             return;

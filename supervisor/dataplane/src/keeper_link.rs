@@ -23,12 +23,12 @@ const LIFETIME_MIN: Duration = Duration::from_secs(10);
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// `None` while the keeper is being replaced. There are no workers during that time.
+    /// The keeper, or `None` while it is being replaced. There are no workers during that time.
     keeper: Option<Box<Keeper>>,
     since: Time,
-    /// Number of consecutive early deaths of keepers.
+    /// Number of consecutive keepers that have died early.
     early_deaths: u32,
-    /// Time at which the data plane requested a reply, or `None` if no reply is due.
+    /// Time at which the data plane requested a reply, or `None` if no reply is outstanding.
     pinged_at: Option<Time>,
     /// Reports whose handling was deferred.
     deferred_reports: VecDeque<Report>,
@@ -36,7 +36,7 @@ pub(super) struct KeeperLink {
     worker_orders: VecDeque<WorkerOrder>,
 }
 
-/// A worker to start. The order is sent when there is a keeper and the iteration has time left.
+/// A worker that must be started. The order is sent when there is a keeper and the iteration has time left.
 pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -103,7 +103,7 @@ impl KeeperLink {
         found.map(|at| self.worker_orders.remove(at)).is_some()
     }
 
-    /// Kills a worker, and pings the keeper to check that it is still working.
+    /// Kills a worker, and pings the keeper to check that the keeper still responds.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
             // An error means that the keeper is gone, which the socket also reports.
@@ -112,14 +112,14 @@ impl KeeperLink {
         }
     }
 
-    /// Pings the keeper after an important order. The timeout starts now, unless an earlier reply is still due.
+    /// Pings the keeper after an important order. The timeout starts now, unless an earlier reply is still outstanding.
     pub(super) fn ping(&mut self, now: Time) {
         if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.pinged_at = Some(now);
         }
     }
 
-    /// Returns true if a reply from the keeper is due.
+    /// Returns true if a reply from the keeper is outstanding.
     pub(super) fn awaits_pong(&self) -> bool {
         self.pinged_at.is_some()
     }

@@ -35,23 +35,24 @@ const CREATING_PER_CLIENT_MAX: usize = 4;
 /// Minimum size of a memory file, in bytes.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
 
-/// Time without a job after which a lease is recalled.
+/// A lease is recalled when no job has used it for this long.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
 /// Maximum time for a client to return a recalled lease or to confirm an offer.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum number of revoked leases remembered per client. A client may still use such a lease until it has
-/// processed the recall.
+/// Maximum number of revoked leases remembered per client. A client might still use such a lease until it has processed
+/// the recall.
 const REVOKED_PER_CLIENT_MAX: usize = LEASES_PER_CLIENT_MAX;
 
 const REVOKED: &str = "this lease was recalled, but not returned in time; send the job again";
 const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
                        send the payload with the job, or request another lease";
 
-/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
+/// An action that the caller must perform. Effects must be performed in order, immediately after the call that caused
+/// them.
 pub(super) enum Effect {
-    /// Creates a lease's files. The caller must then call [`Leases::files_created`].
+    /// Creates a lease's files. Afterwards, the caller must call [`Leases::files_created`].
     CreateFiles {
         lease: u64,
         bytes: u64,
@@ -78,7 +79,7 @@ pub(super) enum Effect {
     },
 }
 
-/// A lease to offer to its client. The caller must then call [`Leases::offer_sent`].
+/// A lease to offer to its client. After sending the offer, the caller must call [`Leases::offer_sent`].
 pub(super) struct Offer {
     pub(super) client: SessionId,
     pub(super) request: u64,
@@ -87,7 +88,7 @@ pub(super) struct Offer {
     pub(super) files: Arc<Files>,
 }
 
-/// Files to lend to a worker. The caller must then call [`Leases::loan_sent`].
+/// Files to lend to a worker. After sending the files, the caller must call [`Leases::loan_sent`].
 pub(super) struct Loan {
     pub(super) named: LeaseRef,
     pub(super) files: Arc<Files>,
@@ -99,7 +100,7 @@ pub(super) enum Sent {
     Yes,
     /// The socket is full, or too many descriptors are in transit.
     NotNow,
-    /// The receiver can never receive files.
+    /// Files can never be sent to this receiver.
     Never,
 }
 
@@ -159,7 +160,7 @@ impl State {
     }
 }
 
-/// State of the loan of a lease's files. The number is the worker's spawn number.
+/// State of the loan of a lease's files to a worker. The worker is identified by its spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,
@@ -242,18 +243,18 @@ impl LeasedPayload {
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
     borrowers: HashMap<u64, Borrower, RandomState>,
-    /// Revoked leases that clients may still use because they have not processed the recall.
+    /// Revoked leases that clients might still use because they have not processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker may still read although the client already has the job's outcome, because the worker has not
-    /// replied. The first field is the worker's spawn number.
+    /// Files that a worker might still read although the client already has the job's outcome, because the worker has
+    /// not replied. The first field is the worker's spawn number.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
-    /// Clients that are waiting for the offer of a lease.
+    /// Clients that are waiting to be offered a lease.
     to_offer: VecDeque<SessionId>,
     effects: VecDeque<Effect>,
     /// Maximum number of files that this process can have open.
     open_files_max: u64,
     last_number: u64,
-    /// The predecessor's highest lease number. Clients may still use leases up to this number.
+    /// The predecessor's highest lease number. Clients might still use leases with numbers up to this one.
     last_number_before: u64,
     /// False during an upgrade, so that all clients return their leases.
     is_lending: bool,
@@ -285,7 +286,7 @@ impl Leases {
         self.bytes
     }
 
-    /// Returns true if a client or a worker may have files.
+    /// Returns true if a client or a worker might have files.
     pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
@@ -335,7 +336,7 @@ impl Leases {
         self.last_number
     }
 
-    /// Continues the predecessor's lease numbers.
+    /// Continues numbering leases after the predecessor's last lease.
     pub(super) fn continue_after(&mut self, number: u64) {
         self.last_number = self.last_number.max(number);
         self.last_number_before = self.last_number;
@@ -412,7 +413,7 @@ impl Leases {
         self.schedule_offer(client);
     }
 
-    /// Handles a lease that a client has returned.
+    /// Handles the return of a lease by a client.
     pub(super) fn returned(&mut self, client: SessionId, number: u64) {
         if self.known_to(client, number).is_some() {
             self.end(number);
@@ -456,7 +457,8 @@ impl Leases {
         over == 0 && !is_full
     }
 
-    /// Recalls idle leases with a total size of at least `bytes`, starting with the longest idle lease.
+    /// Recalls idle leases with a total size of at least `bytes`, starting with the lease that has been idle the
+    /// longest.
     fn recall_idle(&mut self, now: Time, bytes: u64) {
         let is_idle = |lease: &Lease| !lease.is_busy && matches!(lease.state, State::Held(_));
         let idle = self.by_number.iter().filter(|(_, lease)| is_idle(lease));

@@ -120,7 +120,7 @@ const FIRST_CONNECTION: usize = 4;
 /// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
-/// Capabilities announced in the welcome to a client.
+/// Capabilities that the supervisor announces to each client.
 const CLIENT_CAPABILITIES: u64 =
     capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN;
 
@@ -180,9 +180,9 @@ struct HeldPayload {
     payload: Option<Vec<u8>>,
     /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
-    /// Set if the payload is in a memory file.
+    /// The payload's location in a memory file, if the payload is in one.
     file: Option<Box<LeasedPayload>>,
-    /// True if the payload may have to be sent again. Always true for small payloads, because a worker can die before
+    /// True if the payload might have to be sent again. Always true for small payloads, because a worker can die before
     /// it has read the job.
     is_resendable: bool,
 }
@@ -197,8 +197,8 @@ impl HeldPayload {
         self.payload.as_ref().map_or(0, Vec::capacity)
     }
 
-    /// Returns the payload to send to a worker: the stored payload or, if there is none, `coming`. Keeps the
-    /// payload if the job may have to be sent again.
+    /// Returns the payload to send to a worker: the stored payload or, if there is none, `coming`. Keeps the payload if
+    /// the job might have to be sent again.
     fn take_for_worker<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
@@ -234,7 +234,7 @@ pub struct DataPlane {
     // The event loop.
     poll: Poll,
     events: Events,
-    /// True if the last poll returned the maximum number of events, so that more may be pending.
+    /// True if the last poll returned the maximum number of events, so that more might be pending.
     has_more_events: bool,
     origin: Instant,
     now: Time,
@@ -303,7 +303,7 @@ impl Endpoint {
     }
 }
 
-/// Payload that came with the current event.
+/// Payload that arrived with the current event.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -435,7 +435,7 @@ impl DataPlane {
         Ok((plane, command_sender))
     }
 
-    /// Runs until all bulkheads have stopped. Returns the errors from [`DataPlane::run_iteration`] and
+    /// Runs until all bulkheads have stopped. Returns any error from [`DataPlane::run_iteration`] or
     /// [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
         self.start();
@@ -493,7 +493,7 @@ impl DataPlane {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits at most `wait_time` for events, and applies them. Returns the errors from `epoll_wait(2)`, or an error if
+    /// Waits at most `wait_time` for events, and applies them. Returns an error from `epoll_wait(2)`, or an error if
     /// the keeper can be neither reached nor replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
@@ -515,15 +515,14 @@ impl DataPlane {
         heard
     }
 
-    /// Returns `Ready` if an in-process client has signalled, in which case
-    /// [`DataPlane::handle_in_process_clients`] is enough. Otherwise, the next signal wakes the task of
-    /// `context`.
+    /// Returns `Ready` if an in-process client has signalled activity, in which case
+    /// [`DataPlane::handle_in_process_clients`] is enough. Otherwise, the next signal wakes the task to which `context`
+    /// belongs.
     pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
         self.in_process_waker.poll_ready(context)
     }
 
-    /// Handles the input of in-process clients without blocking. Socket events are left for the next
-    /// iteration.
+    /// Handles input from in-process clients without blocking. Socket events are left for the next iteration.
     pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
         self.in_process_waker.unpark();
         self.read_clock();
@@ -724,7 +723,7 @@ impl DataPlane {
         true
     }
 
-    /// Reports that the supervisor has started once all compartments have started.
+    /// Once all compartments have started, reports that the supervisor has started.
     fn check_started(&mut self) {
         if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.has_started = true;

@@ -33,11 +33,11 @@ use super::unread_loans::ReceiverLoans;
 /// Maximum time for a worker to exit after closing its link. A worker that takes longer is killed.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
-/// Maximum number of violations remembered per worker. A violation is remembered until the worker reports the program's
-/// death.
+/// Maximum number of sandbox violations remembered per worker. A violation is remembered until the worker reports the
+/// program's death.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of replies to jobs that the worker does not have. A worker that sends more is killed.
+/// Maximum number of replies that a worker can send to jobs that it does not have. A worker that sends more is killed.
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
@@ -45,7 +45,7 @@ pub(super) struct Link {
     pub(super) worker: WorkerId,
     pub(super) slot: u32,
     pub(super) spawn: u64,
-    /// Program that the worker was started with.
+    /// Program with which the worker was started.
     pub(super) program: Arc<Program>,
     /// Template that forked the worker, or `None` if the worker was not forked.
     pub(super) template: Option<u64>,
@@ -54,7 +54,7 @@ pub(super) struct Link {
     pub(super) outbox: Outbox,
     /// Tracks which bytes the worker has read. Evaluated after the worker's death.
     pub(super) read_position: ReadPosition,
-    /// Loans that the worker may not have received yet.
+    /// Loans that the worker might not have received yet.
     pub(super) unread: ReceiverLoans,
     /// Journal with replies that the worker has not sent yet. Read after the worker's death.
     pub(super) journal: Option<Journal>,
@@ -93,7 +93,7 @@ struct Running {
     pidfd: OwnedFd,
     /// Confinement of the process, as read back from the kernel.
     observed: Observed,
-    /// Set while the data plane observes the processor time of a silent worker.
+    /// The data plane's observation of a silent worker's processor time, if one is in progress.
     watch: Option<Arc<Watch>>,
     /// The worker's output, until it is passed to the control plane.
     output: Option<Output>,
@@ -113,7 +113,7 @@ enum ReadState {
     },
 }
 
-/// Cause of a worker's death, unless policy decided to end the worker.
+/// Cause of a worker's death, other than a decision by policy to end the worker.
 enum EndCause {
     /// No cause is known.
     None,
@@ -126,7 +126,7 @@ enum EndCause {
 enum Phase {
     AwaitingHello,
     Welcomed {
-        /// Number of replies to jobs that the worker does not have.
+        /// Number of replies that the worker has sent to jobs that it does not have.
         unknown_replies: u32,
         oversized: Option<Oversized>,
     },
@@ -229,7 +229,7 @@ impl Link {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Takes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
+    /// Removes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
     /// plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
@@ -264,14 +264,14 @@ impl Link {
         Some(*pid)
     }
 
-    /// Takes the forbidden system call recorded for a process.
+    /// Removes and returns the forbidden system call that was recorded for a process.
     pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
         let violations = &mut self.running_mut()?.violations;
         let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
         violations.remove(at).map(|(_, call)| call)
     }
 
-    /// Takes the worker's UID. Returns `None` if workers have no separate UIDs.
+    /// Removes and returns the worker's UID. Returns `None` if workers have no separate UIDs.
     pub(super) fn take_id(&mut self) -> Option<u32> {
         self.id.take()
     }
@@ -293,12 +293,12 @@ impl Link {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Stores a death that must not be reported to policy yet.
+    /// Stores a worker's death, so that it can be reported to policy later.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Takes the stored death.
+    /// Removes and returns the worker's stored death, if there is any.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -356,7 +356,7 @@ impl Link {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
     }
 
-    /// Takes the stacks that were recorded because the worker did not respond.
+    /// Removes and returns the stacks that were recorded because the worker did not respond.
     pub(super) fn take_hang(&mut self) -> Option<Hang> {
         self.hang.take()
     }
@@ -365,7 +365,8 @@ impl Link {
         self.hang = Some(hang);
     }
 
-    /// Takes the file with the worker's crash record. Returns `None` if the worker does not write crash records.
+    /// Removes and returns the file with the worker's crash record. Returns `None` if the worker does not write crash
+    /// records.
     pub(super) fn take_crash_record(&mut self) -> Option<OwnedFd> {
         self.journal.take().and_then(Journal::into_crash_record)
     }
@@ -413,7 +414,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Takes the oversized result once it has arrived completely.
+    /// Removes and returns the oversized result. Called once the result has arrived completely.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),
@@ -442,7 +443,8 @@ pub(super) struct Links {
     resume_at: Option<Time>,
     /// Workers whose start order could not be sent. They are reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// Results for silent workers that did not need a check. They are reported to policy at the end of the iteration.
+    /// Starvation results for silent workers that did not need to be checked. The results are reported to policy at the
+    /// end of the iteration.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
     /// Links with output to write.
     dirty: VecDeque<LinkIndex>,
@@ -503,7 +505,7 @@ impl Links {
         index
     }
 
-    /// Removes a dead worker's link. The UID is not returned to the pool yet.
+    /// Removes a dead worker's link. The worker's UID is not returned to the pool yet.
     pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
         let index = self.by_spawn.remove(&spawn)?;
         let Some(link) = self.slab.retire(index) else {
@@ -535,7 +537,7 @@ impl Links {
         self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
 
-    /// Returns a worker's UID to the pool. All processes of the worker must have exited.
+    /// Returns a worker's UID to the pool. All processes of the worker must already have exited.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
             ids.free(id);

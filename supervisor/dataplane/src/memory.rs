@@ -15,7 +15,7 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum size of an incomplete frame, in bytes, for which its connection can be closed to free memory.
+/// Minimum size of an incomplete frame whose connection can be closed to free memory, in bytes.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
 /// Fixed overhead of a waiting job, in bytes: its entries in the tables of this module, of policy and of the session.
@@ -33,7 +33,8 @@ const TENANT_BYTES: usize = 512;
 /// Number that identifies a spool among its owner's connections. No session has this number.
 const SPOOL_CONNECTION: u64 = u64::MAX;
 
-/// Maximum number of outdated entries in a list of waiting jobs, in addition to twice the number of waiting jobs.
+/// A list of waiting jobs can contain this many entries in addition to twice the number of waiting jobs. At this limit,
+/// outdated entries are removed.
 const STALE_MAX: usize = 64;
 
 /// Memory charged for a job, and the holder that is charged.
@@ -53,12 +54,12 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// Creates the record of memory that cannot be freed before its use ends.
+    /// Creates a record for memory that cannot be freed while it is in use.
     pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Fixed }
     }
 
-    /// Creates the record of an incomplete frame, which can be discarded.
+    /// Creates a record for the memory of an incomplete frame, which can be discarded.
     pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Frame }
     }
@@ -71,20 +72,21 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// A number of payload bytes (second field) in the spool with this index (first field).
+    /// Payload bytes in a spool. The fields are the index of the spool and the number of bytes.
     Spool(usize, usize),
     /// The incomplete frame of this connection.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority class, submitted over one connection to one bulkhead.
+    /// The newest waiting job in the lowest priority class, among the jobs submitted over one connection to one
+    /// bulkhead.
     Job(Holder),
 }
 
-/// Reason for charging memory to a job.
+/// Reason for charging memory for a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChargeKind {
     /// The job is waiting with its payload.
     Waiting,
-    /// A worker has the job, and the payload is kept for another worker.
+    /// A worker has the job, and the payload is kept in case another worker needs it.
     Kept,
     /// The job is prefetched, and is charged like a waiting job.
     Prefetched,
@@ -101,9 +103,9 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder of the bytes that workers have not read.
+    /// Holder that is charged for the bytes that workers have not read.
     workers: Holder,
-    /// Holder of the jobs that the supervisor itself submits (replays).
+    /// Holder that is charged for the jobs that the supervisor itself submits (replays).
     own: Holder,
     /// Payloads of unknown length arriving over HTTP, by user or token.
     spools: Vec<Spool>,
@@ -169,8 +171,8 @@ impl Memory {
         self.shares.leaf(connection, bulkhead)
     }
 
-    /// Returns true if a connection may hold `more` bytes while all holders together may hold `most` bytes. Other
-    /// holders might then have to free memory.
+    /// Returns true if a connection can hold `more` additional bytes while all holders together can hold at most `most`
+    /// bytes. Other holders might then have to free memory.
     pub(super) fn can_hold(
         &self,
         connection: Holder,
@@ -181,7 +183,7 @@ impl Memory {
         self.shares.can_hold_share(connection, bulkhead, more, most)
     }
 
-    /// Updates the size of memory that was already counted.
+    /// Updates the recorded size of memory that was already counted.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
             // Adds before subtracting, so that the holder always has memory and is not removed.

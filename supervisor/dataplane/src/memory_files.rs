@@ -15,7 +15,7 @@ use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// UID that no process has. Becomes the owner of the files if the supervisor can change owners.
+/// UID under which no process runs. This UID becomes the owner of the files if the supervisor can change owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
 /// A memory file that is open for writing and for reading.
@@ -57,7 +57,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Creates the files and allocates the memory of the payload file. Allocating is slow.
+    /// Creates the files and allocates the memory of the payload file. The allocation is slow.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_api::EventKind;
 use bulkhead_policy::Time;
 
-/// Minimum delay of an iteration that counts as a pause of the supervisor.
+/// If an iteration is delayed by at least this long, the delay counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
 /// Minimum interval between events about pauses.

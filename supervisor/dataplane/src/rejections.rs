@@ -21,7 +21,7 @@ const SUBJECTS_MAX: usize = 64;
 /// Group of clients whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All processes of a user, because a user can start any number of them.
+    /// All processes of a user. They form one group because a user can start any number of processes.
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is unknown.
     Worker(Option<BulkheadIndex>),
@@ -82,7 +82,7 @@ impl RejectionReports {
         !self.0.is_empty()
     }
 
-    /// Removes the entry of a bulkhead whose index will be reused.
+    /// Removes the entry for a bulkhead whose index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }

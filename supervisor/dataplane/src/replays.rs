@@ -46,7 +46,7 @@ pub(super) enum Step {
 }
 
 impl Replays {
-    /// Returns an error if the maximum number of replays is in progress.
+    /// Returns an error if the maximum number of replays is already in progress.
     pub(super) fn check_room(&self) -> Result<(), ReplayError> {
         if self.0.len() < REPLAYS_MAX { Ok(()) } else { Err(ReplayError::Busy) }
     }
@@ -70,7 +70,7 @@ impl Replays {
         self.0.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
-    /// Handles an operator event about the compartment of a replay.
+    /// Handles an operator event about a replay's compartment.
     pub(super) fn note(&mut self, compartment: CompartmentIndex, note: OperatorEvent) {
         let Some(replay) = self.of(compartment) else { return };
         match note {

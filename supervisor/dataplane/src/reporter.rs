@@ -37,7 +37,7 @@ impl Reporter {
         self.notices.send_output(output)
     }
 
-    /// Notifies the control plane that the states of bulkheads may have changed.
+    /// Notifies the control plane that the states of bulkheads might have changed.
     pub(super) fn states_have_changed(&self) {
         self.counters.revision.fetch_add(1, Ordering::SeqCst);
     }

@@ -13,7 +13,7 @@ use bulkhead_shared::JobId;
 
 use super::slab::BulkheadIndex;
 
-/// Maximum delay of a cancellation or kill.
+/// Maximum time by which a sample can delay a cancellation or kill.
 pub(super) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Minimum interval between samples of workers in the same bulkhead.
@@ -35,7 +35,7 @@ struct Running<S> {
 
 /// Samples in progress.
 pub(super) struct Samples<S> {
-    /// Samples, by the worker's spawn number.
+    /// Samples in progress, by the worker's spawn number.
     running: HashMap<u64, Running<S>>,
     /// Time of the most recent sample in each bulkhead.
     last: HashMap<BulkheadIndex, Time>,

@@ -42,7 +42,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time to receive a whole frame, counted from its first byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time for which a client with pending output can leave it unread.
+/// Maximum time for which a client can leave its pending output unread.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Size of a client's send backlog above which the data plane stops reading from the client, in bytes.
@@ -59,7 +59,7 @@ const LEFT_OVER_TIMEOUT: Duration = Duration::from_secs(10);
 /// after its last connection is closed.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Reciprocal of the share of processor time available for reading low-priority clients.
+/// Reciprocal of the share of processor time available for reading from low-priority clients.
 const LOW_PRIORITY_PART: i64 = 16;
 
 /// Maximum number of unfinished jobs per client.
@@ -84,7 +84,7 @@ pub(super) struct Session {
     pub(super) unread: ReceiverLoans,
     /// Compartments and IDs of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory of the frame that is being received, as last counted.
+    /// Memory used by the frame that is being received, as last counted.
     pub(super) counted_frame: Counted,
     epoch: u64,
     /// State of the connection in the fair queue.
@@ -98,7 +98,8 @@ pub(super) struct Session {
     is_dirty: bool,
     /// True if the data plane does not read from the client because the client's send backlog is too large.
     is_paused: bool,
-    /// Permit of a client accepted by the control plane. Such a client does not count as a client of the jobs socket.
+    /// Permit held by a client accepted by the control plane. Such a client does not count as a client of the jobs
+    /// socket.
     permit: Option<OwnedSemaphorePermit>,
     /// True if the inbox begins with a request that this supervisor leaves to its successor. The data plane then stops
     /// reading from the client.
@@ -136,7 +137,7 @@ pub(super) struct Client {
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
     pub(super) owner: Owner,
-    /// Permit of a client accepted by the control plane.
+    /// Permit held by a client accepted by the control plane.
     pub(super) permit: Option<OwnedSemaphorePermit>,
 }
 
@@ -461,7 +462,7 @@ impl Sessions {
 
     // Reading.
 
-    /// Schedules a read from a client that may have input.
+    /// Schedules a read from a client that might have input.
     pub(super) fn schedule_read(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             let is_low_priority = session.queue_state.is_low_priority();
@@ -571,8 +572,8 @@ impl Sessions {
         }
     }
 
-    /// Returns the size of the incomplete frame in memory, both as last counted and now. `leaf` returns the holder for
-    /// a connection in a bulkhead.
+    /// Returns the memory used by the incomplete frame, both as last counted and as counted now. `leaf` returns the
+    /// holder for a connection in a bulkhead.
     pub(super) fn count_frame(
         &mut self,
         index: SessionIndex,

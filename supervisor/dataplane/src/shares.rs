@@ -22,7 +22,7 @@ const ROOT: Holder = Holder(0);
 pub(super) enum Owner {
     /// All clients of this user.
     User(u32),
-    /// Jobs submitted over HTTP with the token of this number.
+    /// Jobs submitted over HTTP with the token that has this number.
     Token(u32),
     /// Frames that workers have not read. Their memory cannot be freed.
     Workers,
@@ -35,7 +35,7 @@ pub(super) enum Kind {
     Frame,
     /// A waiting job, which can be rejected.
     Job,
-    /// Memory that cannot be freed before its use ends.
+    /// Memory that cannot be freed while it is in use.
     Fixed,
 }
 
@@ -45,7 +45,8 @@ pub(super) enum Eviction {
     /// The incomplete frame on a connection. The holder is the connection, or the bulkhead to which the frame is
     /// charged.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority class, submitted over one connection to one bulkhead.
+    /// The newest waiting job in the lowest priority class, among the jobs submitted over one connection to one
+    /// bulkhead.
     Job(Holder),
 }
 
@@ -92,7 +93,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a connection for an owner. The node is kept at least until [`Shares::close`] is called.
+    /// Adds a node for an owner's connection. The node is kept at least until [`Shares::close`] is called.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -138,9 +139,9 @@ impl Shares {
         self.forget(holder);
     }
 
-    /// Returns true if a connection may hold `more` bytes for a bulkhead. This is the case if there is enough memory,
-    /// or if at some level of the tree the holder would stay within an equal share, so that another holder must free
-    /// memory.
+    /// Returns true if a connection can hold `more` additional bytes for a bulkhead. This is the case if there is
+    /// enough memory, or if at some level of the tree the holder would stay within an equal share, so that another
+    /// holder must free memory.
     pub(super) fn can_hold_share(
         &self,
         connection: Holder,

@@ -10,7 +10,7 @@ use bulkhead_policy::Time;
 /// Maximum number of threads examined per worker.
 const THREADS_MAX: usize = 256;
 
-/// Number of checks of silent workers per heartbeat interval.
+/// Number of times that silent workers are checked per heartbeat interval.
 const CHECKS_PER_HEARTBEAT: u128 = 4;
 
 /// Scheduling statistics of a worker's threads, recorded when the worker became silent.

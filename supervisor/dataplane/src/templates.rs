@@ -4,7 +4,7 @@
 //!
 //! A template is started when a worker needs one. It is replaced when an operator restarts the bulkhead, when workers
 //! must run another program, or when many forked workers have been killed by a signal. In the last case, an attacker
-//! may be guessing addresses, which are the same in all forked workers.
+//! might be guessing addresses, which are the same in all forked workers.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -46,13 +46,13 @@ struct Template {
     signal_deaths: u32,
 }
 
-/// Data of a template that the keeper has been ordered to start.
+/// Data about a template that the keeper has been ordered to start.
 pub(super) struct TemplateOrder {
-    /// Compartment of the template. The compartment can be removed before the template exits. The template then does
-    /// not fork any more workers.
+    /// Compartment of the template. The compartment can be removed before the template exits. In that case, the
+    /// template forks no more workers.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time until the template must be ready, and maximum length of each extension.
+    /// Maximum time for the template to become ready, and maximum length of each extension of this time.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
     /// The template's separate UID, or `None` if templates have no separate UIDs.
@@ -71,7 +71,8 @@ enum Phase {
     TimedOut,
 }
 
-/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
+/// An action that the caller must perform. Effects must be performed in order, immediately after the call that caused
+/// them.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),
@@ -144,7 +145,7 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends a compartment's template, and restarts the workers that were waiting for it.
+    /// Ends a compartment's template, and requeues the workers that were waiting for it.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
@@ -295,7 +296,7 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Takes the output of started templates that has not been passed to the control plane yet.
+    /// Removes and returns the output of started templates that has not been passed to the control plane yet.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
             let pid = template.pid?;

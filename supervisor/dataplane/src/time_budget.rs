@@ -16,7 +16,7 @@ const CHARGE_MAX: Duration = Duration::from_millis(1);
 
 /// Time budget for one kind of work.
 pub(super) struct TimeBudget {
-    /// Reciprocal of the share of a processor's time.
+    /// Reciprocal of the share of a processor's time that the work can use.
     divisor: i64,
     /// Remaining time, in nanoseconds. While it is negative, the work must pause.
     remaining_ns: i64,

@@ -51,7 +51,7 @@ impl UnreadLoans {
         self.unread -= usize::from(std::mem::take(receiver).0);
     }
 
-    /// Prepares a connection for being closed. Loans that the receiver has not read still count as in transit.
+    /// Prepares to close a connection. Loans that the receiver has not read still count as in transit.
     pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) {
         let left = std::mem::take(receiver);
         if left.0 == 0 {
@@ -67,7 +67,7 @@ impl UnreadLoans {
         }
     }
 
-    /// Returns true if there may be closed connections with unread loans.
+    /// Returns true if there might be closed connections with unread loans.
     pub(super) fn needs_checks(&self) -> bool {
         !self.closed.is_empty()
     }
@@ -94,7 +94,8 @@ mod tests {
 
     use super::*;
 
-    /// A new connection does not help, because the unread loans of the closed connection still count.
+    /// Opening a new connection does not help the receiver, because the unread loans of its closed connection still
+    /// count.
     #[test]
     fn receiver_that_does_not_read_is_sent_few_loans() {
         let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));

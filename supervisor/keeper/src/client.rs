@@ -283,9 +283,9 @@ impl Keeper {
         self.send_order(Order::Ping.encode()?, Vec::new())
     }
 
-    /// Reaps exited children other than the keeper. Such children are orphans, which this process inherits if
-    /// it is process 1 of a container or a child subreaper. Returns true if more exited children may be left.
-    /// Does nothing for an embedded supervisor, because the application reaps its own children.
+    /// Reaps exited children other than the keeper. Such children are orphans, which this process inherits if it is
+    /// process 1 of a container or a child subreaper. Returns true if more exited children might be left. Does nothing
+    /// for an embedded supervisor, because the application reaps its own children.
     pub fn reap_orphans(&self) -> bool {
         let KeeperProcess::Child(keeper) = &self.process else { return false };
         for _ in 0..ORPHANS_PER_CALL_MAX {

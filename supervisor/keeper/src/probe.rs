@@ -75,7 +75,7 @@ fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
 /// `default` profile.
 pub const TREE_END: &str = "tree end";
 
-/// Checks that each worker can be given a PID namespace, and a `/proc` for this namespace.
+/// Checks that this machine supports a separate PID namespace for each worker, with its own `/proc`.
 fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     let has = |name: &str| is_available(layers, name);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
@@ -210,8 +210,8 @@ fn probe_capabilities() -> [LayerSupport; 3] {
     ]
 }
 
-/// Checks for the privileges to start a worker as another user, give the worker a folder, and inspect and kill the
-/// worker.
+/// Checks for the privileges needed to start a worker as another user, give the worker a folder, and inspect and kill
+/// the worker.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [
         ("CAP_SETUID", CapabilitySet::SETUID),

@@ -137,7 +137,7 @@ fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_block
 }
 
 /// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is being forked
-/// may hold a copy, which stays registered. Ignores errors, because no caller could handle them.
+/// might hold a copy, which stays registered. Ignores errors, because no caller could handle them.
 fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
@@ -164,16 +164,16 @@ struct Child {
     observed: Observed,
     /// Pipe on which the first process of a PID namespace reports how the worker exited.
     status: Option<OwnedFd>,
-    /// Set if this child is a template.
+    /// State of the template, if this child is one.
     template: Option<Template>,
-    /// Set if this child is a template in a PID namespace, which its workers share.
+    /// The PID namespace that the template and its workers share, if this child is such a template.
     namespace: Option<TemplateNamespace>,
-    /// Set if this child is a worker in a template's PID namespace.
+    /// The worker's place in a template's PID namespace, if this child is such a worker.
     member: Option<NamespaceMember>,
 }
 
 impl Child {
-    /// Creates a child without the optional parts, such as a worker that a template has forked.
+    /// Creates a child without optional parts. An example of such a child is a worker that a template has forked.
     fn new(
         worker: u64,
         pid: u32,
@@ -256,7 +256,7 @@ enum Stage {
     Starting(ChildConnections),
     /// The worker was reported as spawned.
     Running,
-    /// The start was reported as failed. The child only has to be reaped.
+    /// The start was reported as failed. The child now only has to be reaped.
     Failed,
     /// The worker's exit was reported, but the first process of the worker's PID namespace is still running.
     Ended,
@@ -271,7 +271,7 @@ struct EventLoop {
     forker: Forker,
     /// User namespace with the subordinate IDs. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
-    /// Descriptor whose other end reports the exit of this process.
+    /// Descriptor that stays open until this process exits, so that a process with the other end notices the exit.
     lifeline: Option<OwnedFd>,
     children: HashMap<u32, Child>,
     /// PIDs of workers, by spawn number.
@@ -287,7 +287,7 @@ struct EventLoop {
     priority: PriorityBoost,
     samples: Samples,
     outbox: Outbox,
-    /// True if the socket may contain unread orders.
+    /// True if the socket might contain unread orders.
     has_orders: bool,
     /// True if the outbox is waiting for the socket to become writable.
     is_blocked: bool,

@@ -26,7 +26,7 @@ pub(crate) const SAMPLE_TIMEOUT: Duration = Duration::from_millis(15);
 const THREADS_MAX: usize = 64;
 const PROCESSES_MAX: usize = 16;
 
-/// Number of descendants at which the search for descendants stops.
+/// The search for descendants stops when it has found this many.
 const DESCENDANTS_MAX: usize = 256;
 
 /// Maximum size in bytes of the recorded part of a stack.
@@ -42,7 +42,7 @@ const RED_ZONE_BYTES: u64 = 128;
 const STOP_INTERVAL: Duration = Duration::from_micros(50);
 const TEXT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Offset of the first record in the file, after the total size of all records.
+/// Offset of the first record in the file. The total size of all records comes before it.
 const RECORDS_OFFSET: usize = size_of::<u64>();
 
 /// Worker to sample, and files that receive the stacks.
@@ -65,7 +65,7 @@ pub(crate) struct ProcessStart {
 }
 
 impl ProcessStart {
-    /// Returns `None` if no process has this ID.
+    /// Looks up the start time of a process. Returns `None` if no process has this ID.
     pub(crate) fn of(id: u32) -> Option<Self> {
         Some(Self { id, started: start_time(id)? })
     }
@@ -254,7 +254,7 @@ fn pid(id: u32) -> Pid {
     Pid::from_raw(id.cast_signed())
 }
 
-/// Attaches to a thread and requests it to stop.
+/// Attaches to a thread and asks it to stop.
 fn seize(process: ProcessStart, id: u32) -> Result<Tracee, Errno> {
     ptrace::seize(pid(id), ptrace::Options::empty())?;
     let tracee = Tracee { id };
@@ -348,7 +348,7 @@ fn threads_of(process: u32) -> Vec<u32> {
     threads
 }
 
-/// Returns a header with all information about a thread from `/proc`.
+/// Returns a header with the information about a thread that `/proc` provides.
 fn describe(process: u32, id: u32) -> Header {
     let folder = format!("/proc/{process}/task/{id}");
     let read = |name: &str| read_limited(&format!("{folder}/{name}")).unwrap_or_default();
@@ -372,7 +372,7 @@ fn name_of(process: u32) -> [u8; NAME_BYTES_MAX] {
     padded(read_limited(&format!("/proc/{process}/comm")).unwrap_or_default().trim_ascii_end())
 }
 
-/// Copies the beginning of a text to an array.
+/// Copies the beginning of `text` into an array. Fills the rest of the array with zeros.
 fn padded<const BYTES: usize>(text: &[u8]) -> [u8; BYTES] {
     std::array::from_fn(|index| text.get(index).copied().unwrap_or(0))
 }

@@ -27,8 +27,7 @@ use crate::wait::exits_within;
 /// Name of this layer in the output of `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
-/// Maximum run time of `newuidmap` and of `newgidmap`. These programs may query a directory service over the
-/// network.
+/// Maximum run time of `newuidmap` and of `newgidmap`. These programs can query a directory service over the network.
 const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time to wait until a child has created an empty user namespace.
@@ -37,7 +36,7 @@ const CHILD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of bytes of a program's error output that are included in an error message.
 const STDERR_BYTES_MAX: u64 = 512;
 
-/// A range of IDs, with both ends included.
+/// A range of IDs that includes both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct IdRange {
     first: u32,

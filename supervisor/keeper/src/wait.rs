@@ -64,7 +64,7 @@ pub(crate) fn exit(status: i32) -> Option<Exit> {
     }
 }
 
-/// Converts the usage of a process into the units of [`Usage`].
+/// Converts a process's resource usage into the units of [`Usage`].
 pub(crate) fn usage(rusage: &libc::rusage) -> Usage {
     let us = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
     Usage {
@@ -89,8 +89,8 @@ pub(crate) fn kill_child(pid: u32) {
     }
 }
 
-/// Sends SIGKILL to a worker and to the process group that it leads. The worker may be dead, but must not have been
-/// reaped.
+/// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead already, but must not have
+/// been reaped.
 ///
 /// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This stops most
 /// fork bombs before a scan, during which the keeper would compete with them for processor time.

@@ -14,7 +14,7 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Maximum time to wait for a condition. Far longer than necessary.
+/// Maximum time to wait for a condition. This is far longer than necessary.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 // The kernel's resource numbers, whose types differ between C libraries.
@@ -378,7 +378,7 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers that have orphans. Returns the workers, and the PIDs of workers and orphans.
+/// Starts workers that have orphans. Returns the workers, and the PIDs of the workers and of the orphans.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();

@@ -56,7 +56,7 @@ const POLLS_MAX: usize = 16;
 pub struct LocalSupervisor {
     /// Parts of the running supervisor. `None` once the supervisor has stopped.
     ready: Option<Ready>,
-    /// Futures that serve the connections of clients of this supervisor.
+    /// Futures that serve the connections of this supervisor's clients.
     served: Mutex<Vec<Served>>,
     /// PID of the process that created the supervisor.
     owner: u32,

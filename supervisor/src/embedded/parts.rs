@@ -63,7 +63,7 @@ pub(super) struct PartWaker {
 }
 
 impl PartWaker {
-    /// Creates a waker for a part, which counts as woken, so that the part is polled at least once.
+    /// Creates a waker for a part. The part initially counts as woken, so that it is polled at least once.
     pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
         let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
         Self { waker: signal.clone().into(), signal }

@@ -44,12 +44,12 @@ impl Compartments {
         self.jobs
     }
 
-    /// Continues the sequence numbers of the predecessor's jobs.
+    /// Continues numbering jobs after the predecessor's last job.
     pub(crate) fn continue_after(&mut self, number: u64) {
         self.jobs = self.jobs.max(number);
     }
 
-    /// Marks a compartment to which an event was applied.
+    /// Marks a compartment as touched, because an event was applied to it.
     #[inline]
     pub(crate) fn touch(&mut self, index: CompartmentIndex) {
         if !std::mem::replace(&mut self.slab[index].is_touched, true) {
@@ -57,7 +57,8 @@ impl Compartments {
         }
     }
 
-    /// Returns a marked compartment and clears the mark. The compartment might have been removed in the meantime.
+    /// Returns a compartment that was marked as touched, and clears the mark. The compartment might have been removed
+    /// in the meantime.
     pub(crate) fn next_touched(&mut self) -> Option<CompartmentIndex> {
         let index = self.touched.pop()?;
         if let Some(compartment) = self.slab.get_mut(index) {

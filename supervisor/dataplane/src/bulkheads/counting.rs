@@ -124,7 +124,8 @@ impl Bulkheads {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks for which an event is due, and the number of jobs passed on since the last event.
+    /// Returns the fallbacks for which an event is due, each with the number of jobs passed on to it since the last
+    /// event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -144,7 +145,7 @@ impl Bulkheads {
 
     // Workers.
 
-    /// Counts a worker start that replaces another worker.
+    /// Counts the start of a worker that replaces another worker.
     pub(crate) fn count_restart(&mut self, compartment: &Compartment, cause: Option<RestartCause>) {
         if let Some(cause) = cause.filter(|_| !compartment.is_replay) {
             self.slab[compartment.bulkhead].counters.restarts[cause as usize] += 1;

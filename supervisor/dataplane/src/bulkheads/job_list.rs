@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentIndex, Compartments, JobData};
 use crate::slab::SessionId;
 
-/// Maximum number of positions visited per iteration, in the tables of jobs and of compartments.
+/// Maximum number of positions in the tables of jobs and compartments that are visited per iteration.
 const VISITS_PER_ITERATION_MAX: usize = 8192;
 
 /// The parts of the data plane that a job list is built from.
@@ -39,9 +39,9 @@ struct PartialList {
     left: Vec<CompartmentIndex>,
     /// Next position to visit in the last compartment of `left`.
     position: usize,
-    /// Number of matching jobs so far.
+    /// Number of matching jobs found so far.
     total: u64,
-    /// The oldest matching jobs so far, with the newest of them at the top.
+    /// The oldest matching jobs found so far, as a heap with the newest of them at the top.
     oldest: BinaryHeap<(Time, CompartmentIndex, JobId)>,
 }
 
@@ -109,7 +109,7 @@ impl JobListQueue {
         }
     }
 
-    /// Continues with the list that was requested first.
+    /// Continues building the list that was requested first.
     pub(crate) fn advance(&mut self, source: &JobListSource<'_>) {
         let Some(mut list) = self.0.pop_front() else { return };
         if list.reply.is_closed() {
@@ -169,7 +169,7 @@ impl PartialList {
         }
     }
 
-    /// Describes the oldest jobs that still exist, oldest first.
+    /// Returns descriptions of the oldest matching jobs that still exist, oldest first.
     fn describe(&mut self, source: &JobListSource<'_>) -> Vec<Job> {
         let oldest = std::mem::take(&mut self.oldest).into_sorted_vec();
         let describe_one = |(at, index, id): (Time, CompartmentIndex, JobId)| {

@@ -302,7 +302,8 @@ const LIVE_LIMITS: &[LiveLimit] = &[
     ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
 ];
 
-/// Returns the live value if the key has the same value in both files. Otherwise, returns the value from the new file.
+/// Returns the live value if the key has the same value in the old configuration file and the new one. Otherwise,
+/// returns the value from the new file.
 fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {
     if before == after { live.clone() } else { after.clone() }
 }
@@ -374,16 +375,16 @@ fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), S
     }
 }
 
-/// Settings of a bulkhead that cannot be changed live.
+/// Bulkhead settings that cannot be changed live.
 #[derive(Clone, Copy)]
 struct FixedSettings<'s> {
     sandbox: &'s Sandbox,
-    /// Maximum number of tenants with workers. `None` if tenants are not isolated.
+    /// Maximum number of tenants that can have workers at the same time, or `None` if tenants are not isolated.
     max_active: Option<usize>,
     has_own_pressure: bool,
 }
 
-/// Returns an error if a setting requires a queue and there is none.
+/// Returns an error if a setting requires a queue but the bulkhead does not have a queue.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
     match limits.max_queue {
@@ -396,7 +397,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// Checks the same relations between keys as for a configuration file.
+/// Checks the relations between keys that are also checked in a configuration file.
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

@@ -11,7 +11,7 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary
 use super::snapshots::{CombinedState, worst};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, Compartments, Layout, Presence};
 
-/// Maximum number of workers per bulkhead in the metrics. Higher than the number of workers that a machine can run.
+/// Maximum number of workers per bulkhead that the metrics can show. This is more than a machine can run.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl Bulkheads {
@@ -34,7 +34,7 @@ impl Bulkheads {
         numbers
     }
 
-    /// Returns the bulkheads to export metrics for. Includes a removed bulkhead unless a new bulkhead has the same
+    /// Returns the bulkheads whose metrics are exported. Includes a removed bulkhead unless a new bulkhead has the same
     /// name.
     fn with_metrics(&self) -> Vec<BulkheadIndex> {
         let is_reported = |entry: &BulkheadEntry| match entry.presence {

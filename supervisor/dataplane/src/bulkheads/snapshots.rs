@@ -28,7 +28,7 @@ const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 /// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Number of collected tenants at which all but the busiest are discarded.
+/// Maximum number of collected tenants. At this limit, all but the busiest are discarded.
 const TENANTS_SORTED_MAX: usize = 256;
 
 /// Information about a worker that policy does not store.
@@ -73,7 +73,7 @@ impl<'a> SnapshotSource<'a> {
         self.complete(entry, sum)
     }
 
-    /// Builds the snapshot of a whole bulkhead from the sum over its compartments.
+    /// Builds the snapshot of a whole bulkhead from the sum of its compartments' values.
     fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.latency_ms = entry.latency.percentiles();
@@ -146,7 +146,7 @@ impl<'a> SnapshotSource<'a> {
     }
 }
 
-/// Queue of requested snapshots, which are taken one after the other.
+/// Queue of requested snapshots, which are taken one after another.
 #[derive(Default)]
 pub(crate) struct SnapshotQueue(VecDeque<PartialSnapshot>);
 
@@ -158,7 +158,7 @@ struct PartialSnapshot {
     done: Vec<Snapshot>,
 }
 
-/// A bulkhead of which some compartments have been visited.
+/// A bulkhead whose compartments are being visited.
 struct BulkheadVisit {
     bulkhead: BulkheadIndex,
     name: Arc<str>,
@@ -189,7 +189,7 @@ impl SnapshotQueue {
         }
     }
 
-    /// Continues with the snapshot that was requested first.
+    /// Continues taking the snapshot that was requested first.
     pub(crate) fn advance(&mut self, source: &SnapshotSource<'_>) {
         let Some(mut snapshot) = self.0.pop_front() else { return };
         if snapshot.reply.is_closed() {
@@ -223,7 +223,7 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds the compartment of a tenant that is about to be removed, unless the compartment was already visited.
+    /// Adds a tenant's compartment that is being removed to the snapshots in progress that have not visited it yet.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -282,7 +282,7 @@ impl BulkheadEntry {
     }
 }
 
-/// Sum over the compartments of a bulkhead.
+/// Sum of the values of a bulkhead's compartments.
 #[derive(Default)]
 struct Sum {
     counters: Counters,
@@ -419,7 +419,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Combined state of several compartments. Tenants without workers are left out, because they do not need any.
+/// Combined state of several compartments. Excludes tenants without workers, because these tenants need no workers.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,

@@ -22,12 +22,13 @@ const REMEMBERED_MAX: usize = 4096;
 /// Maximum number of tenants without workers that are examined when looking for a compartment to remove.
 const FORGET_CANDIDATES_MAX: usize = 16;
 
-/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
+/// An action that the caller must perform. Effects must be performed in order, immediately after the call that caused
+/// them.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
     /// Applies an event without reporting it, because operators have already been notified for the whole bulkhead.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
-    /// Adds a removed compartment to those snapshots in progress that have not visited the compartment.
+    /// Adds a removed compartment to the snapshots in progress that have not visited it yet.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
 }
 
@@ -127,8 +128,8 @@ impl Bulkheads {
         }
     }
 
-    /// Creates a tenant's compartment. If there are too many, removes the compartment that has had no workers for the
-    /// longest time.
+    /// Creates a tenant's compartment. If there are too many compartments, removes the compartment that has had no
+    /// workers for the longest time.
     fn add_tenant(
         &mut self,
         compartments: &mut Compartments,

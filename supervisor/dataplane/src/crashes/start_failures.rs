@@ -1,6 +1,6 @@
-//! Deaths of workers that were not ready yet, counted by cause. If a program never starts, operators get a single crash
-//! report with a count instead of hundreds of reports. Reports about start failures have a separate rate limit, so that
-//! they do not displace reports about jobs.
+//! Deaths of workers that had not become ready yet, counted by cause. If a program never starts, operators get a single
+//! crash report with a count instead of hundreds of reports. Reports about start failures have a separate rate limit,
+//! so that they do not displace reports about jobs.
 
 use bulkhead_api::{Cause, CrashId};
 

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::net::RecvFlags;
 
-/// Size of the buffer used to read a dead worker's remaining bytes.
+/// Size of the buffer used to read the bytes that a dead worker left unread.
 const TAKEN_BYTES: usize = 16 * 1024;
 
 /// Tracks how many bytes a worker has read from its link.

@@ -34,7 +34,7 @@ pub(crate) struct UnsolicitedFrames {
     excess: i64,
     /// End of the pause during which the link is not read.
     paused_until: Option<Time>,
-    /// True if a notice arrived in the current read.
+    /// True if a notice arrived during the current read.
     has_frames: bool,
     status: Option<String>,
 }
@@ -53,12 +53,12 @@ impl Default for UnsolicitedFrames {
 }
 
 impl UnsolicitedFrames {
-    /// Adds the budget for one job.
+    /// Increases the budget by the number of notices allowed for one job.
     pub(crate) fn add_job(&mut self) {
         self.remaining += FOR_A_JOB;
     }
 
-    /// Charges a notice with this size in bytes.
+    /// Charges the budget for a notice of this size, in bytes.
     pub(crate) fn charge(&mut self, bytes: usize) {
         self.has_frames = true;
         self.remaining -= 1 + (bytes / 8192) as i64;
@@ -74,12 +74,12 @@ impl UnsolicitedFrames {
         self.paused_until.is_some()
     }
 
-    /// Returns the end of the pause, or `None` if the link may be read now.
+    /// Returns the end of the pause, or `None` if the link can be read now.
     pub(super) fn paused_until(&self) -> Option<Time> {
         self.paused_until
     }
 
-    /// Ends the pause if its time is over. Returns true if the pause was ended.
+    /// Resumes reading if the pause is over. Returns true if reading was resumed.
     pub(super) fn resume(&mut self, now: Time) -> bool {
         let is_over = self.paused_until.is_some_and(|until| until <= now);
         if is_over {

@@ -31,7 +31,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Reads without blocking. Returns the errors from [`Intake::receive`].
+    /// Reads without blocking. Fails with the same errors as [`Intake::receive`].
     pub(crate) fn receive(&self, intake: &Intake, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Socket(socket) => intake.receive(socket, buffer),
@@ -98,7 +98,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Prepares the connection for being closed. Loans that the client has not received still count as in transit.
+    /// Prepares to close the connection. Loans that the client has not received still count as in transit.
     pub(crate) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);

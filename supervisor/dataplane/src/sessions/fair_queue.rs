@@ -14,7 +14,7 @@ pub(super) const QUANTUM_BYTES: usize = 4 * 1024;
 /// Maximum number of bytes read from a connection at a time if no other connection is waiting.
 const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
 
-/// Fixed cost of each frame, added to the number of its bytes.
+/// Fixed cost of each frame, charged in addition to the frame's size in bytes.
 const FRAME_COST: usize = 256;
 
 /// Number of rejected frames after which a connection has low priority. Each accepted job compensates for
@@ -43,7 +43,7 @@ struct User {
     /// occasional jobs does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
-    /// Number of the current round, which is never reused.
+    /// Number of the current round. Round numbers are never reused.
     round: u64,
     /// Number of connections in the backlog that must still be read in the current round.
     backlog_left: usize,
@@ -100,7 +100,7 @@ impl FairQueue {
         if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
     }
 
-    /// Returns the next connection and the user's round. The connection may have been closed after it was queued.
+    /// Returns the next connection and the user's round. The connection might have been closed after it was queued.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let owner = self.order.pop_front()?;
         let user = self.users.get_mut(&owner)?;
@@ -123,7 +123,7 @@ impl FairQueue {
     }
 }
 
-/// Returns the cost of a read: its bytes, plus a fixed cost per frame.
+/// Returns the cost of a read, which is the number of bytes plus a fixed cost per frame.
 pub(super) fn read_cost(bytes: usize, frames: usize) -> usize {
     bytes + FRAME_COST * (1 + frames)
 }
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections of several users, all of which always have input.
+    /// Connections of several users. Each connection always has input.
     struct Crowd {
         turns: FairQueue,
         queue_states: Vec<QueueState>,

@@ -71,7 +71,7 @@ impl DataPlane {
         self.is_client_connected(&answer.record).then_some(next)
     }
 
-    /// Charges the rate limit of the bulkhead to which the client submitted the job, unless the job was already
+    /// Charges the job to the rate limit of the bulkhead to which the client submitted it, unless it was already
     /// charged. If the job exceeds the limit, returns the time to wait.
     fn charge_origin(
         &mut self,
@@ -161,7 +161,7 @@ impl DataPlane {
         self.reporter.bulkhead_event(Severity::Warning, &self.bulkheads[origin].name, what);
     }
 
-    /// Sends the due events about jobs that were passed on to fallbacks.
+    /// Sends the events that are due about jobs that were passed on to fallbacks.
     pub(crate) fn report_skipped_fallbacks(&mut self) {
         for (bulkhead, target, jobs) in self.bulkheads.due_fallback_reports(self.now) {
             let what = EventKind::FallbackUsed { target, reason: None, jobs };

@@ -104,8 +104,8 @@ impl DataPlane {
         Ok((bulkheads, tenants, listener))
     }
 
-    /// Performs the steps that are due. Runs before output is written, so that the successor learns of a free permit
-    /// before a client learns of the outcome.
+    /// Performs the handover steps that are due. Runs before output is written, so that the successor learns of a free
+    /// permit before a client learns of the outcome.
     pub(crate) fn advance_handover(&mut self) {
         if !self.handover.is_under_way() {
             return;

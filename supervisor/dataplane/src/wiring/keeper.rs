@@ -53,7 +53,7 @@ impl DataPlane {
     }
 
     /// Handles the exit of a worker's process. If the worker runs one program per job, the death is not reported to
-    /// policy until all programs have exited, because a program may still be working on a job.
+    /// policy until all programs have exited, because a program might still be working on a job.
     pub(crate) fn worker_exited(&mut self, spawn: u64, exit: Exit, usage: Usage) {
         let link = self.links.of_spawn_mut(spawn);
         let death = death_of(exit, link.as_deref());
@@ -76,7 +76,7 @@ impl DataPlane {
         self.descendants_reaped(spawn);
     }
 
-    /// Takes the deferred death of a worker that runs programs, so that it can be reported now.
+    /// Removes and returns the deferred death of a worker that runs programs, so that the death can be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.links.of_spawn_mut(spawn).filter(|link| link.program.runs_programs());
         link?.take_deferred_death()
@@ -148,7 +148,7 @@ impl DataPlane {
         self.apply(compartment, Event::Reaped { worker }, Incoming::None);
     }
 
-    /// Removes a dead worker's link. The UID is not returned to the pool yet.
+    /// Removes a dead worker's link. The worker's UID is not returned to the pool yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let (index, link) = self.links.remove(spawn)?;
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
@@ -160,7 +160,7 @@ impl DataPlane {
 
     // Violations of the sandbox.
 
-    /// Handles a report that a process of a worker made a forbidden system call. The keeper kills the process.
+    /// Handles a report that one of a worker's processes made a forbidden system call. The keeper kills the process.
     pub(crate) fn report_violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return };
         let Some(pid) = link.add_violation(process, call) else { return };
@@ -172,7 +172,7 @@ impl DataPlane {
     }
 
     /// Returns the cause of death of a program that was killed by a signal. The worker knows only the signal, but the
-    /// keeper may have reported a violation.
+    /// keeper might have reported a violation.
     pub(crate) fn program_death(&mut self, index: LinkIndex, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
             // The keeper reports a violation before it kills the process. Other reports are deferred, because

@@ -35,7 +35,7 @@ const SPAWNS_PER_ITERATION_MAX: usize = 4;
 /// Number of workers whose journal heartbeats are read together.
 const BEATS_READ_TOGETHER: usize = 128;
 
-/// Way in which a worker's process is created.
+/// Method by which a worker's process is created.
 enum SpawnOrigin {
     Spawn,
     /// The worker is forked from the template with this spawn number.
@@ -336,8 +336,8 @@ impl DataPlane {
 
     // Checks.
 
-    /// Kills workers that have closed their link but are still running. Also passes on output that did not fit into the
-    /// channel to the control plane before.
+    /// Kills workers that have closed their link but are still running. Also retries passing on output for which the
+    /// channel to the control plane was full before.
     pub(crate) fn check_links(&mut self) {
         for (index, is_late) in self.links.check_closed(self.now) {
             let link = &self.links[index];

@@ -31,8 +31,8 @@ pub(crate) struct SampleSubject {
     /// File that receives the stacks.
     file: OwnedFd,
     program: Arc<Program>,
-    /// Set if one of the worker's jobs is late. Otherwise, the worker does not respond, and the stacks are added to the
-    /// report about its death.
+    /// The report about the worker's late job, if one of its jobs is late. Otherwise, the worker does not respond, and
+    /// the stacks are added to the report about its death.
     late: Option<Box<LateJob>>,
 }
 
@@ -72,7 +72,8 @@ impl DataPlane {
         self.begin_sample(link, Some(job), Some(Box::new(late))).then_some(id)
     }
 
-    /// Starts sampling a worker that is about to be killed because it does not respond. Does nothing for other reasons.
+    /// Starts sampling a worker that is about to be killed because it does not respond. Does nothing if the worker is
+    /// killed for another reason.
     pub(crate) fn sample_hung_worker(&mut self, link: LinkIndex, reason: &KillReason) {
         let (compartment, spawn) = (self.links[link].compartment, self.links[link].spawn);
         let compartment = &self.compartments[compartment];

@@ -28,15 +28,15 @@ use crate::{DataPlane, Endpoint, Incoming};
 /// client takes time.
 const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
-/// Time per iteration after which no further connection is accepted.
+/// Once accepting connections has taken this long in an iteration, no further connection is accepted.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
 /// Maximum cost of reading from clients per iteration: the number of bytes, plus a fixed cost per frame.
 /// Enough for a few hundred small jobs.
 const READ_COST_MAX: usize = 64 * 1024;
 
-/// Time per iteration after which no further client is read. Needed because closing a client's session takes longer
-/// than reading from the client.
+/// Once reading from clients has taken this long in an iteration, no further client is read. Needed because closing a
+/// client's session takes longer than reading from the client.
 const READ_TIME: Duration = Duration::from_micros(100);
 
 impl DataPlane {
@@ -126,8 +126,8 @@ impl DataPlane {
         self.open_session(ClientEndpoint::Socket(socket), client, Phase::Open);
     }
 
-    /// Opens a session. A socket must be non-blocking. If the client is rejected, the session may already be
-    /// closed when this function returns.
+    /// Opens a session. A socket must be non-blocking. If the client is rejected, the session might already be closed
+    /// when this function returns.
     pub(crate) fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
         let epoch = self.sessions.next_epoch();
         let holder = self.memory.open(client.owner, epoch);

@@ -1,4 +1,4 @@
-//! Applies the assignment of workers to tenants in the compartments.
+//! Carries out decisions about which tenants have workers, by applying events to the tenants' compartments.
 
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::JobId;
@@ -31,8 +31,8 @@ impl DataPlane {
         index
     }
 
-    /// Submits a job to a compartment. If the compartment has no workers and its tenant may have some, starts workers
-    /// after the job was accepted. A rejected job therefore does not take workers away from other tenants.
+    /// Submits a job to a compartment. If the compartment has no workers and its tenant is allowed to have some, starts
+    /// workers after the job was accepted. A rejected job therefore does not take workers away from other tenants.
     pub(crate) fn submit_to_compartment(
         &mut self,
         index: CompartmentIndex,

@@ -29,7 +29,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Lowest descriptor number above standard input, output and error.
 const DESCRIPTOR_MIN: i32 = 3;
 
-/// Results of probing the machine, from the guard.
+/// Results of probing the machine, as reported by the guard.
 #[derive(Debug)]
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.

@@ -42,7 +42,7 @@ const MAIN_GROUP: &str = "bulkhead-main";
 /// moved in the next round.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of leaf groups of previous keepers to clean up in one call.
+/// Maximum number of previous keepers' leaf groups that are cleaned up in one call.
 const STALE_LEAVES_MAX: usize = 4096;
 
 /// Maximum number of foreign processes listed in an error message.
@@ -66,11 +66,11 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Failed action, including the file, worded as it appears after "failed to".
+    /// Description of the failed action, including the file, for use directly after the words "failed to".
     pub(crate) attempted: String,
-    /// Error number from the kernel, or the closest error number if the keeper detected the failure.
+    /// Error number from the kernel, or the closest match if the keeper itself detected the failure.
     pub(crate) errno: Errno,
-    /// Advice for the administrator on fixing the failure.
+    /// Advice for the administrator on how to fix the failure.
     pub(crate) advice: &'static str,
 }
 
@@ -131,7 +131,7 @@ pub(crate) struct DelegatedGroup {
     supervisor: u32,
 }
 
-/// Result of cleaning up the leaves of previous keepers.
+/// Result of cleaning up the leaf groups of previous keepers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StaleLeaves {
     pub(crate) removed: usize,
@@ -198,7 +198,7 @@ impl DelegatedGroup {
         }
     }
 
-    /// Enables controllers for the children of this group.
+    /// Enables controllers for the child groups of this group.
     fn enable(&self, controllers: &[&str]) -> Result<(), Failure> {
         let available = self.folder.read_words("cgroup.controllers")?;
         if let Some(missing) = controllers.iter().find(|name| !available.iter().any(|have| have == *name)) {

@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
 
-/// Bytes in the ELF header for the class and the byte order: 64-bit, little-endian.
+/// Class and byte order in the ELF header of a supported file: 64-bit, little-endian.
 const CLASS_AND_BYTE_ORDER: [u8; 2] = [2, 1];
 
 const PROGRAM_HEADER_BYTES: usize = 56;

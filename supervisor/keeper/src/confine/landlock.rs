@@ -54,17 +54,17 @@ pub(crate) struct Rules<'a> {
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that the worker must not access, even inside granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// True if the worker has a private root folder, to which these rules do not apply.
+    /// True if the worker has a private root folder. A rule for the system's root folder does not apply to it.
     pub(crate) has_own_root: bool,
     pub(crate) network: NetworkAccess,
-    /// Ports to which the worker can connect, with [`NetworkAccess::Connections`].
+    /// Ports to which the worker can connect if its network access is [`NetworkAccess::Connections`].
     pub(crate) tcp_ports: &'a [u16],
 }
 
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Failed action, worded as it appears after "failed to".
+    /// Description of the failed action, for use directly after the words "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,
@@ -85,7 +85,7 @@ pub(crate) struct Ruleset {
 pub(crate) enum RestrictError {
     /// The kernel refused the rules.
     Rejected(Errno),
-    /// The kernel accepted the rules, but a forbidden action succeeds.
+    /// The kernel accepted the rules, but a forbidden action succeeded.
     NotEnforced,
 }
 
@@ -133,7 +133,7 @@ impl Ruleset {
         self.descriptor.as_fd()
     }
 
-    /// Returns the Landlock version of the kernel.
+    /// Returns the Landlock version that the kernel supports.
     pub(crate) fn abi(&self) -> u32 {
         self.abi
     }
@@ -279,7 +279,7 @@ impl Grant {
     }
 }
 
-/// A rule that was added, because its path exists.
+/// A rule that was added because its path exists.
 struct AddedRule {
     /// Device number and inode number of the path.
     identity: (u64, u64),

@@ -89,7 +89,7 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
     "xml",
 ];
 
-/// Name prefixes of entries in `/etc` whose names contain a version.
+/// Name prefixes of entries in `/etc` whose full names differ between systems.
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
@@ -124,7 +124,7 @@ const SHIMS_FOLDER: &str = "shims";
 /// Number of bytes at the start of a script that the kernel searches for the interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
-/// Maximum number of entries that are granted individually instead of their folder.
+/// Maximum number of entries of a folder that are granted individually instead of the whole folder.
 const GRANTED_ENTRIES_MAX: usize = 4096;
 
 /// Maximum number of directory entries to search for hard links to a withheld file.

@@ -315,7 +315,7 @@ pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     rules.compile(fatal_action)
 }
 
-/// Returns true if the filter from [`test_filter`] takes effect.
+/// Returns true if the filter from [`test_filter`] is in effect.
 pub(crate) fn is_test_filter_active() -> bool {
     // SAFETY: the call takes no arguments.
     unsafe { libc::syscall(libc::SYS_getppid) == -1 }

@@ -115,7 +115,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// Returns the names of groups that trials of this thread have left behind.
+/// Returns the names of groups that trials on this thread have left behind.
 #[cfg(test)]
 pub(super) fn leaves() -> Vec<String> {
     let Ok(own) = own_group() else { return Vec::new() };

@@ -9,7 +9,7 @@ use crate::spawn::SpawnError;
 #[derive(Default)]
 pub(super) struct WorkerGroups {
     root: Option<DelegatedGroup>,
-    /// True if groups of previous keepers may be left.
+    /// True if groups of previous keepers might be left.
     may_have_stale: bool,
     to_remove: Vec<Leaf>,
 }

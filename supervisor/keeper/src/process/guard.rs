@@ -1,8 +1,8 @@
 //! The guard: the process between an application that embeds a supervisor and the keeper of that supervisor.
 //!
-//! When a keeper is killed, a supervisor that is a separate program inherits the processes left behind, and
-//! kills them. An application cannot do this, because it has other children and may not want to adopt
-//! orphans. So the guard inherits these processes instead.
+//! When a keeper is killed, a supervisor that is a separate program inherits the processes left behind, and kills them.
+//! An application cannot do this, because it has other children and might not want to adopt orphans. So the guard
+//! inherits these processes instead.
 //!
 //! The guard also probes which layers of confinement the machine supports. The probe forks, so it must run in a
 //! process with one thread, and before the keeper starts.
@@ -27,8 +27,7 @@ use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
 use crate::{SubordinateIds, wait};
 
-/// Additional time for the keeper to exit after the application has exited, on top of the keeper's own time
-/// limit.
+/// Time for the keeper to exit after the application has exited, in addition to the keeper's own time limit.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
 /// Forks the keeper and turns this process into the guard. Returns only in the keeper, with the guard's PID.

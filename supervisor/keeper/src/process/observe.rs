@@ -11,7 +11,7 @@ use bulkhead_linux::rlimits::Resource;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::{Namespaces, Observed};
 
-/// Names in `/proc` of the namespaces that can be private to a worker.
+/// Names, as used in `/proc`, of the namespaces that can be private to a worker.
 const NAMESPACE_NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
 fn parse_filter_count(status: &str) -> u32 {
@@ -19,7 +19,7 @@ fn parse_filter_count(status: &str) -> u32 {
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Namespaces and filters of the keeper itself, for comparison with a worker.
+/// Namespaces and filters of the keeper itself, for comparison with those of a worker.
 pub(super) struct KeeperStatus {
     namespaces: [Option<std::path::PathBuf>; NAMESPACE_NAMES.len()],
     /// Number of seccomp filters that apply to the keeper itself.
@@ -114,7 +114,7 @@ pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// Returns the soft and hard limit for a resource in the text of `/proc/PID/limits`.
+/// Returns the soft limit and hard limit of a resource from the text of `/proc/PID/limits`.
 fn limit_of(text: &str, resource: u32) -> Option<(u64, u64)> {
     let line = text.lines().find_map(|line| line.strip_prefix(limit_name(resource)))?;
     let mut numbers = line.split_whitespace().map(|number| match number {

@@ -23,14 +23,14 @@ pub(super) struct PriorityBoost {
 }
 
 impl PriorityBoost {
-    /// Creates the value for a keeper at normal priority. `normal` is the current nice value of the thread.
+    /// Creates the state for a keeper at normal priority. `normal` is the current nice value of the thread.
     pub(super) fn new(normal: i32) -> Self {
         let text = fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let normal_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());
         Self { normal, normal_group, is_raised: false, can_be_raised: true }
     }
 
-    /// Raises the keeper to the highest priority. Does nothing without the necessary privileges.
+    /// Gives the keeper the highest priority. Does nothing without the necessary privileges.
     pub(super) fn raise(&mut self) {
         if self.can_be_raised && !self.is_raised {
             self.can_be_raised = rustix::process::setpriority_process(None, HIGHEST).is_ok();

@@ -63,7 +63,7 @@ pub(super) struct DescendantReaper {
     /// Number of processes that could not be killed, and that later runs are expected to find again.
     unkillable: usize,
     next_audit: Option<Instant>,
-    /// True if some exited processes may not have been reaped yet.
+    /// True if some exited processes might not have been reaped yet.
     may_have_unreaped: bool,
     /// True if the killer's next run waits for forks in progress.
     waits_for_forks: bool,
@@ -271,8 +271,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the completion of a killer run. `found` is the number of leftover processes found, or `None` if the run
-    /// failed.
+    /// Handles the completion of a run of the killer. `found` is the number of leftover processes found, or `None` if
+    /// the run failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
@@ -301,7 +301,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports the dead workers for which `is_reaped` returns true.
+    /// Removes the resources of the dead workers for which `is_reaped` returns true. Reports these workers as reaped,
+    /// unless their start failed.
     fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
         let all = std::mem::take(&mut self.reaper.dead_workers);
         let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));

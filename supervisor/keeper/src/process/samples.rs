@@ -61,13 +61,13 @@ impl Samples {
         Ok(Self { waker, waiting: VecDeque::new(), current: None, ended_at: None })
     }
 
-    /// Returns true if a thread may have been stopped for a sample, and not at its own request. A thread that stops
+    /// Returns true if a thread might have been stopped for a sample, and not at its own request. A thread that stops
     /// late can still be stopped when the sampling thread exits.
     pub(super) fn may_have_stopped(&self, now: Instant) -> bool {
         self.current.is_some() || self.ended_at.is_some_and(|end| now < end + LATE_STOP_TIME)
     }
 
-    /// Returns true if threads may be stopped, so that a wait for children could report such a thread.
+    /// Returns true if threads might be stopped, so that a wait for children could report such a thread.
     pub(super) fn is_busy(&self, now: Instant) -> bool {
         self.next_due(now).is_some()
     }

@@ -14,11 +14,11 @@ use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 /// Maximum value of `oom_score_adj`. One point corresponds to a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// Difference between the keeper's and the supervisor's score. Corresponds to more memory than the supervisor
-/// usually uses.
+/// Difference between the keeper's and the supervisor's out-of-memory score. Corresponds to more memory than the
+/// supervisor usually uses.
 const OOM_KEEPER_STEP: i32 = 100;
 
-/// Difference between the workers' and the keeper's score.
+/// Difference between the workers' and the keeper's out-of-memory score.
 const OOM_WORKER_STEP: i32 = 500;
 
 /// Processes that the keeper watches in addition to the order socket. The keeper exits when one of these

@@ -244,7 +244,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the next time at which a template exceeds the time limit for a fork.
+    /// Returns the next time at which a template will exceed the time limit for a fork.
     pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
@@ -318,7 +318,7 @@ impl EventLoop {
     }
 
     /// Kills a template because of a protocol error. Also kills all processes in the template's namespace, because any
-    /// of these may have caused the error.
+    /// of these might have caused the error.
     pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -378,7 +378,7 @@ impl EventLoop {
         true
     }
 
-    /// Records the PID of a forked process, which may have exited already.
+    /// Records the PID of a forked process, which might already have exited.
     fn record_fork(&mut self, template: u32, worker: u64, pid: u32) {
         let Some(child) = self.children.get_mut(&template) else { return };
         // If the worker has already identified itself, the fork is no longer in the list.
@@ -405,8 +405,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports that a forked process did not become a worker. Also removes the temporary folder that the
-    /// process may have created.
+    /// Reports that a forked process did not become a worker. Also removes the temporary folder, in case the process
+    /// has created one.
     fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
@@ -507,7 +507,7 @@ impl EventLoop {
         Ok(true)
     }
 
-    /// Handles the exit of a template. The template's forks in progress have failed.
+    /// Handles the exit of a template. Forks that the template had in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let failure = match template.is_hung {
@@ -528,8 +528,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because PIDs may then
-/// be missing.
+/// Returns the namespace PIDs of a live process. Fails if the process is reaped during the read, because PIDs might
+/// then be missing.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);

@@ -48,7 +48,7 @@ pub(super) struct TemporaryFolders {
 
 struct Base {
     path: PathBuf,
-    /// Lock on the base folder, held while the keeper lives.
+    /// Lock on the base folder, held as long as the keeper runs.
     lock: OwnedFd,
     /// Sends folders to the removing thread, which exits when this sender is dropped.
     removals: SyncSender<PathBuf>,

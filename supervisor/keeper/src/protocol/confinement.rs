@@ -1,6 +1,6 @@
 //! The requested confinement of a worker, and the actual confinement as read back from the kernel.
 //!
-//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all
+//! The supervisor decides which layers a worker gets and which are allowed to be missing. The keeper applies all
 //! requested layers, or does not start the worker.
 
 use bincode::{BorrowDecode, Encode};
@@ -22,7 +22,7 @@ pub struct Confinement<'a> {
     pub write: Vec<&'a str>,
     /// Paths that no worker can access, even inside a granted folder. These are the supervisor's own files.
     pub withheld: Vec<&'a str>,
-    /// Ports to which the worker can connect by TCP, with [`NetworkAccess::Connections`].
+    /// Ports to which the worker can connect by TCP if its network access is [`NetworkAccess::Connections`].
     pub tcp_ports: Vec<u16>,
     /// System calls to allow in addition to the calls that the profile allows.
     pub allow: Vec<&'a str>,
@@ -110,7 +110,7 @@ pub struct Namespaces {
     pub pid: bool,
     /// Mount namespace with a private root folder.
     pub mount: bool,
-    /// Network namespace, in which the only interface is a loopback that is down.
+    /// Network namespace, in which the only interface is a loopback interface that is down.
     pub network: bool,
     /// Mount namespace with the system's root folder, in which only `/proc` is private.
     pub proc: bool,

@@ -5,10 +5,10 @@ use bincode::{BorrowDecode, Encode};
 
 use super::LayerSupport;
 
-/// Second argument of a keeper that is started with a guard. The third argument is [`VERSION`].
+/// Second command-line argument of a keeper that is started with a guard. The third argument is [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 
-/// Fourth argument, which makes the guard report the layers that the machine supports.
+/// Fourth command-line argument, which makes the guard report the layers that the machine supports.
 pub(crate) const PROBE_ARGUMENT: &str = "first";
 
 /// Version of orders and reports. The messages themselves have no version, because both ends are usually the

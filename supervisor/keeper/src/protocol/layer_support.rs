@@ -3,7 +3,7 @@
 use bincode::{BorrowDecode, Encode};
 use serde::Serialize;
 
-/// A layer of confinement, with its availability.
+/// A layer of confinement, and whether it is available.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
 pub struct LayerSupport {
     /// Name of the layer.
@@ -15,7 +15,7 @@ pub struct LayerSupport {
     pub found: Option<String>,
     /// Reason why the layer is not available, such as a kernel error.
     pub why_not: Option<String>,
-    /// Advice for an administrator on making the layer available.
+    /// Advice for an administrator on how to make the layer available.
     pub what_to_do: Option<String>,
 }
 

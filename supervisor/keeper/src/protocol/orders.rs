@@ -38,7 +38,7 @@ pub struct SpawnOrder<'a> {
     pub environment_files: Vec<(&'a str, &'a str)>,
     /// Working directory.
     pub directory: &'a str,
-    /// Resource limits, which are set in the order of this list.
+    /// Resource limits, which are set in the order in which they are listed.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the worker.
     pub confinement: Confinement<'a>,
@@ -47,7 +47,7 @@ pub struct SpawnOrder<'a> {
     pub is_template: bool,
 }
 
-/// A limit of `setrlimit(2)`. `u64::MAX` means unlimited.
+/// A resource limit of `setrlimit(2)`. `u64::MAX` means unlimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Rlimit {
     /// Number of the resource, such as `libc::RLIMIT_AS`.
@@ -72,8 +72,8 @@ pub(crate) enum Order<'a> {
     /// Provides a descriptor that the keeper keeps open until it exits. The other end then reports that all workers
     /// are gone.
     Lifeline,
-    /// Kills the worker immediately. The worker may be unknown, if its exit has already been reported or is about to
-    /// be reported.
+    /// Kills the worker immediately. The worker can be unknown if its exit has already been reported or is about to be
+    /// reported.
     Kill { worker: u64 },
     /// Samples the stacks of the worker's threads and of its descendants. With `job`, samples only the programs of
     /// this job or, if there are none, all descendants. Sent with the file for the records, and with the journal of a

@@ -33,12 +33,12 @@ pub enum Exit {
     /// The keeper killed the worker because of a system call that the filter forbids; see
     /// [`syscall_name`](crate::syscall_name).
     Violation {
-        /// Number of the call.
+        /// Number of the system call.
         call: u32,
     },
 }
 
-/// Resource usage of a worker, including descendants that the worker has waited for.
+/// Resource usage of a worker, including that of descendants that the worker has waited for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Usage {
     /// Processor time in user mode, in microseconds.
@@ -79,7 +79,7 @@ pub enum Report {
         worker: u64,
         /// Process ID as seen inside the worker's PID namespace.
         process: u32,
-        /// Number of the call; see [`syscall_name`](crate::syscall_name).
+        /// Number of the system call; see [`syscall_name`](crate::syscall_name).
         call: u32,
     },
     /// The start of the worker failed.
@@ -116,7 +116,7 @@ pub enum Report {
     Sampled {
         /// Spawn number of the worker.
         worker: u64,
-        /// Error if no thread could be sampled.
+        /// An error if no thread could be sampled.
         result: io::Result<()>,
     },
     /// Reply to [`Keeper::ping`](crate::Keeper::ping).
@@ -138,7 +138,7 @@ pub enum TemplateReport {
     Status(String),
     /// Reason why the template exits.
     Refused(String),
-    /// Moves the start deadline to this duration from now.
+    /// Asks to extend the start deadline to at least this long from now.
     Extend(Duration),
 }
 

@@ -46,8 +46,7 @@ impl Plan<'_> {
         exit(FAILED_EXIT_CODE)
     }
 
-    /// Forks the worker. This process stays behind as the first process of the PID namespace and the worker's
-    /// parent.
+    /// Forks the worker. This process remains as the first process of the PID namespace and the worker's parent.
     fn fork_worker(&self) {
         let failed = |step, errno: Errno| -> ! { self.fail(step, errno.into()) };
         let fork = || {

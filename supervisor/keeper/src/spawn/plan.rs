@@ -23,7 +23,7 @@ impl Plan<'_> {
         &self.prepared.confinement.layers
     }
 
-    /// Returns the namespaces that the fork creates. A user namespace may also be created later.
+    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
     pub(super) fn fork_namespaces(&self) -> Namespaces {
         let wanted = self.layers().namespaces;
         Namespaces { user: wanted.user && !self.prepared.confinement.makes_root_first(), ..wanted }

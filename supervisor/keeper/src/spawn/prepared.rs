@@ -1,4 +1,4 @@
-//! Everything that a worker's child process needs, prepared before the fork.
+//! Everything that a forked child needs to become a worker, prepared before the fork.
 
 use std::ffi::CString;
 use std::ops::Deref;
@@ -129,7 +129,7 @@ fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Envir
     Ok(environment)
 }
 
-/// Returns the link, standard output and standard error.
+/// Returns the descriptors of the link, standard output and standard error.
 fn standard_descriptors(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; SPAWN_DESCRIPTORS], SpawnError> {
     if descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD) {
         return Err(SpawnError::new("descriptors", Errno::BADF));

@@ -82,7 +82,7 @@ pub(crate) enum Progress {
     WaitsForIdMaps,
     /// The child is confined, and waits for [`let_continue`] to execute its program.
     Confined {
-        /// PID of the confined process, which can differ from the process that the keeper forked.
+        /// PID of the confined process, which is not always the process that the keeper forked.
         pid: u32,
         /// Descriptor that receives notifications of forbidden system calls.
         listener: Option<OwnedFd>,

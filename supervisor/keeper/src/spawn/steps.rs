@@ -501,13 +501,13 @@ fn exec(plan: &Plan<'_>) -> Result<(), StepError> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
     if let Some(executable) = &plan.prepared.confinement.executable {
         let (program, here) = (executable.as_raw_fd(), c"".as_ptr());
-        // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their texts. The path
+        // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their strings. The path
         // ends with NUL.
         return Ok(check(unsafe {
             libc::syscall(libc::SYS_execveat, program, here, arguments, environment, libc::AT_EMPTY_PATH)
         } as i32)?);
     }
-    // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their texts.
+    // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their strings.
     Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }
 

@@ -55,7 +55,7 @@ impl DataPlane {
         self.links.schedule_read(index);
     }
 
-    /// Reads once from a link. Returns true if there may be more input.
+    /// Reads once from a link. Returns true if there might be more input.
     pub(crate) fn read_link_once(&mut self, index: LinkIndex) -> bool {
         let link = &mut self.links[index];
         if link.is_closed() {
@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports to policy the notices received in a read. Returns an error if the worker must be killed.
+    /// Reports the notices received in a read to policy. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
@@ -196,7 +196,7 @@ impl DataPlane {
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames in a journal like frames from the link.
+    /// Handles the frames in a journal in the same way as frames from the link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));

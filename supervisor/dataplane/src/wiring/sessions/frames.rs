@@ -19,8 +19,8 @@ fn is_hello(header: Header) -> bool {
     header.kind == kind::HELLO && header.number == MAGIC
 }
 
-/// Returns the kind of a frame if the frame is a new request. The metadata of a complete large frame was announced
-/// earlier.
+/// Returns the kind of a frame if the frame is a new request. A complete large frame is not a new request, because it
+/// was announced earlier.
 fn requested_kind(item: &Item<'_>) -> Option<u8> {
     match item {
         Item::Frame { header, .. } | Item::Announced { header, .. } => {

@@ -14,8 +14,8 @@ pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
 
-/// Returns the number for `key` in a text with one key and one number per line. Returns `None` if the format
-/// is wrong, or if the key does not occur exactly once.
+/// Returns the number for `key` in text that contains one key and one number per line. Returns `None` if the format is
+/// wrong, or if the key does not occur exactly once.
 fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
     for line in text.lines() {

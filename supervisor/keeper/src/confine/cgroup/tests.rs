@@ -18,7 +18,7 @@ use super::{
     fork_into, root_path,
 };
 
-/// Maximum time to wait for a condition. Much longer than any condition should take.
+/// Maximum time to wait for a condition. This is much longer than any condition should take to become true.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -33,7 +33,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 struct TestGroup(Folder);
 
 impl TestGroup {
-    /// Returns `None` and prints a message if the test cannot create a cgroup on this machine.
+    /// Creates a cgroup for a test. If this is not possible on this machine, prints a message and returns `None`.
     fn new(test: &str) -> Option<Self> {
         let name = format!("bulkhead-test-{}-{test}", std::process::id());
         let made = root_path().and_then(|path| Folder::open(&path)?.make_child(&name));
@@ -50,8 +50,8 @@ impl TestGroup {
         self.0.path()
     }
 
-    /// Returns this group as the delegated group of a keeper, which is the test process. `supervisor` is the
-    /// PID of the supervisor.
+    /// Returns this group as the delegated group of a keeper. The test process plays the role of the keeper.
+    /// `supervisor` is the PID of the supervisor.
     fn root(&self, supervisor: u32) -> DelegatedGroup {
         DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -153,12 +153,12 @@ impl Leaf {
         Ok(events.lines().any(|line| line == event))
     }
 
-    /// True if no live process is in the group. Zombies do not count.
+    /// Returns true if no live process is in the group. Zombies do not count.
     fn is_empty(&self) -> std::io::Result<bool> {
         self.event_is_set("populated 0")
     }
 
-    /// True if all processes in the group are frozen.
+    /// Returns true if all processes in the group are frozen.
     fn is_frozen(&self) -> std::io::Result<bool> {
         self.event_is_set("frozen 1")
     }

@@ -331,7 +331,7 @@ fn landlock_permits_only_the_configured_ports() {
     }
 }
 
-/// A socket that another process has created and passed to the worker.
+/// The socket was created by another process and passed to the worker.
 #[test]
 fn landlock_restricts_sockets_passed_to_the_worker() {
     use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType, connect, socket};
@@ -399,7 +399,7 @@ fn landlock_denies_abstract_sockets_of_other_processes() {
     });
 }
 
-/// A process of the same user that is not confined.
+/// An unconfined process of the same user.
 struct Outsider(Child);
 
 impl Outsider {

@@ -19,7 +19,7 @@ const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u
 const JUMP_IF_HAS_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// Condition on the number that was loaded last.
+/// Condition that tests the number that was loaded last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Condition {
     Is(u32),
@@ -41,17 +41,17 @@ pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
     if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }
 }
 
-/// Ends the filter with this action.
+/// Makes the filter return this action.
 pub(super) fn return_action(action: u32) -> sock_filter {
     instruction(RETURN, action)
 }
 
-/// Ends the filter with this action if the condition holds.
+/// Makes the filter return this action if the condition holds.
 pub(super) fn return_if(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 0, 1), return_action(action)]
 }
 
-/// Ends the filter with this action if the condition does not hold.
+/// Makes the filter return this action if the condition does not hold.
 pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 1, 0), return_action(action)]
 }

@@ -1,5 +1,5 @@
-//! Rules for individual bits of arguments. They narrow the rules of a worker's profile. Each call stays allowed with
-//! other arguments.
+//! Rules for individual bits of system call arguments. They narrow the rules of a worker's profile. Each call stays
+//! allowed with other arguments.
 
 use rustix::io::Errno;
 
@@ -59,7 +59,7 @@ pub(super) fn deny_fast_open(rules: &mut Rules) {
 /// truncation: a worker could otherwise truncate files that it can only read.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
-    /// Access mode 3. A file opened with it can be neither read nor written, although the kernel checks both
+    /// File access mode 3. A file opened in this mode can be neither read nor written, although the kernel checks both
     /// permissions.
     const NO_ACCESS: u32 = libc::O_ACCMODE as u32;
     let refused = || Rule::from(Verdict::Errno(Errno::PERM));

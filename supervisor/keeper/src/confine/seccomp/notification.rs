@@ -33,7 +33,7 @@ pub(crate) enum ListenerState {
     Pending,
     /// No notification is waiting now.
     Idle,
-    /// No further notification can arrive, because no process uses the filter.
+    /// No further notification can arrive, because no process uses the filter any more.
     Closed,
 }
 

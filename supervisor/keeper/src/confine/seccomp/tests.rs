@@ -343,7 +343,7 @@ fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
     syscalls::number(name).map(|number| (u64::from(number), arguments))
 }
 
-/// Makes each call in a child under the filter, and compares the error numbers.
+/// Makes each call in a child process under the filter, and compares its error number with the expected one.
 fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
     let here: Vec<_> = expectations
         .iter()
@@ -370,7 +370,7 @@ const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 /// Error with which the tests respond to seccomp notifications. No tested call returns this error on its own.
 const NOTIFIED: i32 = libc::EXDEV;
 
-/// Calls that both profiles deny, with and without the network.
+/// Calls that both profiles deny, with and without network access.
 fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     let refused = "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree \
                    open_tree_attr pivot_root umount2 setns fanotify_init name_to_handle_at \
@@ -764,7 +764,7 @@ worker.on('message', async (answer) => {
 });
 "#;
 
-/// Runs this program. Returns `None` if the program is not installed.
+/// Runs a program under a filter with these rules. Returns `None` if the program is not installed.
 fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
     let mut command = Command::new(program);
     command.args(arguments);

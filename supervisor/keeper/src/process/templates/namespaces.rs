@@ -22,8 +22,8 @@ use crate::wait;
 /// Maximum number of exit reports that are read from a namespace at once.
 const EXITS_MAX: usize = 64;
 
-/// Maximum number of remembered exits of unidentified processes in a namespace. The template may later report
-/// some of these processes as forked workers.
+/// Maximum number of remembered exits of unidentified processes in a namespace. The template might later report some of
+/// these processes as forked workers.
 const REMEMBERED_EXITS_MAX: usize = 64;
 
 /// Minimum and maximum pause between orders to kill leftover processes.
@@ -51,7 +51,7 @@ pub(crate) struct TemplateNamespace {
     workers: HashMap<u32, u32>,
     /// Other children of the first process, with the time at which each was discovered.
     unidentified: Vec<(u32, Instant)>,
-    /// True if there may be more unidentified children than listed.
+    /// True if there might be more unidentified children than listed.
     has_more: bool,
     /// PIDs of unidentified processes that exited recently.
     recent_exits: VecDeque<u32>,
@@ -77,7 +77,7 @@ pub(crate) struct NamespaceMember {
     pub(crate) namespace: u32,
     /// The worker's PID in the namespace.
     pub(crate) inner: u32,
-    /// Part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
+    /// Secret part of the name of the worker's temporary folder. Set only if the folder is inside the namespace.
     pub(crate) secret: Option<u128>,
 }
 
@@ -144,8 +144,8 @@ impl EventLoop {
         self.send_namespace_orders(pid, has_more);
     }
 
-    /// Sends pending orders. If `has_more` is true, the socket may already contain messages for which polling
-    /// reports no new event.
+    /// Sends pending orders. If `has_more` is true, the socket might already contain messages for which polling reports
+    /// no new event.
     fn send_namespace_orders(&mut self, pid: u32, has_more: bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         // If the first process has exited, it is reaped next.
@@ -157,7 +157,7 @@ impl EventLoop {
         let _ = register_again(&self.poll, &socket, pid as usize | NAMESPACE, is_blocked);
     }
 
-    /// Reads and handles some exit reports. Returns true if there may be more.
+    /// Reads and handles some exit reports. Returns true if there might be more reports.
     pub(crate) fn handle_exits(&mut self, pid: u32) -> bool {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
@@ -169,7 +169,7 @@ impl EventLoop {
         has_more
     }
 
-    /// Reads some exit reports. The boolean is true if there may be more reports.
+    /// Reads some exit reports. The returned boolean is true if there might be more reports.
     fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
         let mut exits = Vec::new();
         let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };
@@ -300,7 +300,8 @@ impl EventLoop {
         due.into_iter().for_each(|pid| self.clean_namespace(pid, now));
     }
 
-    /// Reports the exited workers for which `is_reaped` returns true.
+    /// Removes the resources of the exited workers for which `is_reaped` returns true, and reports these workers as
+    /// reaped.
     fn report_reaped_in(&mut self, pid: u32, is_reaped: impl Fn(&ExitedWorker) -> bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         let reaped: Vec<ExitedWorker> = namespace.exited.extract_if(.., |exited| is_reaped(exited)).collect();

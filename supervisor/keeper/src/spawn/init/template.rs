@@ -92,7 +92,7 @@ pub(crate) struct ChildExit {
     /// PIDs of the remaining children inside the namespace. `None` if another exit report of this iteration
     /// follows.
     pub(crate) children: Option<Vec<u32>>,
-    /// True if there may be more children than listed.
+    /// True if there might be more children than listed.
     pub(crate) has_more: bool,
 }
 
@@ -145,7 +145,7 @@ pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     }
 }
 
-/// Creates a descriptor that becomes readable when a child may have exited.
+/// Creates a descriptor that becomes readable when a child might have exited.
 fn watch_sigchld() -> Result<OwnedFd, Errno> {
     // SAFETY: the set is a local, which the calls fill and read. The new descriptor is owned only here.
     unsafe {
@@ -164,7 +164,7 @@ struct TemplateInit<'s> {
     template: u32,
     socket: &'s OwnedFd,
     children: OwnedFd,
-    /// Becomes readable when a child may have exited.
+    /// Descriptor that becomes readable when a child might have exited.
     sigchld: OwnedFd,
 }
 
@@ -233,8 +233,8 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Fills `numbers` with the PIDs of remaining children. Returns the number of PIDs, and true if there may
-    /// be further children.
+    /// Fills `numbers` with the PIDs of remaining children. Returns the number of PIDs, and true if there might be
+    /// further children.
     fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];
@@ -262,7 +262,7 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Executes pending orders. Returns true if more orders may be pending.
+    /// Executes pending orders. Returns true if more orders might be pending.
     fn execute_orders(&self) -> bool {
         let mut bytes = [0; ORDER_BYTES_MAX];
         for _ in 0..ORDERS_PER_ITERATION {
@@ -313,7 +313,7 @@ impl TemplateInit<'_> {
 }
 
 /// Kills a child and, if it leads a process group, the whole group. Does nothing if the child has been reaped, because
-/// its PID may have been reused.
+/// its PID might have been reused.
 fn kill_child(pid: u32) {
     if pid > 1 && bulkhead_linux::wait::is_child(pid) {
         kill(-(pid as i32));

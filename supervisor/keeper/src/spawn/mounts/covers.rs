@@ -22,7 +22,7 @@ use bulkhead_linux::errno::{self, check};
 /// Maximum number of covered folders. Each covered folder needs a descriptor in the child.
 const COVERS_MAX: usize = 32;
 
-/// Maximum number of entries that are shown individually instead of their folder.
+/// Maximum number of entries of a folder that are shown individually instead of the whole folder.
 const ENTRIES_MAX: usize = 4096;
 
 /// Mount options of the file system that covers a folder. The file system contains only folders and mount points, and
@@ -246,14 +246,14 @@ impl Bind {
         const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
         let here = folder.map_or(libc::AT_FDCWD, |folder| folder.as_raw_fd());
         let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | libc::AT_RECURSIVE as libc::c_uint;
-        // SAFETY: the text ends with NUL. The returned descriptor is owned only here.
+        // SAFETY: the string ends with NUL. The returned descriptor is owned only here.
         let copy = unsafe {
             match libc::syscall(libc::SYS_open_tree, here, self.from.as_ptr(), flags) {
                 -1 => return Err(errno::last()),
                 descriptor => OwnedFd::from_raw_fd(descriptor as i32),
             }
         };
-        // SAFETY: both texts end with NUL.
+        // SAFETY: both strings end with NUL.
         check(unsafe {
             libc::syscall(
                 libc::SYS_move_mount,

@@ -31,7 +31,8 @@ const STAGING_FOLDER: &CStr = c"/proc";
 /// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Number of bytes of a private `/tmp` for each file that it can contain, and minimum number of files.
+/// Number of bytes in a private `/tmp` for each file that it can contain, and minimum number of files that it can
+/// contain.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
@@ -73,8 +74,8 @@ pub(crate) struct PrivateRoot {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of entries that are shown individually instead of their folder. A larger folder is shown as a whole,
-/// and its withheld paths are hidden.
+/// Maximum number of entries of a folder that are shown individually instead of the whole folder. A larger folder is
+/// shown as a whole, and its withheld paths are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
 /// Step numbers from here on are the same for every root folder. Lower numbers are the steps in
@@ -355,7 +356,7 @@ impl Layout {
         steps
     }
 
-    /// Returns the access of the nearest visible folder above this path, or `None` if there is none.
+    /// Returns the access to the nearest visible folder above this path, or `None` if there is none.
     fn access_above(&self, path: &Path) -> Option<Access> {
         path.ancestors().skip(1).find_map(|above| {
             let (_, access) = self.binds.get(above)?;
@@ -422,7 +423,7 @@ pub(crate) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
-/// Returns the path of a system file while the new root is being assembled.
+/// Returns the path that a system file has while the new root folder is being assembled.
 fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
@@ -446,14 +447,14 @@ fn change_root() -> Result<(), Errno> {
     mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
     rustix::process::chdir(STAGING_FOLDER)?;
     make_folder(c"old")?;
-    // SAFETY: the texts end with NUL.
+    // SAFETY: the strings end with NUL.
     check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c"old".as_ptr()) } as i32)?;
     rustix::process::chdir(c"/")
 }
 
 /// Unmounts the old root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
-    // SAFETY: the text ends with NUL.
+    // SAFETY: the string ends with NUL.
     check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;
     rustix::fs::rmdir(OLD_ROOT)?;
     let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
