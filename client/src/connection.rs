@@ -810,7 +810,9 @@ async fn write(requests: &Requests) -> String {
 fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch) -> Result<Received, String> {
     let mut problem = None;
     let read = requests.transport.try_io(tokio::io::Interest::READABLE, || {
-        let (received, mut batch) = inbox.receive_by(scratch, |buffer| requests.receive(buffer))?;
+        let mut has_files = false;
+        let (received, mut batch) =
+            inbox.receive_by(scratch, |buffer| requests.receive(buffer, &mut has_files))?;
         let mut frames = Frames::new(requests);
         loop {
             let result = match batch.next() {
@@ -838,8 +840,9 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
             }
         }
         match received {
-            // Makes tokio wait until more bytes arrive.
-            Received::Drained => Err(io::ErrorKind::WouldBlock.into()),
+            // Makes tokio wait until more bytes arrive. A read that returns descriptors ends with their message, even
+            // if more bytes have already arrived.
+            Received::Drained if !has_files => Err(io::ErrorKind::WouldBlock.into()),
             other => Ok(other),
         }
     });

@@ -270,14 +270,16 @@ impl Requests {
         }
     }
 
-    /// Reads from the connection without blocking. Also receives descriptors if a requested lease can arrive.
-    pub(crate) fn receive(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+    /// Reads from the connection without blocking. Also receives descriptors if a requested lease can arrive. Sets
+    /// `has_files` to true if it has received descriptors.
+    pub(crate) fn receive(&self, buffer: &mut [u8], has_files: &mut bool) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
             return self.transport.receive(buffer, None);
         }
         let mut files = Vec::new();
         let count = self.transport.receive(buffer, Some(&mut files))?;
-        if !files.is_empty() {
+        *has_files = !files.is_empty();
+        if *has_files {
             self.lock().leases.received_files = files;
         }
         Ok(count)
