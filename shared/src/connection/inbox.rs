@@ -55,7 +55,8 @@ impl Scratch {
 pub enum Received {
     /// More bytes may be available. Call [`Inbox::receive`] again before waiting for the socket.
     More,
-    /// All available bytes have been read.
+    /// All available bytes have been read. If the read returned descriptors, more bytes may be available, because such a
+    /// read ends early.
     Drained,
     /// The peer has closed its side of the connection.
     Closed,

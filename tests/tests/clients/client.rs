@@ -1,17 +1,21 @@
 //! The client library with a real supervisor, and with a fake supervisor that violates the protocol.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, ConnectError, Executed, JobError, Reply, Verdict, blocking};
-use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused};
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, capability};
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{FLAG_CRITICAL, HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::{Outcome, RejectReason};
 use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tempfile::TempDir;
 
 pub(super) fn run<T>(future: impl Future<Output = T>) -> T {
@@ -495,6 +499,59 @@ pub(super) fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOn
         scope.spawn(move || script(&fake));
         run(work(path))
     })
+}
+
+/// A read that returns descriptors ends with their message. The client must read again, because the kernel does not report
+/// the bytes that had already arrived.
+#[test]
+fn frames_behind_descriptors_are_read_immediately() {
+    let fake = Fake::new();
+    let path = fake.path.clone();
+    let (sent, is_sent) = mpsc::channel();
+    let script = move || {
+        let mut peer = fake.accept();
+        let welcome = ClientWelcome {
+            version: 1,
+            frame_bytes_max: 1 << 30,
+            capabilities: capability::MEMORY_FILES,
+            server_version: "fake",
+        };
+        peer.send(&frame(kind::CLIENT_WELCOME, 0, MAGIC, &metadata(&welcome), b""));
+        let (mut request, mut job) = (None, None);
+        while request.is_none() || job.is_none() {
+            let (header, ..) = peer.next().expect("the client requests a lease and sends a job");
+            match header.kind {
+                kind::LEASE => request = Some(header.number),
+                kind::SUBMIT => job = Some(header.number),
+                other => panic!("kind {other}"),
+            }
+        }
+        let lease = metadata(&LeaseRef { lease: 1, bytes: 1 << 20 });
+        let file = tempfile::tempfile().unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut rights = SendAncillaryBuffer::new(&mut space);
+        assert!(rights.push(SendAncillaryMessage::ScmRights(&[file.as_fd(), file.as_fd()])));
+        let leased = frame(kind::LEASED, 0, request.unwrap(), &lease, b"");
+        sendmsg(&peer.0, &[IoSlice::new(&leased)], &mut rights, SendFlags::empty()).unwrap();
+        peer.send(&outcome(job.unwrap(), b"result"));
+        sent.send(()).unwrap();
+        peer.end();
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(script);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let client = Client::connect(path).await.unwrap();
+            // Larger than a payload that never uses a memory file.
+            let job = client.job("b", vec![0; 100_000]).start().await.unwrap();
+            // The only thread of the runtime does not read before both messages have arrived.
+            is_sent.recv_timeout(PATIENCE).unwrap();
+            let reply = tokio::time::timeout(PATIENCE, job).await.expect("the outcome is read");
+            assert_eq!(reply.unwrap().payload(), b"result");
+        });
+        // Closes the connection.
+        drop(runtime);
+    });
 }
 
 #[test]
