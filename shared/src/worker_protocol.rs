@@ -137,7 +137,7 @@ pub struct Status<'a> {
 /// [`EXTEND_START`](crate::frame::kind::EXTEND_START): the initialisation needs more time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Extend {
-    /// Time that the initialisation still needs, in milliseconds from now. Each frame can request at most the
+    /// Remaining initialisation time, in milliseconds. Each frame can request at most the
     /// bulkhead's `start.ready`.
     pub more_ms: u32,
 }

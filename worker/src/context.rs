@@ -231,7 +231,7 @@ pub struct StartCtx {
 pub(crate) enum StatusReceiver {
     /// The supervisor, which receives the messages of a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper, which receives the messages of a template.
+    /// The keeper, which receives messages from a template.
     Keeper(Arc<Template>),
 }
 

@@ -308,7 +308,7 @@ fn monitored_limit_does_not_rise_if_jobs_are_slow() {
 
 /// The last report contains the final limit.
 #[test]
-fn reports_limit_changes_at_most_every_ten_seconds() {
+fn limit_changes_are_reported_at_most_once_every_ten_seconds() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     load.run(60 * SECOND, cores(4));
     load.run(60 * SECOND, cores(64));

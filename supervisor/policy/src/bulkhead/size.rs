@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces the workers that cannot raise their maximum number of jobs, one after another.
+    /// Replaces, one at a time, the workers that cannot raise their maximum number of jobs.
     fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
