@@ -140,7 +140,7 @@ fn repeated_start_failures_share_one_crash_report() {
 }
 
 #[test]
-fn advice_counts_every_rejection() {
+fn advice_takes_every_rejection_into_account() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nrate_limit = { per_second = 0.001, burst = 120 }\n",
     );
