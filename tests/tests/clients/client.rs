@@ -530,7 +530,8 @@ fn frames_behind_descriptors_are_read_immediately() {
         let file = tempfile::tempfile().unwrap();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut rights = SendAncillaryBuffer::new(&mut space);
-        assert!(rights.push(SendAncillaryMessage::ScmRights(&[file.as_fd(), file.as_fd()])));
+        let files = [file.as_fd(), file.as_fd()];
+        assert!(rights.push(SendAncillaryMessage::ScmRights(&files)));
         let leased = frame(kind::LEASED, 0, request.unwrap(), &lease, b"");
         sendmsg(&peer.0, &[IoSlice::new(&leased)], &mut rights, SendFlags::empty()).unwrap();
         peer.send(&outcome(job.unwrap(), b"result"));
