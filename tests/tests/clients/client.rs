@@ -543,6 +543,11 @@ fn frames_behind_descriptors_are_read_immediately() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let client = Client::connect(path).await.unwrap();
+            // The connection's task runs until it waits for the socket, so that the runtime learns of both messages at
+            // once.
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+            }
             // Larger than a payload that never uses a memory file.
             let job = client.job("b", vec![0; 100_000]).start().await.unwrap();
             // The only thread of the runtime does not read before both messages have arrived.
