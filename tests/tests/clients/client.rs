@@ -536,10 +536,11 @@ fn frames_behind_descriptors_are_read_immediately() {
         sendmsg(&peer.0, &[IoSlice::new(&leased)], &mut rights, SendFlags::empty()).unwrap();
         peer.send(&outcome(job.unwrap(), b"result"));
         sent.send(()).unwrap();
-        peer.end();
+        // Reads nothing more, because the kernel would then report that the client can write and read.
+        peer
     };
     std::thread::scope(|scope| {
-        scope.spawn(script);
+        let peer = scope.spawn(script);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let client = Client::connect(path).await.unwrap();
@@ -557,6 +558,7 @@ fn frames_behind_descriptors_are_read_immediately() {
         });
         // Closes the connection.
         drop(runtime);
+        peer.join().unwrap().end();
     });
 }
 
