@@ -80,14 +80,14 @@ impl JobOptions {
                 return Err(format!("{name} has {} bytes; use {min} to {max}", text.len()));
             }
             if text.chars().any(char::is_control) {
-                return Err(format!("{name} contains a control character; remove it"));
+                return Err(format!("{name} contains a control character; remove the character"));
             }
         }
         if self.traceparent.as_ref().is_some_and(|text| text.chars().any(char::is_control)) {
-            return Err("the traceparent contains a control character; remove it".into());
+            return Err("the traceparent contains a control character; remove the character".into());
         }
         if self.deadline.is_some_and(|deadline| deadline < Duration::from_millis(1)) {
-            return Err("the deadline is below 1 ms; use a longer one".into());
+            return Err("the deadline is below 1 ms; use a longer deadline".into());
         }
         Ok(())
     }

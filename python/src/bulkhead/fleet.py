@@ -249,7 +249,7 @@ def _check(bulkhead: str, id: str, operation: str, tenant: str, headers: dict[st
             raise _rejected(bulkhead, "invalid", f"{name} has {len(text.encode())} bytes; use {least} to {most}")
     for text in (bulkhead, tenant, *headers.values()):
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
-            raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove it")
+            raise _rejected(bulkhead, "invalid", f"{text!r} contains a control character; remove the character")
 
 
 def _reason(error: dict[str, Any]) -> str | None:
