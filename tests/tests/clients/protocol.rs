@@ -848,7 +848,7 @@ fn protocol_page_lists_every_worker_capability() {
         "capabilities ({}: accepts extension 5",
         bulkhead_shared::client_protocol::capability::RUN_LIMIT
     )));
-    assert!(page.contains(&format!("(The SDK runs up to {IN_FLIGHT_CEILING} at once")));
+    assert!(page.contains(&format!("(The SDK runs up to {IN_FLIGHT_CEILING} jobs at once")));
 }
 
 fn page() -> String {
