@@ -105,8 +105,8 @@ pub struct Plan {
     pub lasts: Duration,
     /// Seed for random choices. Timing still depends on the machine.
     pub seed: u64,
-    /// True if jobs hang and workers are stopped, so the supervisor has to kill workers. A killed worker can run for a
-    /// moment alongside its successor. Otherwise, the limit on concurrent jobs is never exceeded.
+    /// True if jobs hang and workers are stopped, so the supervisor has to kill workers. A worker that is being killed
+    /// can run for a moment alongside its successor. Otherwise, the limit on concurrent jobs is never exceeded.
     pub has_hangs: bool,
 }
 
@@ -119,8 +119,7 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began above the limit while a killed worker still held a place. After SIGKILL, a
-    /// worker can still exist when its replacement begins a job.
+    /// Number of jobs that began above the limit while a worker that was being killed still held a place.
     pub beside_killed: usize,
     /// Number of jobs reported as executed without a record of their beginning. A few such jobs are possible,
     /// because a worker can die between claiming a job and recording it.
@@ -132,6 +131,12 @@ pub struct Findings {
     /// Resident memory of the idle supervisor in bytes, after a fifth of the load and at the end.
     pub resident: (u64, u64),
 }
+
+/// `grace` of the bulkheads in a run with hangs.
+const GRACE: Duration = Duration::from_millis(50);
+
+/// Maximum time in µs from the decision to kill a worker until it no longer begins any jobs.
+const KILL_TIMEOUT_US: u64 = 500_000;
 
 /// Maximum number of faults of each kind that are reported in full.
 const TOLD_MAX: usize = 5;
@@ -208,7 +213,7 @@ fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
 /// Returns the configuration of the bulkheads, in TOML. A new `revision` changes the workers' environment, so
 /// that a reload replaces all workers.
 pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
-    let grace = if plan.has_hangs { "50ms" } else { "60s" };
+    let grace = if plan.has_hangs { GRACE } else { Duration::from_secs(60) };
     let program = programs().join("ledger");
     let quoted = |path: &Path| format!("{:?}", path.to_str().expect("an ordinary path"));
     let one = |bulkhead: &Bulkhead| {
@@ -221,11 +226,12 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
         format!(
             "[bulkhead.{name}]\ncommand = [{}, \"worker\", {}, \"{name}\", \"{}\"]\n\
              env = {{ REVISION = \"{revision}\" }}\nprocesses = {processes}\nmax_in_flight = {max_in_flight}\n\
-             max_queue = 200\ndeadline = \"2s\"\ngrace = \"{grace}\"\nhealth = {{ heartbeat = \"200ms\", missed = 5 }}\n\
+             max_queue = 200\ndeadline = \"2s\"\ngrace = \"{}ms\"\nhealth = {{ heartbeat = \"200ms\", missed = 5 }}\n\
              retry = {{ attempts = 3, budget = 1.0 }}\n{keys}\n{sandbox}",
             quoted(&program),
             quoted(notes),
             bulkhead.bound(),
+            grace.as_millis(),
         )
     };
     BULKHEADS.iter().map(one).collect()
@@ -349,10 +355,16 @@ fn compare(
     let mut begun: HashMap<u64, usize> = HashMap::new();
     let mut ended: HashSet<u64> = HashSet::new();
     let mut ended_attempts: HashSet<Attempt> = HashSet::new();
+    let mut workers: HashMap<Attempt, u64> = HashMap::new();
+    let mut last_begun_us: HashMap<u64, u64> = HashMap::new();
     let mut faults: HashMap<&'static str, Vec<String>> = HashMap::new();
     for record in records {
         match record.mark {
-            Mark::Begun => *begun.entry(record.job).or_default() += 1,
+            Mark::Begun => {
+                *begun.entry(record.job).or_default() += 1;
+                workers.insert(record.attempt(), record.worker);
+                last_begun_us.insert(record.worker, record.at_us);
+            }
             Mark::Ended => {
                 ended.insert(record.job);
                 ended_attempts.insert(record.attempt());
@@ -363,8 +375,16 @@ fn compare(
     findings.begun = begun.len();
     for (at, record) in records.iter().enumerate().filter(|(_, record)| record.mark == Mark::OverBound) {
         let held = records[at + 1..].iter().take_while(|held| held.mark == Mark::Held);
-        let is_killed = held.clone().any(|held| !ended_attempts.contains(&held.attempt()));
-        if is_killed && plan.has_hangs {
+        // A job that was frozen until `GRACE` was over can still end before its worker is dead.
+        let is_killed = |held: &Record| {
+            let is_late = record.at_us >= held.began_us + GRACE.as_micros() as u64;
+            let has_failed = !told.get(&held.job).is_some_and(|entry| entry.told.is_ok());
+            let last_us = workers.get(&held.attempt()).and_then(|worker| last_begun_us.get(worker));
+            let is_dead = last_us.is_some_and(|last_us| *last_us < record.at_us + KILL_TIMEOUT_US);
+            let is_retried = begun.get(&held.job).is_some_and(|times| *times > 1);
+            !ended_attempts.contains(&held.attempt()) || is_late && is_dead && (has_failed || is_retried)
+        };
+        if plan.has_hangs && held.clone().any(is_killed) {
             findings.beside_killed += 1;
         } else {
             let what = format!("{}, held by {:?}", around(record, deeds), held.collect::<Vec<_>>());

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::RwLock;
+use std::sync::{OnceLock, RwLock};
 use std::time::Duration;
 
 use bulkhead_worker::{HandlerError, Job, Server};
@@ -22,6 +22,9 @@ const SCANS: usize = 4;
 /// Held for writing while a process is spawned, and for reading while a place is released. Until a new
 /// process executes its program, it shares all of the worker's open files, including the locks of other jobs.
 static SPAWNING: RwLock<()> = RwLock::new(());
+
+/// Identity of this worker in its records.
+static WORKER: OnceLock<u64> = OnceLock::new();
 
 /// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,30 +53,29 @@ pub struct Record {
     pub began_us: u64,
     /// Time in µs of CLOCK_MONOTONIC.
     pub at_us: u64,
-    /// PID of the worker in its own PID namespace.
-    pub pid: u32,
+    /// Time in µs of CLOCK_MONOTONIC at which the worker's first job began. Identifies the worker.
+    pub worker: u64,
     /// Kind of the record.
     pub mark: Mark,
 }
 
 impl Record {
-    const BYTES: usize = 32;
+    const BYTES: usize = 40;
 
     fn encode(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&self.job.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.began_us.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.at_us.to_le_bytes());
-        bytes[24..28].copy_from_slice(&self.pid.to_le_bytes());
-        bytes[28] = self.mark as u8;
+        bytes[24..32].copy_from_slice(&self.worker.to_le_bytes());
+        bytes[32] = self.mark as u8;
         bytes
     }
 
     fn decode(bytes: &[u8]) -> Self {
         let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        let pid = u32::from_le_bytes(bytes[24..28].try_into().expect("four bytes"));
-        let mark = Mark::ALL[usize::from(bytes[28])];
-        Self { job: number(0), began_us: number(8), at_us: number(16), pid, mark }
+        let mark = Mark::ALL[usize::from(bytes[32])];
+        Self { job: number(0), began_us: number(8), at_us: number(16), worker: number(24), mark }
     }
 
     /// Returns the attempt that the record is about.
@@ -96,7 +98,9 @@ impl Attempt {
 
     /// Returns this worker's record about the attempt.
     fn record(self, at_us: u64, mark: Mark) -> Record {
-        Record { job: self.job, began_us: self.began_us, at_us, pid: std::process::id(), mark }
+        // Set by the first job, because forked workers share everything that the template has set.
+        let worker = *WORKER.get_or_init(|| self.began_us);
+        Record { job: self.job, began_us: self.began_us, at_us, worker, mark }
     }
 
     fn encode(self) -> [u8; Self::BYTES] {
