@@ -1049,8 +1049,8 @@ impl DataPlane {
     /// Returns the processes of all workers, each with its bulkhead.
     fn worker_processes(&self) -> Vec<WorkerProcess> {
         let process = |link: &Link| {
-            let compartment = &self.compartments[link.compartment];
-            Some(self.bulkheads.worker_process(compartment, link.pid()?, link.worker.generation))
+            let compartment = &self.compartments[link.compartment()];
+            Some(self.bulkheads.worker_process(compartment, link.pid()?, link.worker().generation))
         };
         self.links.values().filter_map(process).collect()
     }

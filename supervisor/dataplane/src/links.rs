@@ -26,6 +26,7 @@ use unsolicited_frames::UnsolicitedFrames;
 use super::bulkheads::{Compartments, DescribeWorker, WorkerDetails};
 use super::crashes::Hang;
 use super::journal::Journal;
+use super::keeper_link::WorkerOrder;
 use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::starvation::Watch;
 use super::unread_loans::ReceiverLoans;
@@ -41,14 +42,7 @@ const VIOLATIONS_MAX: usize = 64;
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
-    pub(super) compartment: CompartmentIndex,
-    pub(super) worker: WorkerId,
-    pub(super) slot: u32,
-    pub(super) spawn: u64,
-    /// Program with which the worker was started.
-    pub(super) program: Arc<Program>,
-    /// Template that forked the worker, or `None` if the worker was not forked.
-    pub(super) template: Option<u64>,
+    ordered: OrderedWorker,
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
@@ -61,8 +55,6 @@ pub(super) struct Link {
     /// Stacks that were recorded because the worker did not respond. They are added to its crash report.
     hang: Option<Hang>,
     process: Process,
-    /// The worker's separate UID, or `None` if workers have no separate UIDs.
-    id: Option<u32>,
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
@@ -140,11 +132,11 @@ pub(super) type Oversized = (JobId, HandlerFailure);
 
 /// A worker that the keeper has been ordered to start.
 pub(super) struct OrderedWorker {
-    pub(super) compartment: CompartmentIndex,
-    pub(super) worker: WorkerId,
-    pub(super) slot: u32,
+    pub(super) order: WorkerOrder,
     pub(super) spawn: u64,
+    /// Template that forks the worker, or `None` if the worker is not forked.
     pub(super) template: Option<u64>,
+    /// The worker's separate UID, or `None` if workers have no separate UIDs.
     pub(super) id: Option<u32>,
     pub(super) program: Arc<Program>,
 }
@@ -156,14 +148,8 @@ impl Link {
         read_position: ReadPosition,
         output: Output,
     ) -> Self {
-        let OrderedWorker { compartment, worker, slot, spawn, template, id, program } = ordered;
         Self {
-            compartment,
-            worker,
-            slot,
-            spawn,
-            program,
-            template,
+            ordered,
             socket,
             inbox: Inbox::default(),
             outbox: Outbox::default(),
@@ -172,7 +158,6 @@ impl Link {
             journal: None,
             hang: None,
             process: Process::Ordered { output },
-            id,
             end: EndCause::None,
             reads: ReadState::Open,
             is_dirty: false,
@@ -182,6 +167,39 @@ impl Link {
             unsolicited: UnsolicitedFrames::default(),
             status: None,
         }
+    }
+
+    // The order.
+
+    /// Returns the worker's compartment and ID, which together identify the worker.
+    pub(super) fn key(&self) -> (CompartmentIndex, WorkerId) {
+        (self.compartment(), self.worker())
+    }
+
+    pub(super) fn compartment(&self) -> CompartmentIndex {
+        self.ordered.order.compartment
+    }
+
+    pub(super) fn worker(&self) -> WorkerId {
+        self.ordered.order.worker
+    }
+
+    pub(super) fn slot(&self) -> u32 {
+        self.ordered.order.slot
+    }
+
+    pub(super) fn spawn(&self) -> u64 {
+        self.ordered.spawn
+    }
+
+    /// Returns the template that forked the worker, or `None` if the worker was not forked.
+    pub(super) fn template(&self) -> Option<u64> {
+        self.ordered.template
+    }
+
+    /// Returns the program with which the worker was started.
+    pub(super) fn program(&self) -> &Arc<Program> {
+        &self.ordered.program
     }
 
     // The process.
@@ -226,7 +244,7 @@ impl Link {
 
     /// Returns the worker's confinement, as read back from the kernel.
     pub(super) fn confinement(&self) -> Option<Confinement> {
-        Some(self.program.sandbox().describe(&self.running()?.observed))
+        Some(self.ordered.program.sandbox().describe(&self.running()?.observed))
     }
 
     /// Removes the output, and returns it with the PID. Returns `None` if the output was already passed to the control
@@ -273,7 +291,7 @@ impl Link {
 
     /// Removes and returns the worker's UID. Returns `None` if workers have no separate UIDs.
     pub(super) fn take_id(&mut self) -> Option<u32> {
-        self.id.take()
+        self.ordered.id.take()
     }
 
     // The end of the worker.
@@ -468,7 +486,7 @@ impl Links {
         (compartment, worker): (CompartmentIndex, WorkerId),
     ) -> Option<LinkIndex> {
         let index = compartments[compartment].link_at(worker)?;
-        self.slab.get(index).is_some_and(|link| link.worker == worker).then_some(index)
+        self.slab.get(index).is_some_and(|link| link.worker() == worker).then_some(index)
     }
 
     /// Returns the link of the worker with this spawn number.
@@ -499,7 +517,7 @@ impl Links {
 
     /// Adds the link of a worker that the keeper has been ordered to start.
     pub(super) fn add(&mut self, link: Link) -> LinkIndex {
-        let spawn = link.spawn;
+        let spawn = link.spawn();
         let index = self.slab.insert(link);
         self.by_spawn.insert(spawn, index);
         index
@@ -546,7 +564,7 @@ impl Links {
 
     /// Records that a dead worker's descendants are being reaped.
     pub(super) fn begin_reaping(&mut self, link: &mut Link) {
-        self.reaping.insert(link.spawn, (link.compartment, link.worker, link.id.take()));
+        self.reaping.insert(link.spawn(), (link.compartment(), link.worker(), link.ordered.id.take()));
     }
 
     /// Returns the dead worker whose descendants have been reaped, and releases the worker's UID to the pool.
@@ -740,7 +758,7 @@ impl Links {
 
 /// Returns the cause of a worker's death. `link` is the worker's link.
 pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
-    let is_filtered = || link.is_some_and(|link| link.program.sandbox().filters_calls());
+    let is_filtered = || link.is_some_and(|link| link.program().sandbox().filters_calls());
     match exit {
         Exit::Signal { number: libc::SIGKILL, .. } if link.is_some_and(Link::is_overfull) => Death::TmpFull,
         Exit::Code(code) => Death::Exit(code),
@@ -760,7 +778,7 @@ impl Link {
 
 impl DescribeWorker for Links {
     fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails {
-        let link = link.and_then(|index| self.slab.get(index)).filter(|link| link.worker == worker);
+        let link = link.and_then(|index| self.slab.get(index)).filter(|link| link.worker() == worker);
         let status = link.and_then(|link| link.status.clone());
         WorkerDetails { status, confinement: link.and_then(Link::confinement) }
     }

@@ -28,7 +28,7 @@ impl DataPlane {
     pub(crate) fn worker_spawned(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd, observed: Observed) {
         let Some(index) = self.links.index_of_spawn(spawn) else { return };
         let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         link.run(pid, pidfd, observed);
         self.forward_output(index);
         self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
@@ -43,13 +43,13 @@ impl DataPlane {
     pub(crate) fn spawn_failed(&mut self, spawn: u64, step: &str, error: &io::Error) {
         let Some(mut link) = self.take_link(spawn) else { return };
         self.links.give_back(link.take_id());
-        let program = link.program.path_for_messages();
+        let program = link.program().path_for_messages();
         let message = format!(
             "failed to start {program}: {step}: {error}{}",
             keeper::spawn_failure_advice(step, error)
         );
-        let event = Event::SpawnFailed { worker: link.worker, message };
-        self.apply(link.compartment, event, Incoming::None);
+        let event = Event::SpawnFailed { worker: link.worker(), message };
+        self.apply(link.compartment(), event, Incoming::None);
     }
 
     /// Handles the exit of a worker's process. If the worker runs one program per job, the death is not reported to
@@ -57,11 +57,11 @@ impl DataPlane {
     pub(crate) fn worker_exited(&mut self, spawn: u64, exit: Exit, usage: Usage) {
         let link = self.links.of_spawn_mut(spawn);
         let death = death_of(exit, link.as_deref());
-        match link.filter(|link| link.program.runs_programs()) {
+        match link.filter(|link| link.program().runs_programs()) {
             Some(link) => {
                 link.defer_death(death, usage);
                 // Until the death is reported, the worker gets no more jobs, as if it had announced its exit.
-                let (compartment, worker) = (link.compartment, link.worker);
+                let (compartment, worker) = link.key();
                 self.apply(compartment, Event::Stopping { worker }, Incoming::None);
             }
             None => self.worker_gone(spawn, Some((death, usage))),
@@ -78,7 +78,7 @@ impl DataPlane {
 
     /// Removes and returns the deferred death of a worker that runs programs, so that the death can be reported now.
     fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
-        let link = self.links.of_spawn_mut(spawn).filter(|link| link.program.runs_programs());
+        let link = self.links.of_spawn_mut(spawn).filter(|link| link.program().runs_programs());
         link?.take_deferred_death()
     }
 
@@ -100,7 +100,7 @@ impl DataPlane {
         let begun = self.apply_journal(index);
         let Some(mut link) = self.take_link(spawn) else { return };
         self.unread_loans.close(&link.socket, &mut link.unread);
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         self.update_leases(|leases, now| leases.worker_gone(now, spawn));
         self.report_unread_jobs(compartment, worker, read, begun);
         // The UID must not be reused as long as descendants of the worker are running under it.
@@ -111,7 +111,7 @@ impl DataPlane {
         let event = match death {
             Some((death, usage)) => {
                 self.report_death(&mut link, death, usage);
-                if let Some(template) = link.template {
+                if let Some(template) = link.template() {
                     self.update_templates(|it, _| it.forked_worker_died(compartment, template, death));
                 }
                 Event::Exited { worker, death }
@@ -154,7 +154,7 @@ impl DataPlane {
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
         self.intake.close_soon(&link.socket);
         self.memory.recount_workers(link.counted_waiting(), 0);
-        self.compartments[link.compartment].clear_link(link.worker, index);
+        self.compartments[link.compartment()].clear_link(link.worker(), index);
         Some(link)
     }
 
@@ -166,7 +166,7 @@ impl DataPlane {
         let Some(pid) = link.add_violation(process, call) else { return };
         let system_call = keeper::syscall_name(call).into();
         let what = EventKind::SandboxViolation { pid, process, system_call };
-        let compartment = &self.compartments[link.compartment];
+        let compartment = &self.compartments[link.compartment()];
         let subject = (&self.bulkheads.owner(compartment).name, &compartment.tenant);
         self.reporter.compartment_event(Severity::Critical, subject, what, None);
     }
@@ -190,7 +190,9 @@ impl DataPlane {
         let Some(link) = self.links.get_mut(index) else { return Death::Signal(signal) };
         match link.take_violation(process) {
             Some(call) => Death::Violation(keeper::syscall_name(call)),
-            None if signal == libc::SIGSYS && link.program.sandbox().filters_calls() => Death::Violation(""),
+            None if signal == libc::SIGSYS && link.program().sandbox().filters_calls() => {
+                Death::Violation("")
+            }
             None => Death::Signal(signal),
         }
     }
@@ -213,7 +215,7 @@ impl DataPlane {
     pub(crate) fn keeper_reaped(&mut self) {
         // Spares come first, so that a slot is not taken over by a spare that is also dead.
         let compartments = &self.compartments;
-        let is_spare = |link: &Link| compartments[link.compartment].policy.is_spare(link.worker);
+        let is_spare = |link: &Link| compartments[link.compartment()].policy.is_spare(link.worker());
         for spawn in self.links.spawns(is_spare) {
             let death = self.take_deferred_death(spawn);
             self.worker_gone(spawn, death);

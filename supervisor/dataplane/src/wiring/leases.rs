@@ -156,7 +156,7 @@ impl DataPlane {
     ) -> Option<(Box<LeasedPayload>, Option<WorkerId>)> {
         let (payload, spawn) = self.leases.begin_job(named)?;
         let link = spawn.and_then(|spawn| self.links.of_spawn(spawn));
-        Some((payload, link.map(|link| link.worker)))
+        Some((payload, link.map(|link| link.worker())))
     }
 
     /// Returns a job's payload in the form in which it is sent to a worker. If possible, also lends the files
@@ -167,7 +167,9 @@ impl DataPlane {
         compartment: CompartmentIndex,
         job: JobId,
     ) -> (Option<LeaseRef>, Payload<'static>) {
-        let Some(spawn) = self.links.get(index).map(|link| link.spawn) else { return (None, Payload::NONE) };
+        let Some(spawn) = self.links.get(index).map(|link| link.spawn()) else {
+            return (None, Payload::NONE);
+        };
         let compartment = &mut self.compartments[compartment];
         let owner = &self.bulkheads[compartment.bulkhead];
         let payload = compartment.policy.record_mut(job).and_then(|record| record.held.file.as_deref_mut());

@@ -82,7 +82,7 @@ impl DataPlane {
     }
 
     fn spawn(&mut self, order: WorkerOrder, template: Option<u64>) -> io::Result<()> {
-        let WorkerOrder { compartment, worker, slot } = order;
+        let (compartment, worker) = (order.compartment, order.worker);
         let spawn = self.links.next_spawn();
         let program = self.bulkheads.owner(&self.compartments[compartment]).program.clone();
         let sandbox = program.sandbox();
@@ -93,7 +93,7 @@ impl DataPlane {
             WorkerIdentity::Each if template.is_none() => self.links.take_id()?,
             WorkerIdentity::Each | WorkerIdentity::Own | WorkerIdentity::One(_) => None,
         };
-        let ordered = OrderedWorker { compartment, worker, slot, spawn, template, id, program };
+        let ordered = OrderedWorker { order, spawn, template, id, program };
         let link = self.order_worker(ordered).inspect_err(|_| self.links.give_back(id))?;
         self.keeper.ping(self.now);
         let index = self.links.add(link);
@@ -135,7 +135,7 @@ impl DataPlane {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
             self.sample_hung_worker(index, reason);
             if !self.is_held(Some(index), HeldAction::Kill) {
-                self.keeper.kill(self.links[index].spawn, self.now);
+                self.keeper.kill(self.links[index].spawn(), self.now);
             }
         } else if self.keeper.cancel_worker_order(compartment, worker) {
             let message = "the worker was stopped before it started".to_owned();
@@ -231,7 +231,7 @@ impl DataPlane {
     /// nor write the result.
     pub(crate) fn job_recalled(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
-            self.end_file_use((compartment, self.links[index].spawn), job);
+            self.end_file_use((compartment, self.links[index].spawn()), job);
         }
     }
 
@@ -268,7 +268,7 @@ impl DataPlane {
         // The worker may be gone by the time of a later attempt.
         let Some(link) = self.links.get_mut(index) else { return };
         let Some((pid, (stdout, stderr))) = link.take_output() else { return };
-        let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment]).name.clone();
+        let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment()]).name.clone();
         let output = WorkerOutput { bulkhead, pid, is_template: false, stdout, stderr };
         if let Err(WorkerOutput { stdout, stderr, .. }) = self.reporter.output(output) {
             link.keep_output((stdout, stderr));
@@ -299,7 +299,7 @@ impl DataPlane {
         let first = index.number() / BEATS_READ_TOGETHER * BEATS_READ_TOGETHER;
         for number in first..first + BEATS_READ_TOGETHER {
             let Some(link) = self.links.get(LinkIndex::from_number(number)) else { continue };
-            let (compartment, worker) = (link.compartment, link.worker);
+            let (compartment, worker) = link.key();
             if let Some(since) = link.since_beat() {
                 let heartbeat = self.bulkheads.owner(&self.compartments[compartment]).heartbeat;
                 let at = beat_at(self.now, since, heartbeat);
@@ -342,7 +342,7 @@ impl DataPlane {
         for (index, is_late) in self.links.check_closed(self.now) {
             let link = &self.links[index];
             if is_late && !has_ended(link) {
-                let (compartment, worker) = (link.compartment, link.worker);
+                let (compartment, worker) = link.key();
                 let message = "the worker closed its link to the supervisor but is still running".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
@@ -367,8 +367,8 @@ impl DataPlane {
         };
         // Checks that the folder belongs to this worker, because any worker can create a folder with the name of
         // another worker's folder.
-        let is_its_own = link.template == template;
-        let is_too_large = link.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
+        let is_its_own = link.template() == template;
+        let is_too_large = link.program().sandbox().temporary_bytes().is_some_and(|most| bytes > most);
         if is_its_own && is_too_large && link.end_as_overfull() {
             self.keeper.kill(spawn, self.now);
         }

@@ -17,14 +17,14 @@ use crate::{DataPlane, JobData};
 impl DataPlane {
     /// Reports a worker's death, unless the worker exited normally. Must be called before policy gets the exit event.
     pub(crate) fn report_death(&mut self, link: &mut Link, death: Death, usage: Usage) {
-        let compartment = &mut self.compartments[link.compartment];
+        let compartment = &mut self.compartments[link.compartment()];
         if compartment.is_replay {
             return;
         }
-        let Some(post) = compartment.policy.post_mortem(self.now, link.worker, JOBS_MAX) else { return };
-        let record = (link.take_crash_record(), link.program.clone());
+        let Some(post) = compartment.policy.post_mortem(self.now, link.worker(), JOBS_MAX) else { return };
+        let record = (link.take_crash_record(), link.program().clone());
         if let Some(context) = CrashContext::of_worker(&post, death, usage, record, link.take_hang()) {
-            self.send_crash_report(link.compartment, (link.worker, &post), Some(link), context);
+            self.send_crash_report(link.compartment(), (link.worker(), &post), Some(link), context);
         }
     }
 

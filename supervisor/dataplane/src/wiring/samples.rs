@@ -63,7 +63,7 @@ impl DataPlane {
         let worker = policy.worker_of(job)?;
         let (post, held) = (policy.post_mortem(now, worker, 0)?, policy.held_job(now, job)?);
         let link = self.links.of_worker(&self.compartments, (index, worker))?;
-        if !self.samples.admit(now, bulkhead, self.links[link].spawn) {
+        if !self.samples.admit(now, bulkhead, self.links[link].spawn()) {
             return None;
         }
         let slot = self.crashes.begin_hang_report(SystemTime::now())?;
@@ -75,7 +75,7 @@ impl DataPlane {
     /// Starts sampling a worker that is about to be killed because it does not respond. Does nothing if the worker is
     /// killed for another reason.
     pub(crate) fn sample_hung_worker(&mut self, link: LinkIndex, reason: &KillReason) {
-        let (compartment, spawn) = (self.links[link].compartment, self.links[link].spawn);
+        let (compartment, spawn) = (self.links[link].compartment(), self.links[link].spawn());
         let compartment = &self.compartments[compartment];
         let is_needed = reason.is_hang() && !compartment.is_replay && self.links[link].is_running();
         if is_needed && self.samples.admit(self.now, compartment.bulkhead, spawn) {
@@ -86,8 +86,8 @@ impl DataPlane {
     /// Orders the keeper to sample a worker. Returns false if the file for the stacks cannot be created.
     fn begin_sample(&mut self, index: LinkIndex, job: Option<JobId>, late: Option<Box<LateJob>>) -> bool {
         let link = &self.links[index];
-        let (spawn, program) = (link.spawn, link.program.clone());
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (spawn, program) = (link.spawn(), link.program().clone());
+        let (compartment, worker) = link.key();
         let job = job.filter(|_| program.runs_programs()).map(|job| job.to_string());
         let text = link.journal.as_ref().and_then(Journal::expect_stack_text);
         let file = sealed_file(c"sample", (size_of::<u64>() + RECORDS_BYTES_MAX) as u64);
@@ -106,7 +106,7 @@ impl DataPlane {
 
     /// Returns true if the action was delayed until the worker has been sampled.
     pub(crate) fn is_held(&mut self, link: Option<LinkIndex>, action: HeldAction) -> bool {
-        link.is_some_and(|link| self.samples.hold(self.links[link].spawn, action))
+        link.is_some_and(|link| self.samples.hold(self.links[link].spawn(), action))
     }
 
     /// Ends a sample. Sends the report about a late job, and performs the delayed actions. `result` is `None` if the
@@ -140,7 +140,7 @@ impl DataPlane {
         let names = (&*self.bulkheads[compartment.bulkhead].name, compartment.tenant.as_deref());
         let link = self.links.of_worker(&self.compartments, (index, worker));
         let link = link.and_then(|link| self.links.get(link));
-        let runs_programs = link.is_some_and(|link| link.program.runs_programs());
+        let runs_programs = link.is_some_and(|link| link.program().runs_programs());
         let confinement = link.and_then(Link::confinement);
         let context = CrashContext::of_late_job(runs_programs, hang);
         let LateJob { slot, post, job } = late;

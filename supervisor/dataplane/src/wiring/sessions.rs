@@ -314,7 +314,7 @@ impl DataPlane {
     pub(crate) fn report_rejection(&mut self, socket: SocketKind, refusal: ClientRejection) {
         let (links, compartments) = (&self.links, &self.compartments);
         let worker =
-            |ancestors: &[u32]| Some(compartments[links.of_process(ancestors)?.compartment].bulkhead);
+            |ancestors: &[u32]| Some(compartments[links.of_process(ancestors)?.compartment()].bulkhead);
         if let Some(event) = self.rejections.add(self.now, socket, refusal, worker) {
             self.send_rejection_event(event);
         }

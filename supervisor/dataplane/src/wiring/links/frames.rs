@@ -61,7 +61,7 @@ impl DataPlane {
         if link.is_closed() {
             return false;
         }
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         let mut inbox = std::mem::take(&mut link.inbox);
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let result = self.read_link_frames(index, &mut inbox, &mut scratch);
@@ -97,7 +97,7 @@ impl DataPlane {
 
     /// Reports the notices received in a read to policy. Returns an error if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
-        let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
+        let (compartment, worker) = self.links[index].key();
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
         let Some((status, budget)) = self.links.end_read(index, self.now, jobs) else { return Ok(()) };
         if let Some(text) = status {
@@ -111,7 +111,7 @@ impl DataPlane {
     pub(crate) fn end_link_for_violation(&mut self, index: LinkIndex, message: String) {
         let Some(link) = self.links.get_mut(index) else { return };
         link.violate_protocol();
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
     }
 
@@ -169,8 +169,8 @@ impl DataPlane {
     /// recalled.
     fn lend_journal(&mut self, index: LinkIndex, capabilities: u64) {
         let link = &mut self.links[index];
-        let is_replay = self.compartments[link.compartment].is_replay;
-        if link.program.runs_programs() || !link.outbox.is_empty() || is_replay {
+        let is_replay = self.compartments[link.compartment()].is_replay;
+        if link.program().runs_programs() || !link.outbox.is_empty() || is_replay {
             return;
         }
         let Ok(journal) = Journal::make(capabilities) else { return };
@@ -186,7 +186,7 @@ impl DataPlane {
     /// journal.
     pub(crate) fn apply_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
-        let compartment = link.compartment;
+        let compartment = link.compartment();
         let (begun, frames) = link.journal.as_ref()?.read();
         if !frames.is_empty() {
             self.apply_journal_frames(index, &frames);
@@ -198,7 +198,7 @@ impl DataPlane {
 
     /// Handles the frames in a journal in the same way as frames from the link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
-        let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
+        let (compartment, worker) = self.links[index].key();
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
         let read = inbox.receive_by(&mut scratch, |buffer| {
             buffer[..frames.len()].copy_from_slice(frames);
@@ -232,14 +232,14 @@ impl DataPlane {
             self.handle_worker_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
-        let compartment = link.compartment;
+        let compartment = link.compartment();
         let most = self.bulkheads.owner(&self.compartments[compartment]).max_result;
         let size = header.payload_length() as u64;
         if size <= most {
             return Ok(true);
         }
         check_empty(metadata)?;
-        let (worker, job, failure) = (link.worker, JobId(header.number), too_large(size, most));
+        let (worker, job, failure) = (link.worker(), JobId(header.number), too_large(size, most));
         self.links[index].begin_oversized((job, failure.clone()));
         self.apply(compartment, Event::ResultTooLarge { worker, job, failure }, Incoming::None);
         Ok(false)
@@ -248,7 +248,7 @@ impl DataPlane {
     /// Handles the end of an oversized result. Releases the job's permit.
     fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         if let Some((job, failure)) = link.take_oversized() {
             self.apply_reply(compartment, worker, job.0, Reply::Failed(failure), Incoming::None);
         }
@@ -262,7 +262,7 @@ impl DataPlane {
         payload: Incoming<'_>,
     ) -> Result<(), String> {
         let link = &self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         if link.awaits_hello() {
             return self.handle_worker_hello(index, header, metadata);
         }
@@ -282,7 +282,7 @@ impl DataPlane {
                             "the worker sent a result both in a memory file and in the frame".to_owned()
                         );
                     }
-                    let spawn = self.links[index].spawn;
+                    let spawn = self.links[index].spawn();
                     self.record_result_file((compartment, worker), spawn, JobId(number), named)?;
                     size = named.bytes;
                 }
@@ -331,7 +331,7 @@ impl DataPlane {
                 check_empty(metadata)?;
                 let link = &mut self.links[index];
                 link.unsolicited.charge(header.length as usize);
-                if !self.leases.loan_confirmed(link.spawn, number) {
+                if !self.leases.loan_confirmed(link.spawn(), number) {
                     link.count_unknown_reply();
                 }
             }
@@ -357,7 +357,7 @@ impl DataPlane {
         metadata: &[u8],
     ) -> Result<(), String> {
         let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         link.unsolicited.charge(header.length as usize);
         let event = match header.kind {
             kind::READY | kind::HEARTBEAT | kind::STOPPING => {
@@ -410,7 +410,7 @@ impl DataPlane {
         }
         let hello = decode::<Hello<'_>>(metadata)?;
         let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
+        let (compartment, worker) = link.key();
         if hello.role != role::WORKER {
             return Err("the worker's HELLO declared the client role".into());
         }
@@ -439,18 +439,19 @@ impl DataPlane {
             frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
                 as u32,
             capabilities: if link.beats_in_journal() { welcome_capability::JOURNAL_HEARTBEATS } else { 0 },
-            slot: link.slot,
+            slot: link.slot(),
             generation: worker.generation,
             max_in_flight: limits.max_in_flight,
             heartbeat_ms: u32::try_from(interval.as_millis()).unwrap_or(u32::MAX),
             result_bytes_max: entry.max_result,
             bulkhead: &entry.name,
         };
-        let seal = link.program.sandbox().seal().map(|program| (tag::SEAL, program));
+        let program = link.program().clone();
+        let seal = program.sandbox().seal().map(|seal| (tag::SEAL, seal));
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
         link.welcome();
         if hello.capabilities & capability::MEMORY_FILES != 0 && !compartment_of_link.is_replay {
-            self.leases.worker_ready(link.spawn);
+            self.leases.worker_ready(link.spawn());
         }
         self.links.schedule_flush(index);
         let capabilities = Capabilities {
@@ -481,7 +482,7 @@ impl DataPlane {
         if self.leases.any_live()
             && let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker))
         {
-            self.end_file_use((compartment, self.links[index].spawn), job);
+            self.end_file_use((compartment, self.links[index].spawn()), job);
         }
         self.apply(compartment, Event::Replied { worker, job, reply }, payload);
         let count = late(self) - before;
