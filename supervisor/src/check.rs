@@ -358,17 +358,16 @@ enum StartFailure {
 
 /// Performs the handshake with a worker, and waits until the worker is ready.
 fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), StartFailure> {
-    let timeout_error = |deadline: Instant, what: &'static str| {
+    let timeout_error = |deadline: Instant, message: &'static str| {
         move |error: io::Error| match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                StartFailure::Other(format!("did not {what} in time; a program without the SDK needs `exec`"))
-            }
-            _ if Instant::now() > deadline => StartFailure::Other(format!("did not {what} in time")),
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => StartFailure::Other(message.into()),
+            _ if Instant::now() > deadline => StartFailure::Other(message.into()),
             _ => StartFailure::Closed(None),
         }
     };
     let deadline = Instant::now() + bulkhead.start.handshake;
-    let first = frame(&mut link, deadline).map_err(timeout_error(deadline, "send HELLO"));
+    let too_late = "did not send HELLO in time; a program without the SDK needs `exec`";
+    let first = frame(&mut link, deadline).map_err(timeout_error(deadline, too_late));
     let (header, metadata) = first.map_err(|failure| match (failure, &bulkhead.program) {
         (StartFailure::Closed(_), bulkhead_config::Program::Command { .. }) => StartFailure::Closed(Some(
             "a program without the worker SDK needs `exec` instead of `command`".to_owned(),
@@ -388,7 +387,8 @@ fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig)
         )));
     }
     let deadline = Instant::now() + bulkhead.start.ready;
-    welcome(&mut link, program, bulkhead).map_err(timeout_error(deadline, "read the welcome frame"))?;
+    welcome(&mut link, program, bulkhead)
+        .map_err(timeout_error(deadline, "did not read the welcome frame in time"))?;
     await_ready(&mut link, deadline, bulkhead.start.ready)
 }
 
