@@ -387,7 +387,9 @@ fn compare(
         if plan.has_hangs && held.clone().any(is_killed) {
             findings.beside_killed += 1;
         } else {
-            let what = format!("{}, held by {:?}", around(record, deeds), held.collect::<Vec<_>>());
+            let held: Vec<Attempt> = held.map(Record::attempt).collect();
+            let beside = beside(record, records, told);
+            let what = format!("{}, held by {held:?}, {beside}", around(record, deeds));
             faults.entry("the limit was exceeded").or_default().push(what);
         }
     }
@@ -431,6 +433,22 @@ fn around(record: &Record, deeds: &[Deed]) -> String {
         Some(format!("{deed} {} ms before", ago / 1_000))
     });
     format!("{record:?}, {}", before.collect::<Vec<_>>().join(", "))
+}
+
+/// Describes the records about the same bulkhead within 0.15 s of a record.
+fn beside(record: &Record, records: &[Record], told: &HashMap<u64, Entry>) -> String {
+    let bulkhead = told.get(&record.job).map(|entry| entry.bulkhead);
+    let lines =
+        records.iter().filter(|other| other.at_us.abs_diff(record.at_us) < 150_000).filter_map(|other| {
+            let entry = told.get(&other.job).filter(|entry| Some(entry.bulkhead) == bulkhead)?;
+            let after_us = other.at_us as i64 - record.at_us as i64;
+            let Record { mark, job, worker, .. } = other;
+            Some(format!(
+                "\n{after_us} µs: {mark:?} job {job} in worker {worker}, {:?}, {:?}",
+                entry.operation, entry.told
+            ))
+        });
+    format!("bulkhead {bulkhead:?}:{}", lines.collect::<String>())
 }
 
 fn has_more_descriptors(findings: &Findings) -> bool {

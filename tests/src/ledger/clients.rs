@@ -23,6 +23,10 @@ const LAST_OUTCOMES_WITHIN: Duration = Duration::from_secs(60);
 /// A client's record of a job.
 #[derive(Clone, Debug)]
 pub struct Entry {
+    /// Name of the job's bulkhead.
+    pub bulkhead: &'static str,
+    /// Operation of the job.
+    pub operation: String,
     /// Outcome of the job.
     pub told: Told,
     /// True if the job was marked as idempotent.
@@ -174,23 +178,38 @@ impl Lane {
             let number = self.next;
             self.next += 1;
             let is_idempotent = self.random.below(2) == 0;
-            self.book.borrow_mut().insert(number, Entry { told: Told::Nothing, is_idempotent });
-            let told = self.one(number, is_idempotent).await;
-            self.book.borrow_mut().insert(number, Entry { told, is_idempotent });
+            let bulkhead = BULKHEADS[self.random.below(BULKHEADS.len())].name;
+            let operation = self.operation();
+            let mut entry =
+                Entry { bulkhead, operation: operation.clone(), told: Told::Nothing, is_idempotent };
+            self.book.borrow_mut().insert(number, entry.clone());
+            entry.told = self.one(number, bulkhead, operation, is_idempotent).await;
+            self.book.borrow_mut().insert(number, entry);
         }
     }
 
-    async fn one(&mut self, number: u64, is_idempotent: bool) -> Told {
+    /// Chooses what the next job does.
+    fn operation(&mut self) -> String {
         let random = &mut self.random;
-        let bulkhead = BULKHEADS[random.below(BULKHEADS.len())].name;
-        let operation = match random.below(1000) {
+        match random.below(1000) {
             0..5 => "die".to_owned(),
             5..10 if self.has_hangs => "hang".to_owned(),
             10..13 if self.has_hangs => "freeze".to_owned(),
             13..15 => "chains".to_owned(),
             15..400 => format!("sleep {}", random.below(3_000)),
             _ => String::new(),
-        };
+        }
+    }
+
+    /// Sends a job, and returns its outcome.
+    async fn one(
+        &mut self,
+        number: u64,
+        bulkhead: &'static str,
+        operation: String,
+        is_idempotent: bool,
+    ) -> Told {
+        let random = &mut self.random;
         let bytes = if random.below(20) == 0 { 100_000 } else { 16 };
         let is_alike = bulkhead == AHEAD && random.below(50) > 0;
         let (priority, tenant) = match is_alike {
