@@ -202,6 +202,11 @@ impl Link {
         &self.ordered.program
     }
 
+    /// Returns true if a filter checks the system calls of the worker and its programs.
+    pub(super) fn filters_calls(&self) -> bool {
+        self.ordered.program.sandbox().filters_calls()
+    }
+
     // The process.
 
     fn running(&self) -> Option<&Running> {
@@ -758,7 +763,7 @@ impl Links {
 
 /// Returns the cause of a worker's death. `link` is the worker's link.
 pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
-    let is_filtered = || link.is_some_and(|link| link.program().sandbox().filters_calls());
+    let is_filtered = || link.is_some_and(Link::filters_calls);
     match exit {
         Exit::Signal { number: libc::SIGKILL, .. } if link.is_some_and(Link::is_overfull) => Death::TmpFull,
         Exit::Code(code) => Death::Exit(code),

@@ -332,7 +332,7 @@ fn import_check_finds_circular_imports() {
 
 /// Recorded structure of the data plane. If an actual number becomes smaller, the number must be lowered here as well.
 const METHOD_LINES_MAX: usize = 3664;
-const VISIBLE_FIELDS_MAX: usize = 98;
+const VISIBLE_FIELDS_MAX: usize = 90;
 const CALLS_BETWEEN_FILES_MAX: usize = 43;
 const CALL_CIRCLE_MAX: usize = 7;
 

@@ -190,9 +190,7 @@ impl DataPlane {
         let Some(link) = self.links.get_mut(index) else { return Death::Signal(signal) };
         match link.take_violation(process) {
             Some(call) => Death::Violation(keeper::syscall_name(call)),
-            None if signal == libc::SIGSYS && link.program().sandbox().filters_calls() => {
-                Death::Violation("")
-            }
+            None if signal == libc::SIGSYS && link.filters_calls() => Death::Violation(""),
             None => Death::Signal(signal),
         }
     }

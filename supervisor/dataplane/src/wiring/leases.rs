@@ -13,6 +13,7 @@ use bulkhead_shared::{JobId, RejectReason, Verdict, codec};
 
 use crate::DataPlane;
 use crate::leases::{Budget, Effect, LeasedPayload, Leases, Loan, Offer, Sent};
+use crate::links::Link;
 use crate::memory_files::lend;
 use crate::sessions::Violation;
 use crate::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, SessionId, SessionIndex};
@@ -156,7 +157,7 @@ impl DataPlane {
     ) -> Option<(Box<LeasedPayload>, Option<WorkerId>)> {
         let (payload, spawn) = self.leases.begin_job(named)?;
         let link = spawn.and_then(|spawn| self.links.of_spawn(spawn));
-        Some((payload, link.map(|link| link.worker())))
+        Some((payload, link.map(Link::worker)))
     }
 
     /// Returns a job's payload in the form in which it is sent to a worker. If possible, also lends the files
@@ -167,9 +168,7 @@ impl DataPlane {
         compartment: CompartmentIndex,
         job: JobId,
     ) -> (Option<LeaseRef>, Payload<'static>) {
-        let Some(spawn) = self.links.get(index).map(|link| link.spawn()) else {
-            return (None, Payload::NONE);
-        };
+        let Some(spawn) = self.links.get(index).map(Link::spawn) else { return (None, Payload::NONE) };
         let compartment = &mut self.compartments[compartment];
         let owner = &self.bulkheads[compartment.bulkhead];
         let payload = compartment.policy.record_mut(job).and_then(|record| record.held.file.as_deref_mut());

@@ -75,10 +75,9 @@ impl DataPlane {
     /// Starts sampling a worker that is about to be killed because it does not respond. Does nothing if the worker is
     /// killed for another reason.
     pub(crate) fn sample_hung_worker(&mut self, link: LinkIndex, reason: &KillReason) {
-        let (compartment, spawn) = (self.links[link].compartment(), self.links[link].spawn());
-        let compartment = &self.compartments[compartment];
+        let compartment = &self.compartments[self.links[link].compartment()];
         let is_needed = reason.is_hang() && !compartment.is_replay && self.links[link].is_running();
-        if is_needed && self.samples.admit(self.now, compartment.bulkhead, spawn) {
+        if is_needed && self.samples.admit(self.now, compartment.bulkhead, self.links[link].spawn()) {
             self.begin_sample(link, None, None);
         }
     }
