@@ -7,7 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{OnceLock, RwLock};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use bulkhead_worker::{HandlerError, Job, Server};
@@ -18,10 +18,6 @@ const RECORDS: &str = "records";
 
 /// Number of times that a job scans all places before it counts as above the limit.
 const SCANS: usize = 4;
-
-/// Held for writing while a process is spawned, and for reading while a place is released. Until a new
-/// process executes its program, it shares all of the worker's open files, including the locks of other jobs.
-static SPAWNING: RwLock<()> = RwLock::new(());
 
 /// Identity of this worker in its records.
 static WORKER: OnceLock<u64> = OnceLock::new();
@@ -166,9 +162,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
                 _ => {}
             }
             write(attempt.record(now_us(), Mark::Ended))?;
-            let no_copies = SPAWNING.read();
             drop(place);
-            drop(no_copies);
             Ok(job.payload().to_vec())
         })
         .serve()
@@ -200,7 +194,6 @@ fn start_chains() -> std::io::Result<()> {
 
 /// Starts a shell script that runs alongside the job.
 fn spawn(script: &str) -> std::io::Result<Child> {
-    let _spawning = SPAWNING.write();
     let mut command = Command::new("/bin/sh");
     command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
 }
@@ -236,7 +229,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let is_held = |byte: &usize| {
         let mut lock = lock_of(*byte);
         // F_OFD_GETLK does not report the caller's own lock.
-        fcntl(&own, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && lock.l_type != nix::libc::F_UNLCK as i16
+        fcntl(&own.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && lock.l_type != nix::libc::F_UNLCK as i16
     };
     while !met.exists() {
         if (0..bound).filter(is_held).count() + 1 == bound {
@@ -252,10 +245,24 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of trying to take a place.
 enum Place {
-    /// The attempt holds a lock on one byte until the file is closed. The file contains the attempt's identity.
-    Taken(File),
+    /// The attempt holds a lock on one byte. The file contains the attempt's identity.
+    Taken(TakenPlace),
     /// The attempts in `holders` have held all places since the time `since_us`, in µs.
     None { since_us: u64, holders: Vec<Attempt> },
+}
+
+/// A locked byte. Released explicitly, because a child process that is about to execute its program has a copy of the
+/// open file.
+struct TakenPlace {
+    file: File,
+    byte: usize,
+}
+
+impl Drop for TakenPlace {
+    fn drop(&mut self) {
+        let unlock = nix::libc::flock { l_type: nix::libc::F_UNLCK as i16, ..lock_of(self.byte) };
+        fcntl(&self.file, FcntlArg::F_OFD_SETLK(&unlock)).expect("an own lock can be released");
+    }
 }
 
 /// Tries to take one of `bound` places for an attempt.
@@ -273,7 +280,7 @@ fn take_place(places: &Path, bound: usize, attempt: Attempt) -> std::io::Result<
         match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock_of(byte))) {
             Ok(_) => {
                 file.write_all_at(&attempt.encode(), (Attempt::BYTES * byte) as u64)?;
-                return Ok(Place::Taken(file));
+                return Ok(Place::Taken(TakenPlace { file, byte }));
             }
             Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => {}
             Err(error) => return Err(error.into()),
