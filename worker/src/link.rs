@@ -169,7 +169,7 @@ pub(crate) fn end_without_link(error: rustix::io::Errno) -> ! {
             ))
         }
         error => ownership::exit_with_message(&format!(
-            "the worker's link to the supervisor cannot be used ({error}); the worker exits\n"
+            "the worker's link to the supervisor is unusable ({error}); exiting\n"
         )),
     }
 }

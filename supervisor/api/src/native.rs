@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn native_crash_beyond_its_limits_is_invalid() {
+    fn backtrace_beyond_size_limits_is_invalid() {
         let long = "x".repeat(TEXT_BYTES_MAX) + "/the end";
         let mut frame = NativeFrame {
             module: Some(format!("é{long}")),

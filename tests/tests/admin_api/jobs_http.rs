@@ -572,7 +572,7 @@ fn jobs_are_accepted_during_the_drain_notice() {
 }
 
 #[test]
-fn second_signal_ends_the_drain_notice() {
+fn second_signal_ends_the_drain_notice_period() {
     let (mut supervisor, place) = start_with("drain_notice = \"1h\"\ndrain_timeout = \"1h\"", ONE);
     let mut running = begin_job(&place);
     supervisor.wait_number("b", "in_flight", 1);

@@ -441,7 +441,7 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
         None if settings.has_memory_limit => {}
         None => {
             let reason = format!(
-                "{most}, and no limit stops a leaking worker: replace workers at about twice the peak"
+                "{most}, and nothing limits a leaking worker: replace workers that use about twice the peak"
             );
             verdicts.propose("recycle.rss", Setting::Unset, double, reason);
         }
