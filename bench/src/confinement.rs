@@ -118,7 +118,7 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the bulkhead that runs many jobs concurrently under the profile.
+/// Returns the name of the bulkhead that runs many jobs concurrently under the given profile.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }

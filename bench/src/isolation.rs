@@ -32,10 +32,10 @@ const BURST: usize = 60;
 /// Deadline of an honest job. A missed deadline is an error and ends the measurement.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Deadline of a job that attacks its template.
+/// Deadline of a job that attacks the template from which its worker was forked.
 const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
-/// Deadline of a job that must be killed as soon as possible.
+/// Deadline of a job that is supposed to be killed as soon as possible.
 const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
 /// Time between the start of an attack and the first honest job.

@@ -42,7 +42,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     Ok(())
 }
 
-/// Starts a program that dies immediately, again and again, until this process is killed.
+/// Keeps starting a program that dies immediately, until this process is killed.
 pub(crate) fn start_and_die() -> Result<()> {
     let own = std::env::current_exe()?;
     let mut due = Instant::now();
@@ -85,7 +85,7 @@ impl Crashes {
     }
 }
 
-/// Compares the p99 latency of a bulkhead when it is alone and when another bulkhead's worker dies on every job.
+/// Compares the p99 latency of a bulkhead with and without a second bulkhead whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {

@@ -31,8 +31,8 @@ const PERMITS: u32 = 64;
 /// Simulated time per cycle. Short enough that no timer expires.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of jobs that wait before most of them are cancelled. The first and the last `STAYING` jobs in the queue are
-/// not cancelled.
+/// Number of waiting jobs, most of which are then cancelled. The first and the last `STAYING` jobs in the queue are
+/// kept.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
@@ -96,9 +96,9 @@ struct Setting {
     /// Number of tenants, or 0 for jobs without a tenant.
     tenants: usize,
     priorities: &'static [Priority],
-    /// Number of running jobs per bulkhead before a cycle.
+    /// Number of running jobs per bulkhead at the start of each cycle.
     running: usize,
-    /// Number of waiting jobs per bulkhead before a cycle.
+    /// Number of waiting jobs per bulkhead at the start of each cycle.
     waiting: usize,
 }
 
@@ -166,7 +166,7 @@ fn everything(limits: Limits) -> Limits {
 struct Scene {
     subjects: Vec<Subject>,
     effects: Effects,
-    /// Timers of the bulkheads, as in the supervisor.
+    /// The bulkheads' timers, kept in the same way as in the supervisor.
     timers: Timers,
     /// Order in which the bulkheads receive jobs.
     order: Vec<u32>,

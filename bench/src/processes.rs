@@ -13,7 +13,7 @@ use crate::Result;
 /// Maximum duration of any wait. Most waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package that contains the processes of the chains. The program in this package has the same name.
+/// Name of the package that implements the processes of the chains, and of the program in that package.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -65,8 +65,8 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for the program that contains the processes of the chains. [`programs`] builds it into the
-/// folder that contains the bench's own program.
+/// Returns a command for the program that implements the processes of the chains. [`programs`] builds the program
+/// into the folder that contains the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
@@ -76,7 +76,7 @@ pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command of another role as elements of a TOML array, to be used in the `command` key.
+/// Returns the command that runs a role as elements of a TOML array, to be used in the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;

@@ -13,7 +13,7 @@ const SLACK_US: f64 = 10_000.0;
 pub(crate) enum Target {
     /// The ratio, or the figure if there is no ratio, must not exceed the limit.
     AtMost,
-    /// The ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
+    /// Either the ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
     /// [`SLACK_US`].
     AtMostOrSlack,
     /// The ratio, or the figure if there is no ratio, must reach the limit.

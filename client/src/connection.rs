@@ -140,7 +140,7 @@ impl Target {
         }
     }
 
-    /// Returns the message that the supervisor is not reachable.
+    /// Returns a message saying that the supervisor is not reachable.
     fn problem(&self, reason: &str) -> String {
         format!("the supervisor {} is not reachable ({reason})", self.describe())
     }

@@ -19,9 +19,9 @@ const TEXT_BYTES_MAX: usize = 1024;
 /// Source of a payload.
 #[derive(Clone)]
 pub(crate) enum Source {
-    /// The given number of bytes from the beginning of a file.
+    /// A file whose first bytes are the payload, and the number of these bytes.
     File(Arc<File>, usize),
-    /// A function that writes the given number of bytes.
+    /// A function that writes the payload, and the size of the payload in bytes.
     Function(Fill, usize),
 }
 

@@ -19,7 +19,7 @@ pub struct Progress {
     pub text: String,
 }
 
-/// The result and outcome of a job that ended `ok`.
+/// The result of a job that ended as `ok`, and the job's outcome.
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
@@ -125,7 +125,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Returns the error for a job that waited in vain for a connection.
+    /// Returns the error for a job that did not get a connection in time.
     pub(crate) fn unreachable(executed: Executed, problem: &str) -> Self {
         let advice = match executed {
             Executed::No => {

@@ -80,7 +80,7 @@ struct State {
     submits: u64,
     pool: BufferPool,
     leases: Leases,
-    /// True if the driver has been notified that there are bytes to write in the outbox.
+    /// True if the driver has been notified that the outbox contains bytes to write.
     is_flush_due: bool,
     /// Number of submitters that are waiting for space in the outbox.
     queued_submitters: usize,
@@ -552,7 +552,7 @@ impl Requests {
         !self.lock().detached.is_empty()
     }
 
-    /// Returns the time at which the first job that is waiting for another connection stops waiting.
+    /// Returns the earliest time at which a job stops waiting for another connection.
     pub(crate) fn first_wait_ends(&self) -> Option<Instant> {
         let mut state = self.lock();
         let State { waiters, detached, .. } = &mut *state;

@@ -59,7 +59,7 @@ struct Slot<M> {
     /// Number of requests that have used this slot, which forms the upper half of each request number.
     generation: u32,
     state: SlotState<M>,
-    /// Waker of the waiting task.
+    /// Waker of the task that waits for the outcome.
     waker: Option<Waker>,
     /// The job, kept until the outcome is taken. The task that takes the outcome drops the job, because freeing
     /// memory is faster on the thread that allocated it.
@@ -76,7 +76,7 @@ impl Waiter {
     }
 }
 
-/// Contents of a slot, removed after the handle was dropped.
+/// Contents removed from a slot after the job's handle was dropped.
 pub(crate) struct Removed<M> {
     /// The waiter, if the outcome had not arrived yet.
     pub(crate) waiter: Option<Waiter>,
@@ -126,7 +126,8 @@ impl Ended {
     }
 }
 
-/// Slots for the pending jobs of one connection. `M` is the type of a job's pending outcome on another connection.
+/// Slots for the pending jobs of one connection. `M` is the type of the pending outcome of a job that has moved to
+/// another connection.
 pub(crate) struct Waiters<M> {
     slots: Vec<Slot<M>>,
     free: Vec<u32>,

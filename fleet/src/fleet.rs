@@ -343,7 +343,7 @@ impl Submitted {
         &self.id
     }
 
-    /// Waits for the outcome. Gives up if there is none by `host_lost_after` after the deadline.
+    /// Waits for the outcome. Gives up once `host_lost_after` has passed since the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

@@ -13,8 +13,8 @@ pub const ID_BYTES_MAX: usize = 128;
 /// Default deadline of a job.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
-/// Number of bytes to reserve for headers in the maximum message size. The rest is available for the payload or the
-/// result.
+/// Part of the maximum message size that is reserved for headers, in bytes. The rest is available for the payload or
+/// the result.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
 const ID: &str = "Bulkhead-Id";
@@ -48,7 +48,7 @@ pub struct JobOptions {
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,
-    /// W3C `traceparent`, which is passed to the handler.
+    /// W3C `traceparent` to pass to the handler.
     pub traceparent: Option<String>,
 }
 

@@ -66,7 +66,7 @@ pub struct BulkheadStatus {
     pub name: String,
     /// Number of jobs without an outcome.
     pub pending: u64,
-    /// Number of tenants whose jobs include at least one without an outcome.
+    /// Number of tenants that have jobs without an outcome.
     pub tenants: usize,
     /// Number of agents that pull jobs for the bulkhead.
     pub agents: usize,

@@ -56,7 +56,7 @@ pub enum Step {
     Done(Conclusion),
 }
 
-/// Conclusion of handling a message.
+/// The result of handling a message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Conclusion {
     /// The outcome of the job has been recorded, and the message has been acknowledged.

@@ -102,7 +102,7 @@ fn is_repeated(outcome: &Outcome) -> bool {
     }
 }
 
-/// Returns a job that has not begun to the queue. The attempt is not counted.
+/// Returns the decision to put a job that has not begun back into the queue. The attempt is not counted.
 fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
