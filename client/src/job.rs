@@ -128,9 +128,9 @@ impl Job {
     /// the bulkhead's `deadline`. Values above the bulkhead's `deadline_max` are clamped; see
     /// [`Outcome::deadline`](crate::Outcome::deadline).
     ///
-    /// The supervisor measures the time from receipt of the job. Before sending the job, the client subtracts the
-    /// time that the job has waited for a connection or for space in the send queue, and any time spent on an earlier
-    /// connection that was lost.
+    /// The supervisor measures the time from receipt of the job. Before the client sends the job, it subtracts the
+    /// time spent waiting for a connection or for space in the send queue, and the time spent on a connection that
+    /// was lost.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.request.options.deadline = Some(limit);
         self

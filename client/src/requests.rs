@@ -86,7 +86,7 @@ struct State {
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
-    /// Numbers of the jobs that are to be sent over another connection, in the order in which they were submitted.
+    /// Numbers of the jobs to send over another connection, in the order in which the jobs were submitted.
     detached: VecDeque<u64>,
 }
 
@@ -229,8 +229,8 @@ impl Requests {
         Ok(PendingOutcome { requests: Some(self.clone()), number, request: None })
     }
 
-    /// Returns a free lease that fits the job. If there is none, returns `None` and may request a lease for later
-    /// jobs from the supervisor.
+    /// Returns a free lease that fits the job, or `None` if there is no such lease. In that case, may request a lease
+    /// for later jobs from the supervisor.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
         match state.leases.take((&job.bulkhead, &job.options.tenant), bytes, has_read_all) {
@@ -626,7 +626,8 @@ impl LeaseOwner for Requests {
 }
 
 impl State {
-    /// Decides for each pending job whether to send it again, and adds the numbers of those jobs to `detached`.
+    /// Decides for each pending job whether to send it again. Adds the numbers of the jobs to send again to
+    /// `detached`.
     fn detach(
         &mut self,
         problem: &str,

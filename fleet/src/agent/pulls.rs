@@ -36,7 +36,7 @@ const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
 
-/// One of a bulkhead's consumers, from which the agent pulls jobs.
+/// Consumer of a bulkhead's jobs, from which the agent pulls.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,

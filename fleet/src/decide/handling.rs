@@ -121,7 +121,7 @@ enum State {
         purpose: Purpose,
         is_own: bool,
     },
-    /// The read is repeated until the record is at least as new as the one that caused the conflict.
+    /// The read is repeated until the record is at least as new as the record that caused the conflict.
     Confirming {
         write: Write,
         purpose: Purpose,
@@ -146,7 +146,7 @@ enum State {
     Over,
 }
 
-/// State machine that handles one delivered message. It requests one action at a time.
+/// State machine that handles one delivered message. Requests one action at a time.
 #[derive(Clone, Debug)]
 pub struct Handling {
     message: Message,

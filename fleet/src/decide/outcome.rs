@@ -135,9 +135,8 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     Ending { outcome: Outcome { verdict, retryable, ..ending.outcome }, payload: Bytes::new() }
 }
 
-/// Adds the history of earlier attempts. If the job did not begin in the last attempt but may have begun in an
-/// earlier one, uses the outcome of the earlier attempt, because the final outcome must not claim that the job never
-/// ran.
+/// Adds the history of earlier attempts. The final outcome must not claim that the job never ran. If the job did not
+/// begin in the last attempt but may have begun in an earlier one, the earlier outcome is therefore used.
 fn with_history(claim: &Claim, ending: Ending) -> Ending {
     let Some(previous) = &claim.previous else { return ending };
     if !may_have_begun(&ending.outcome) && may_have_begun(previous) {
