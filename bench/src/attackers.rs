@@ -136,8 +136,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and the other end of the connection, which never reads. Closing the
-/// connection's last descriptor takes seconds.
+/// Returns a connection with unsent data, and the other end of the connection, which never reads. Closing the last
+/// descriptor of the connection takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

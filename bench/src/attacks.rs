@@ -20,7 +20,7 @@ pub(crate) const GROUP: &str = "attack";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. In each pair, one round runs alongside busy loops, and the other runs alongside the
+    /// Number of pairs of rounds. Each pair consists of one round alongside busy loops and one round alongside the
     /// attack.
     pub(crate) pairs: usize,
     /// Duration of a round.
@@ -36,8 +36,8 @@ const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between the starts of two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Script for the programs that the worker runs. An honest program copies its input and exits. The hostile program
-/// attacks the other programs and the worker until it dies.
+/// Shell script for the programs that the worker runs. An honest program copies its input and exits. The hostile
+/// program attacks the worker and the other programs until it is killed.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
@@ -57,11 +57,11 @@ const UNPRIVILEGED_UID: u32 = 65_534;
 /// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// Kind of hostile client, and the number of processes that run such a client.
+    /// Kind of hostile client, and the number of processes that run it.
     Clients(&'static str, usize),
-    /// Kind of hostile worker, and the number of such workers in one bulkhead.
+    /// Kind of hostile worker, and the number of these workers in one bulkhead.
     Workers(&'static str, usize),
-    /// Bulkhead whose jobs look honest, and the number of its concurrent jobs.
+    /// Bulkhead that receives honest-looking jobs, and the number of jobs to keep in flight there.
     Jobs(&'static str, usize),
 }
 
@@ -70,7 +70,7 @@ enum Attacker {
 enum Victim {
     /// Jobs in another bulkhead.
     Jobs,
-    /// Jobs that crash their worker. The latency includes the delivery of the outcome.
+    /// Jobs that crash their worker. The latency is the time until the client receives the outcome.
     Deaths,
     /// Programs that run in the same worker as the attacker's programs.
     Programs,
@@ -130,8 +130,8 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the p99 latency of the honest jobs in µs, during the attack or, if `is_loop` is true, alongside
-/// the same number of busy loops.
+/// Returns the p99 latency of the honest jobs in µs, measured during the attack. If `is_loop` is true, the same
+/// number of busy loops runs instead of the attackers.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;
     let mut attackers = Vec::new();
@@ -176,8 +176,8 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     Ok(p99)
 }
 
-/// Sends jobs at fixed times without waiting for outcomes. Returns the p99 latency in µs, measured from the
-/// time at which each job was due.
+/// Sends jobs on a fixed schedule without waiting for outcomes. Returns the p99 latency in µs, measured from the time
+/// at which each job was due.
 async fn scheduled(
     client: &Client,
     duration: Duration,
@@ -254,7 +254,7 @@ impl Host {
     }
 }
 
-/// Submits jobs for 4,000 tenants, so that the supervisor keeps a record of each tenant.
+/// Submits jobs for 4,000 tenants, so that the supervisor holds a record for each of them.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();

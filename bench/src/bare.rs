@@ -17,7 +17,7 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from one of many echo processes. This is small, because each process gets few
+/// Maximum number of bytes per read when there are many echo processes. Small, because each echo process receives few
 /// requests.
 const SPREAD_BYTES: usize = 8 * 1024;
 
@@ -40,8 +40,8 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Forwards the requests of one client to `echoes` echo processes, and forwards the replies to the client. The first
-/// bytes of a payload select the process. Each destination gets all available bytes in one write.
+/// Forwards the requests of one client to `echoes` echo processes, and the replies to the client. The first bytes of
+/// a payload select the echo process. All bytes available for one destination are sent in a single write.
 pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     let most = rustix::process::getrlimit(Resource::Nofile).maximum;
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
@@ -130,7 +130,7 @@ async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Resu
     }
 }
 
-/// Connects to a socket, after waiting until another process listens on the socket.
+/// Connects to a socket. If no process listens on the socket yet, waits until one does.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
@@ -154,8 +154,8 @@ async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// Client of the bare chain. Each caller waits for the reply to its own request, and a single write sends all pending
-/// requests.
+/// Client of the bare chain. Each caller waits for the reply to its own request. All pending requests are sent in a
+/// single write.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 

@@ -8,7 +8,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// The bare chain and the real chain, both started and idle.
+/// A running chain without a supervisor (bare) and a running chain with one (real), both idle.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
@@ -53,7 +53,7 @@ impl Chains {
 }
 
 impl Chains {
-    /// Measures the real chain with payloads copied from the caller's memory and results copied back.
+    /// Measures the real chain. Payloads are copied from the caller's memory, and results are copied back.
     pub(crate) async fn copied(
         &self,
         bulkhead: &str,
@@ -70,7 +70,7 @@ impl Chains {
         .await
     }
 
-    /// Measures the real chain with payloads and results in mapped memory files.
+    /// Measures the real chain, with payloads and results in mapped memory files.
     pub(crate) async fn mapped(
         &self,
         bulkhead: &str,

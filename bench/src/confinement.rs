@@ -19,11 +19,12 @@ pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 pub(crate) struct Plan {
     /// Number of workers started under each profile.
     pub(crate) starts: usize,
-    /// Number of pairs of rounds. In each pair, one round runs under `none`, and the other runs under `strict`.
+    /// Number of pairs of rounds. Each pair consists of one round under `none` and one round under `strict`.
     pub(crate) pairs: usize,
     /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
-    /// Number of jobs per round, sent one at a time. `many` is the number for [`WIDE`] jobs at a time.
+    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`WIDE`] jobs are in
+    /// flight.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -68,7 +69,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a supervisor. Returns it with the available profiles, or `None` if no profile is available.
+/// Starts a supervisor. Returns the supervisor and the available profiles, or `None` if no profile is available.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
     let mut accepted = Vec::new();
@@ -117,12 +118,13 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the bulkhead that runs many jobs concurrently under the profile.
+/// Returns the name of the bulkhead that runs many jobs concurrently under the given profile.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// Submits a tenant's first job, which starts a worker. Returns the time until the result, and the worker's PID.
+/// Submits a tenant's first job, which starts a worker. Returns the time until the result arrives, and the worker's
+/// PID.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);
@@ -131,7 +133,7 @@ async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Dur
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
 }
 
-/// Starts the worker's program without a supervisor. Returns the time until its first reply.
+/// Starts the worker's program without a supervisor. Returns the time until the first reply.
 fn bare_first_answer() -> Result<Duration> {
     use std::io::{Read, Write};
     let began = Instant::now();
@@ -160,8 +162,8 @@ async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Fi
     Ok(figures)
 }
 
-/// Measures the memory of a worker after one job and, if the worker has a PID namespace, of the namespace's
-/// first process.
+/// Measures the memory of a worker that has run one job. If the worker has a PID namespace, also measures the memory
+/// of the first process in that namespace.
 async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
     let mut workers = Vec::new();
     for profile in profiles {
@@ -183,7 +185,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// Runs the same load under `none` and under `strict`, and reverses the order in every other pair.
+/// Runs the same load under `none` and under `strict`. Every other pair runs in reverse order.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

@@ -22,7 +22,7 @@ pub(crate) struct ForkServer {
 }
 
 impl ForkServer {
-    /// Starts a fork server with the confinement layers of a profile.
+    /// Starts a fork server that has the confinement layers of the given profile.
     pub(crate) fn start(profile: &str) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let folder = tempfile::tempdir()?;
@@ -38,7 +38,7 @@ impl ForkServer {
         Ok(server)
     }
 
-    /// Sends a job that kills its process, and returns the time until the next reply, in ms.
+    /// Sends a job that kills the process running it. Returns the time until the next reply, in ms.
     pub(crate) fn recovery(&self) -> Result<f64> {
         let mut dying = self.link()?;
         let began = Instant::now();
@@ -50,8 +50,7 @@ impl ForkServer {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Runs `total` jobs on `at_once` threads. Each thread runs one job at a time. Returns the number of jobs per
-    /// second.
+    /// Runs `total` jobs on `at_once` threads, one job at a time per thread. Returns the number of jobs per second.
     pub(crate) fn run(&self, at_once: usize, total: usize) -> Result<f64> {
         let began = Instant::now();
         std::thread::scope(|scope| {

@@ -28,8 +28,8 @@ struct Variant {
     /// Description used in the measurement names.
     description: &'static str,
     keys: &'static str,
-    /// Target number of new processes per second. Alternatively, `OF_BARE` times the rate of a bare fork server with
-    /// the same layers is enough.
+    /// Target number of new processes per second. Reaching `OF_BARE` times the rate of a bare fork server with the
+    /// same layers also meets the target.
     wanted: Option<f64>,
 }
 
@@ -152,7 +152,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of jobs per second if each job gets a new process.
+/// Returns the number of jobs per second when every job gets a new process.
 async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     let (chain, bulkhead): (_, Rc<str>) = (chain.clone(), bulkhead.into());
     let round = load::run(AT_ONCE, total, move || {
@@ -162,7 +162,7 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     Ok(round.await?.rate())
 }
 
-/// Kills a worker and returns the time until the next result, in ms.
+/// Kills a worker and returns the time until the next result arrives, in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
     // Gives the next spare time to become ready.

@@ -15,7 +15,7 @@ use crate::{Result, processes};
 /// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "http";
 
-/// Number of clients. Each client has one job in progress.
+/// Number of clients. Each client sends one job at a time.
 const CLIENTS: usize = 16;
 
 const TOKEN: &str = "a-token-of-the-bench";

@@ -20,7 +20,7 @@ pub(crate) const GROUP: &str = "isolation";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. In each pair, one round runs without the attack, and the other runs with the attack.
+    /// Number of pairs of rounds. Each pair consists of one round without the attack and one round with it.
     pub(crate) pairs: usize,
     /// Number of honest jobs per round.
     pub(crate) jobs: usize,
@@ -32,23 +32,23 @@ const BURST: usize = 60;
 /// Deadline of an honest job. A missed deadline is an error and ends the measurement.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Deadline of a job that attacks its template.
+/// Deadline of a job that attacks the template from which its worker was forked.
 const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
-/// Deadline of a job that must be killed as soon as possible.
+/// Deadline of a job that is supposed to be killed as soon as possible.
 const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
 /// Time between the start of an attack and the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
-/// An attack, and a comparable load that contains no attack.
+/// An attack, and a comparable load without an attack.
 struct Scene {
     name: &'static str,
-    /// Configuration of the bulkhead, without and with the attack.
+    /// Configuration of the bulkhead: first without the attack, then with it.
     keys: [&'static str; 2],
-    /// The worker: the role of a Rust program, or the source code of a Python module.
+    /// The worker program: either the role of a Rust program or the source code of a Python module.
     worker: Worker,
-    /// Operation and deadline of the attacker's jobs, without and with the attack.
+    /// Operation and deadline of the attacker's jobs: first without the attack, then with it.
     attacker: [Option<(&'static str, Duration)>; 2],
     /// Number of jobs that the attacker keeps in flight. If this is 0, the attacker sends one job before each
     /// burst of honest jobs.
@@ -66,7 +66,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// Module whose `hold` operation keeps the interpreter's lock for about half a second in a single C call.
+/// Module whose `hold` operation holds the interpreter lock for about half a second in a single C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \
@@ -164,8 +164,8 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the honest jobs. All of these jobs must succeed. `way` is 0 for a round without the attack
-/// and 1 for a round with the attack.
+/// Runs one round and returns the latencies of the honest jobs, all of which must succeed. `way` is 0 for a round
+/// without the attack and 1 for a round with it.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
     // Warms up the workers, and lets the supervisor learn their run times.
@@ -182,7 +182,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Sends bursts of honest jobs, each immediately after one of the attacker's jobs.
+/// Sends bursts of honest jobs. Each burst follows immediately after one of the attacker's jobs.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {
@@ -212,7 +212,7 @@ async fn others(scene: &Scene, client: &Client, jobs: usize) -> Result<load::Rou
     .await
 }
 
-/// Tasks that send the attacker's jobs again and again until the tasks are aborted.
+/// Tasks that keep sending the attacker's jobs until the tasks are aborted.
 struct Attack(Vec<JoinHandle<()>>);
 
 impl Attack {

@@ -22,7 +22,7 @@ impl Round {
         Self { latencies, took }
     }
 
-    /// Returns a quantile of the latencies in µs. `share` is a number from 0 to 1.
+    /// Returns a quantile of the latencies in µs. `share` is the quantile as a number from 0 to 1.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let rank = (self.latencies.len() as f64 * share).ceil() as usize;
         self.latencies[rank.clamp(1, self.latencies.len()) - 1].as_secs_f64() * 1e6
@@ -82,7 +82,7 @@ where
     Ok(Round { latencies, took })
 }
 
-/// Returns the median. For an even number of values, returns the upper of the two middle values.
+/// Returns the median. For an even number of values, returns the larger of the two middle values.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

@@ -40,7 +40,7 @@ use tokio::task::LocalSet;
 use crate::plan::Plan;
 use crate::report::Report;
 
-/// Result of a measurement. An error ends the measurement, because figures that include a failure are worthless.
+/// Result of a measurement. An error ends the measurement, because figures that include failed jobs are worthless.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Measures the supervisor and compares it with a bare chain of sockets.

@@ -113,8 +113,8 @@ async fn latency(
     ])
 }
 
-/// Measures large payloads that the worker returns. The payloads are copied at both ends, or are in mapped
-/// files, which are written once and copied once.
+/// Measures large payloads that the worker returns. The payloads are either copied at both ends, or placed in mapped
+/// files: the client writes each payload once, and the worker copies it once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
@@ -131,7 +131,7 @@ async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: us
     ])
 }
 
-/// Measures the number of jobs per second, and the CPU time that the relay and the supervisor need per job.
+/// Measures the number of jobs per second, and the CPU time per job of the relay and of the supervisor.
 async fn throughput(
     chains: &Chains,
     plan: &Plan,
@@ -173,8 +173,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.6) } else { figure })
 }
 
-/// Measures the time from the death of a worker to the next result. For comparison, an echo process is killed and
-/// restarted.
+/// Measures the time from a worker's death to the next result. The comparison is with an echo process that is killed
+/// and restarted.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
@@ -204,8 +204,8 @@ fn bare_recovery() -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// Measures the time from the end of a hanging job's grace period to the result of the next job, including
-/// the start of a new worker.
+/// Measures the time from the end of a hanging job's grace period to the next job's result. This includes starting a
+/// new worker.
 async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut over = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {

@@ -16,11 +16,12 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval between starts of a program that dies immediately. If every job crashes, the supervisor restarts
-/// a bulkhead's workers at the same interval.
+/// Interval at which a program that dies immediately is started. The supervisor restarts the workers of a bulkhead at
+/// the same interval if every job crashes.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number in the crashing bulkhead.
+/// Total number of concurrent jobs in the three honest bulkheads. `CRASH_LANES` is the number of concurrent jobs in
+/// the crashing bulkhead.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
@@ -41,7 +42,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     Ok(())
 }
 
-/// Starts programs that die immediately, one after another, until this process is killed.
+/// Keeps starting a program that dies immediately, until this process is killed.
 pub(crate) fn start_and_die() -> Result<()> {
     let own = std::env::current_exe()?;
     let mut due = Instant::now();
@@ -52,7 +53,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Tasks that send jobs that crash their worker, until [`Crashes::end`] is called.
+/// Tasks that keep sending jobs that crash their worker. [`Crashes::end`] stops the tasks.
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -84,7 +85,7 @@ impl Crashes {
     }
 }
 
-/// Compares the p99 latency of a bulkhead with and without another bulkhead whose worker dies on every job.
+/// Compares the p99 latency of a bulkhead with and without a second bulkhead whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
@@ -97,10 +98,10 @@ async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, S
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Maximum number of rounds in [`crowd`]. This is low, because each round takes a long time.
+/// Maximum number of rounds in [`crowd`]. Low, because each round takes a long time.
 const CROWD_ROUNDS_MAX: usize = 5;
 
-/// Runs jobs for four bulkheads, 64 at a time. In one round of each pair, every job of the fourth bulkhead
+/// Runs jobs in four bulkheads, 64 jobs at a time. In one round of each pair, every job in the fourth bulkhead
 /// crashes its worker.
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
@@ -114,7 +115,7 @@ async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the latencies of the jobs in the three honest bulkheads.
+/// Runs one round and returns the latencies of the jobs in the three honest bulkheads.
 async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> Result<Round> {
     let next = Rc::new(Cell::new(0));
     let chain = chains.real.clone();

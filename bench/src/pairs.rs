@@ -3,7 +3,7 @@
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};
 
-/// Creates a figure from pairs of rounds, each with a bare round and a real round.
+/// Creates a figure from pairs of rounds. Each pair consists of a bare round and a real round.
 pub(crate) fn paired(
     name: String,
     unit: &'static str,
@@ -20,7 +20,7 @@ pub(crate) fn paired(
     }
 }
 
-/// Creates a figure for the difference between two variants that were measured alternately.
+/// Creates a figure that shows the difference between two variants, which were measured alternately.
 pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
     let differences: Vec<f64> = pairs.iter().map(|(without, with)| with - without).collect();
     let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);
@@ -33,7 +33,7 @@ const T_95: [f64; 30] = [
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 ];
 
-/// Returns the mean of paired differences with its 95 % confidence interval, or `None` for fewer than two
+/// Returns the mean of the paired differences and its 95 % confidence interval, or `None` if there are fewer than two
 /// differences.
 fn difference(differences: &[f64]) -> Option<Difference> {
     let freedom = differences.len().checked_sub(1).filter(|freedom| *freedom > 0)?;

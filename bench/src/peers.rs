@@ -29,10 +29,10 @@ use crate::{Result, processes};
 /// Prefix of the measurement names in this module.
 const GROUP: &str = "peers";
 
-/// Folder for the peers, relative to the workspace.
+/// Folder in which the peers are built, relative to the workspace.
 const FOLDER: &str = "target/bench-peers";
 
-/// Software that is compared with the supervisor.
+/// Another program with which the supervisor is compared.
 struct Peer {
     name: &'static str,
     from: Source,
@@ -119,7 +119,8 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 }
 
 impl Source {
-    /// Fetches and builds the peers from this registry, if necessary. Returns the command that starts a peer.
+    /// Fetches and builds the peers that come from this registry, if necessary. Returns the command that starts a
+    /// peer.
     fn fetch(self, folder: &Path) -> Result<Vec<PathBuf>> {
         let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
         match self {
@@ -165,7 +166,8 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the command to send to a peer, and the number of requests or deaths that the command asks for.
+    /// Returns the command to send to a peer, and the number of requests or worker deaths that the command will
+    /// cause.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -200,7 +202,7 @@ impl Kind {
     }
 }
 
-/// Number of deaths per round.
+/// Number of times that the worker is killed per round.
 const RECOVERIES: usize = 3;
 
 async fn echoes(

@@ -16,19 +16,19 @@ pub(crate) struct Plan {
     rounds: usize,
     /// Time after which no further rounds of a measurement are started, or `None` for no limit.
     duration: Option<Duration>,
-    /// Number of requests of 64 B and of 4 KiB per round, sent one at a time.
+    /// Number of requests per round that are sent one at a time, with payloads of 64 B or 4 KiB.
     pub(crate) small: usize,
-    /// Number of requests of 1 MiB per round. The number of requests of 64 MiB is 1/32 of this number.
+    /// Number of 1 MiB requests per round. The number of 64 MiB requests is 1/32 of this number.
     pub(crate) large: usize,
     /// Number of requests per round when many are in flight.
     pub(crate) many: usize,
-    /// Maximum number of deaths per measurement, which is also the maximum number of hangs.
+    /// Maximum number of times that a measurement kills a worker, or lets a job hang.
     pub(crate) deaths: usize,
-    /// Total number of jobs per round, for all four bulkheads together.
+    /// Total number of jobs per round in the measurement with four bulkheads.
     pub(crate) crowd: usize,
-    /// Total number of jobs per round for three bulkheads, while the workers of the fourth bulkhead crash.
+    /// Total number of jobs per round in three bulkheads while the workers of a fourth bulkhead crash.
     pub(crate) storm: usize,
-    /// Number of jobs per round in measurements that run no workers and only make decisions.
+    /// Number of jobs per round in measurements of decisions only, without workers.
     pub(crate) decisions: usize,
     /// Number of programs per round.
     pub(crate) programs: usize,
@@ -40,7 +40,8 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan for `rounds` rounds. Without `rounds`, the number of rounds depends on the available time.
+    /// Returns the plan for `rounds` rounds. If `rounds` is `None`, the number of rounds depends on how long they
+    /// take.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),
@@ -118,7 +119,7 @@ impl Plan {
         self.rounds_of(self.rounds)
     }
 
-    /// Starts a measurement of at most `most` rounds.
+    /// Starts at most `most` rounds of a measurement.
     pub(crate) fn rounds_of(&self, most: usize) -> Rounds {
         Rounds::new(most, self.duration)
     }

@@ -10,7 +10,7 @@ const LEFT: f64 = 470.0;
 const WIDTH: f64 = 520.0;
 const RIGHT: f64 = 150.0;
 
-/// Draws an SVG image that shows all figures that have a ratio, on a logarithmic scale.
+/// Draws an SVG image of all figures that have a ratio, on a logarithmic scale.
 pub(crate) fn draw(figures: &[Figure]) -> String {
     let rows: Vec<(&Figure, f64)> =
         figures.iter().filter_map(|figure| Some((figure, figure.ratio.filter(|r| is_drawn(*r))?))).collect();
@@ -91,7 +91,7 @@ fn is_drawn(ratio: f64) -> bool {
     ratio.is_finite() && ratio > 0.0
 }
 
-/// Returns the target for the ratio. Returns `None` if there is no target for the ratio.
+/// Returns the target for the figure's ratio, or `None` if the target does not apply to the ratio.
 fn target(figure: &Figure) -> Option<f64> {
     let is_of_ratio = matches!(figure.target, Target::AtMost | Target::AtLeast);
     Some(figure.limit).filter(|limit| is_of_ratio && is_drawn(*limit))

@@ -22,20 +22,21 @@ use crate::report::{Figure, Report, Target};
 /// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "policy";
 
-/// Maximum time per decision, in nanoseconds.
+/// Maximum time that a decision may take, in nanoseconds.
 const LIMIT_NS: f64 = 500.0;
 
 /// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// Simulated time per cycle. Too short for any timer to expire.
+/// Simulated time per cycle. Short enough that no timer expires.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of jobs that wait before most of them are cancelled. `STAYING` jobs remain at each end of the queue.
+/// Number of waiting jobs, most of which are then cancelled. The first and the last `STAYING` jobs in the queue are
+/// kept.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Record of a job. The record has the size of a pointer, like the supervisor's record.
+/// Stand-in for the supervisor's record of a job. Both have the size of a pointer.
 type Record = u64;
 
 /// Takes all requested measurements.
@@ -51,7 +52,7 @@ pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures all settings in turn, round by round, so that other load affects all of them equally.
+/// Measures all settings in turn in each round, so that other load on the machine affects all of them equally.
 fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     if settings.is_empty() {
         return Ok(Vec::new());
@@ -72,7 +73,7 @@ fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     Ok(figures.collect())
 }
 
-/// Returns the time that it takes to acquire and release a permit while all other permits are in use, in nanoseconds.
+/// Returns the time, in nanoseconds, to acquire and release a permit while all other permits are in use.
 fn semaphore(cycles: usize) -> Result<f64> {
     let permits = Semaphore::new(PERMITS as usize);
     let _taken = permits.try_acquire_many(PERMITS - 1)?;
@@ -87,7 +88,7 @@ fn nanoseconds_each(began: Instant, count: usize) -> f64 {
     began.elapsed().as_secs_f64() * 1e9 / count as f64
 }
 
-/// State of the bulkheads for one measurement.
+/// Initial state of the bulkheads in one measurement.
 struct Setting {
     name: &'static str,
     limits: Limits,
@@ -95,14 +96,14 @@ struct Setting {
     /// Number of tenants, or 0 for jobs without a tenant.
     tenants: usize,
     priorities: &'static [Priority],
-    /// Number of running jobs per bulkhead before a cycle.
+    /// Number of running jobs per bulkhead at the start of each cycle.
     running: usize,
-    /// Number of waiting jobs per bulkhead before a cycle.
+    /// Number of waiting jobs per bulkhead at the start of each cycle.
     waiting: usize,
 }
 
-/// Returns all settings. A setting with a large number that should have no effect is paired with a setting with a small
-/// number. In most settings, all permits but one are in use.
+/// Returns all settings. For each setting with a large number that should make no difference, there is another
+/// setting with a small number. In most settings, all permits but one are in use.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",
@@ -161,11 +162,11 @@ fn everything(limits: Limits) -> Limits {
     }
 }
 
-/// Bulkheads with running and waiting jobs.
+/// Bulkheads with running and waiting jobs, on which one setting is measured.
 struct Scene {
     subjects: Vec<Subject>,
     effects: Effects,
-    /// Timers of the bulkheads, as in the supervisor.
+    /// The bulkheads' timers, kept in the same way as in the supervisor.
     timers: Timers,
     /// Order in which the bulkheads receive jobs.
     order: Vec<u32>,
@@ -192,7 +193,7 @@ impl Scene {
         Ok(scene)
     }
 
-    /// Creates all tenants, and submits the jobs that the setting requires.
+    /// Creates all tenants, and submits the jobs that the setting calls for.
     fn fill(&mut self, setting: &Setting) -> Result<()> {
         for _ in 0..setting.tenants {
             let name = self.names.next();
@@ -254,7 +255,7 @@ impl Scene {
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,
-    /// Running jobs, oldest first. The jobs end in this order.
+    /// Running jobs, oldest first. The jobs complete in this order.
     running: VecDeque<JobId>,
     /// Number of jobs that succeeded.
     done: usize,
@@ -328,8 +329,8 @@ impl Subject {
     }
 }
 
-/// Cancels nine tenths of the jobs in a full queue, in random order, but none at either end. Returns the time
-/// per job in nanoseconds.
+/// Fills a queue and cancels nine tenths of the jobs in random order, sparing both ends of the queue. Returns the
+/// time per cancelled job in nanoseconds.
 fn cancel() -> Result<f64> {
     let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
     let mut effects = Effects::default();
@@ -374,7 +375,7 @@ impl Names {
     }
 }
 
-/// Returns the numbers below `count` in a shuffled order that is the same in each run.
+/// Returns the numbers below `count` in a shuffled order, which is the same in every run.
 fn shuffled(count: usize) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1_u64;

@@ -10,10 +10,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
 
-/// Maximum time for any wait. Most waits end almost immediately.
+/// Maximum duration of any wait. Most waits end almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package that contains the parts of the chains. The package's program has the same name.
+/// Name of the package that implements the processes of the chains, and of the program in that package.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -24,7 +24,7 @@ impl Process {
         Ok(Self(command.spawn()?))
     }
 
-    /// Starts one part of a chain; the parts are in `../parts`.
+    /// Starts one process of a chain; the source code is in `../parts`.
     pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
@@ -65,8 +65,8 @@ impl Drop for Process {
     }
 }
 
-/// Returns a command for the program that runs the parts of the chains. [`programs`] builds that program into the
-/// folder of the bench.
+/// Returns a command for the program that implements the processes of the chains. [`programs`] builds the program
+/// into the folder that contains the bench.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
@@ -76,7 +76,7 @@ pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the command of another role as elements of a TOML array, to be used in the `command` key.
+/// Returns the command that runs a role as elements of a TOML array, to be used in the `command` key.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;
@@ -160,8 +160,8 @@ pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// Returns the first process in the PID namespace of `pid`. Returns `None` if `pid` itself is the first
-/// process, or if the bench runs in the same namespace.
+/// Returns the first process in the PID namespace that contains `pid`. Returns `None` if `pid` itself is that first
+/// process, or if the bench is in the same namespace.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;

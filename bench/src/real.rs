@@ -11,12 +11,12 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Two bulkheads that run one job at a time, with and without prefetching. The queues have room for all concurrent
-/// jobs.
+/// Two bulkheads that run one job at a time: one with prefetching and one without. Their queues have room for all
+/// concurrent jobs.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Bulkheads that are named after their purpose.
+/// Bulkheads, each named after its purpose.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
@@ -32,7 +32,7 @@ pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
 }
 
-/// Deadline of jobs in [`HANGS`], after which the grace period `HANG_GRACE` begins.
+/// Deadline of the jobs in [`HANGS`]. `HANG_GRACE` is the grace period after the deadline.
 pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
 pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 
@@ -44,7 +44,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bench's bulkheads. Waits until the workers of most bulkheads are ready.
+    /// Starts a supervisor with the bench's bulkheads, and waits until the workers of most bulkheads are ready.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
@@ -53,7 +53,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with this configuration. The configuration must name the jobs socket `jobs.sock`.
+    /// Starts a supervisor with this configuration, in which the jobs socket must be `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -68,16 +68,15 @@ impl Chain {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
     }
 
-    /// Sends a job whose payload is written into the send buffer without another copy. Returns the size of the result
-    /// in bytes.
+    /// Sends a job and writes the payload directly into the send buffer. Returns the size of the result in bytes.
     pub(crate) async fn call_copied(&self, bulkhead: &str, payload: Arc<Vec<u8>>) -> Result<usize> {
         let job = self.client.job(bulkhead, "");
         let job = job.payload_in_place(payload.len(), move |place| place.copy_from_slice(&payload));
         Ok(job.send().await?.payload().len())
     }
 
-    /// Sends a job with payload and result in memory files, if available. Returns the size of the result in
-    /// bytes.
+    /// Sends a job whose payload and result are in memory files, if the client has any. Returns the size of the
+    /// result in bytes.
     pub(crate) async fn call_mapped(&self, bulkhead: &str, bytes: usize) -> Result<usize> {
         let job = self.client.job(bulkhead, "").payload_in_place(bytes, |place| place.fill(b'x'));
         let reply = job.operation("mapped").map_result().send().await?;
@@ -89,8 +88,8 @@ impl Chain {
         self.folder.path().join("jobs.sock")
     }
 
-    /// Sends a job that hangs. Returns the time from the end of the job's grace period to the next job's
-    /// result, in ms.
+    /// Sends a job that hangs, and another job after it. Returns the time from the end of the first job's grace
+    /// period to the second job's result, in ms.
     pub(crate) async fn hang(&self, bulkhead: &str) -> Result<f64> {
         let began = Instant::now();
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
@@ -114,8 +113,8 @@ impl Chain {
     }
 }
 
-/// Runs the supervisor to check a configuration. The inner error is the supervisor's report about an invalid
-/// configuration.
+/// Checks a configuration by running the supervisor. If the configuration is invalid, the inner error is the
+/// supervisor's report.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;
     let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;

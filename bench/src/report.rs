@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference in µs that always meets the target [`Target::AtMostOrSlack`], whatever the ratio is.
+/// Difference between the two figures, in µs, that [`Target::AtMostOrSlack`] always allows, whatever the ratio is.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
@@ -13,7 +13,7 @@ const SLACK_US: f64 = 10_000.0;
 pub(crate) enum Target {
     /// The ratio, or the figure if there is no ratio, must not exceed the limit.
     AtMost,
-    /// The ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
+    /// Either the ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
     /// [`SLACK_US`].
     AtMostOrSlack,
     /// The ratio, or the figure if there is no ratio, must reach the limit.
@@ -26,7 +26,7 @@ pub(crate) enum Target {
     Told,
 }
 
-/// Mean difference between the real and the bare figure, over all pairs.
+/// Mean difference between the real figure and the bare figure over all pairs of rounds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Difference {
     pub(crate) mean: f64,
@@ -43,14 +43,14 @@ pub(crate) struct Figure {
     /// Figure for the bare counterpart, if a counterpart exists.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
-    /// Median, over all rounds, of the ratio of the real figure to the bare figure.
+    /// Median ratio of the real figure to the bare figure over all rounds.
     pub(crate) ratio: Option<f64>,
     pub(crate) target: Target,
-    /// Limit for the target, or NaN if there is no target.
+    /// Limit that the target sets, or NaN if there is no target.
     pub(crate) limit: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) difference: Option<Difference>,
-    /// Bare figure and real figure of each round.
+    /// Bare figure and real figure from each round.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) rounds: Vec<(f64, f64)>,
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of rounds, regardless of how long they take. A median of fewer rounds would be meaningless.
+/// Minimum number of rounds, regardless of how long they take. The median of fewer rounds would be meaningless.
 const ROUNDS_MIN: usize = 3;
 
 /// Iterator over the round numbers of a measurement, starting with 0. Ends early if the rounds take too long.
@@ -13,8 +13,8 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Creates at most `most` rounds of a measurement that starts now. After `duration`, starts no rounds beyond
-    /// [`ROUNDS_MIN`].
+    /// Prepares up to `most` rounds of a measurement that starts now. Once `duration` has passed, only the first
+    /// [`ROUNDS_MIN`] rounds are still started.
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }
     }

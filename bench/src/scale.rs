@@ -21,7 +21,7 @@ use crate::{Result, bare};
 /// Prefix of the measurement names in this module.
 pub(crate) const GROUP: &str = "scale";
 
-/// Maximum ratio between the cost of a job among many others and the cost of the same job alone.
+/// Maximum ratio of a job's cost when there are many others to its cost when it is alone.
 const RATIO: f64 = 1.5;
 
 /// Bulkhead that all tenants share.
@@ -32,17 +32,17 @@ const WAITS: &str = "waits";
 /// Sizes of these measurements.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
-    /// Number of jobs per round, sent one at a time. `many` is the number for many jobs at a time.
+    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when many jobs are in flight.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
     pub(crate) tenants: usize,
-    /// Number of tenants with jobs.
+    /// Number of tenants that have jobs.
     pub(crate) active: usize,
     pub(crate) clients: usize,
     /// Number of waiting jobs per client.
     pub(crate) waiting: usize,
-    /// Time for which an idle supervisor is observed.
+    /// Duration for which an idle supervisor is observed.
     pub(crate) idle: Duration,
 }
 
@@ -81,8 +81,8 @@ async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
     Ok(chain)
 }
 
-/// Returns the supervisor's CPU time per job in µs, with `lanes` jobs in flight. `names` returns the bulkhead
-/// and the tenant of each job.
+/// Returns the supervisor's CPU time per job in µs, with `lanes` jobs in flight. `names` yields the bulkhead and the
+/// tenant for each job.
 async fn cpu(
     chain: &Rc<Chain>,
     (lanes, total): (usize, usize),
@@ -133,9 +133,9 @@ fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     move || (SHARED.into(), names())
 }
 
-/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to a different
-/// worker, every read and write moves fewer bytes. A bare relay with the same number of echo processes shows
-/// how much this costs.
+/// Compares jobs that go to all bulkheads in turn with jobs that all go to one bulkhead. If each job goes to a
+/// different worker, each read and write moves fewer bytes. A bare relay with the same number of echo processes shows
+/// how much of the cost this explains.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;
@@ -181,8 +181,8 @@ impl Spread {
         Ok(Self { relay, client: bare::Client::connect(&near).await? })
     }
 
-    /// Returns the relay's CPU time per request in µs, with `lanes` requests in flight to the first `echoes`
-    /// echo processes in turn.
+    /// Returns the relay's CPU time per request in µs. `lanes` requests are in flight, and they go to the first
+    /// `echoes` echo processes in turn.
     async fn cpu(&self, (lanes, total): (usize, usize), echoes: usize) -> Result<f64> {
         let before = processes::cpu(self.relay.pid())?;
         let (client, turn) = (self.client.clone(), Rc::new(Cell::new(0)));
@@ -252,7 +252,7 @@ fn get(admin: &Path, path: &str) -> std::io::Result<String> {
     Ok(answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_owned()))
 }
 
-/// Compares the p99 latency of one bulkhead without scrapes and with a scrape of all bulkheads every second.
+/// Compares the p99 latency of one bulkhead without scrapes and with one scrape per second that covers all bulkheads.
 async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} bulkheads, a scrape a second: p99, 1 in flight", plan.bulkheads);
     if !report.wants(&name) {
@@ -279,9 +279,9 @@ async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures many clients, each with its own tenant and waiting jobs. The figures are the costs of a job's
-/// arrival, of a cancellation, and of an outcome at shutdown. The costs are measured with a tenth of the jobs
-/// and with all jobs. If they are equal, the cost per job does not grow with the number of jobs.
+/// Measures many clients that each have their own tenant and waiting jobs. Memory and CPU time per job are measured
+/// with a tenth of the jobs and with all of them, and must not grow with the number of jobs. Delivering the outcomes
+/// at shutdown is measured only with all jobs.
 async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} clients, {} waiting jobs", plan.clients, plan.clients * plan.waiting);
     if !report.wants(&name) {
@@ -351,7 +351,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Waits until `count` jobs are waiting.
+/// Waits until `count` jobs are in the queue.
 async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
     let until = Instant::now() + Duration::from_secs(300);
     loop {

@@ -22,10 +22,11 @@ pub(crate) const GROUP: &str = "watched";
 
 /// Sizes of these measurements.
 pub(crate) struct Plan {
-    /// Number of rounds of each kind. The kinds are: no readers, readers of another server, and readers of the
+    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of the
     /// supervisor.
     pub(crate) pairs: usize,
-    /// Number of jobs per round, sent one at a time. `many` is the number for [`LANES`] jobs at a time.
+    /// Number of jobs per round when jobs are sent one at a time. `many` is the number when [`LANES`] jobs are in
+    /// flight.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
@@ -36,17 +37,17 @@ const STREAMS: usize = 50;
 /// Interval between scrapes of the metrics.
 const SCRAPE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between crashes, which happen with and without readers. Each crash causes one or two events.
+/// Interval between crashes, with or without readers. Each crash causes one or two events.
 const CRASH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Size of a crash event, in bytes.
 const EVENT_BYTES: usize = 700;
 
-/// Number of jobs in flight when every processor is busy.
+/// Number of jobs to keep in flight so that every processor is busy.
 const LANES: usize = 64;
 
-/// Reads metrics and events with as little work as possible, until this process is killed. Prints a line once
-/// reading has started.
+/// Reads metrics and events with as little work as possible until this process is killed. Prints a line once reading
+/// has started.
 pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
@@ -76,9 +77,8 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Runs the other server, which runs no jobs. Serves metrics and events with as little work as possible,
-/// until the process is killed. Sends a page for each metrics request, and an event to each follower every
-/// [`CRASH_INTERVAL`].
+/// Runs the server that stands in for the supervisor, without jobs, until the process is killed. With as little work
+/// as possible, serves a page for each metrics request, and sends each follower an event every [`CRASH_INTERVAL`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -116,12 +116,12 @@ fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
     Ok(stream)
 }
 
-/// Costs measured in one round.
+/// Latencies and CPU times measured in one round.
 struct Cost {
-    /// p99 latency with one job in flight, in µs. `p99` is the latency with [`LANES`] jobs in flight.
+    /// p99 latency with one job in flight, in µs. `p99` is the p99 latency with [`LANES`] jobs in flight.
     p99_alone: f64,
     p99: f64,
-    /// CPU time of the data plane's thread per job, in µs. `supervisor` is the CPU time of the whole
+    /// CPU time per job that the data plane's thread uses, in µs. `supervisor` is the CPU time per job of the whole
     /// supervisor.
     data_plane: f64,
     supervisor: f64,

@@ -129,7 +129,7 @@ pub(crate) fn shown(value: &impl Display) -> String {
     escape(&value.to_string()).replace('\n', " ")
 }
 
-/// Formats a value like [`shown`], or as a dash if it is absent.
+/// Formats a value like [`shown`]. Returns a dash if there is no value.
 pub(crate) fn known(value: &Option<impl Display>) -> String {
     value.as_ref().map_or_else(|| "-".to_owned(), shown)
 }
@@ -138,7 +138,7 @@ pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
-/// Formats a duration without spaces, so that programs can split the columns.
+/// Formats a duration without spaces, so that programs can split the line into columns.
 pub(crate) fn short_duration(ms: u64) -> String {
     // Milliseconds are shown only for durations below one second.
     let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
@@ -152,7 +152,7 @@ pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Formats the facts that have no column in the bulkhead table, one per line.
+/// Formats additional information that has no column in the bulkhead table, one fact per line.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));
@@ -251,7 +251,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the supervisor's user ID if confined workers also run as this user.
+/// Returns the supervisor's user ID if confined workers run under the same user ID.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid

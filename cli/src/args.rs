@@ -508,7 +508,7 @@ pub(crate) struct Bench {
     pub(crate) payload_bytes: usize,
 }
 
-/// Parses a word from a vocabulary.
+/// Parses a word that must belong to the vocabulary `V`.
 fn word<V: Vocabulary>(text: &str) -> Result<V, String> {
     V::from_word(text).ok_or_else(|| format!("valid values: {}", V::WORDS.join(", ")))
 }
@@ -520,7 +520,7 @@ fn event_kind(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks the cause of a crash: a kind, or a short form as shown in the list of crashes.
+/// Checks a cause of a crash. A valid cause is a kind, or a short form as shown in the list of crashes.
 fn cause(text: &str) -> Result<String, String> {
     let of_process = text.strip_prefix("program:").unwrap_or(text);
     let (kind, detail) = of_process.split_once(':').unwrap_or((of_process, ""));
@@ -547,8 +547,8 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Allowed sampling intervals for `top`. Shorter intervals would put too much load on the supervisor; with longer
-/// intervals the display would not be live.
+/// Sampling intervals that `top` allows. Shorter intervals would put too much load on the supervisor, and longer
+/// intervals would make the display stale.
 const INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(60);
 
 fn interval(text: &str) -> Result<Duration, String> {

@@ -12,8 +12,8 @@ use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// Runs the command. Returns 69 if the supervisor was unreachable for any job, 0 if any job was `ok`, and otherwise the
-/// exit code of the last job.
+/// Runs the command. Returns 69 if the supervisor was unreachable for any job, 0 if any job was `ok`, and otherwise
+/// the exit code of the last job. After ^C, returns a separate exit code.
 pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     let payload = match &bench.request.payload_file {
         Some(file) => payload::read(file)?,
@@ -51,7 +51,7 @@ struct BenchState {
     stats: JobStats,
     /// Exit code of the last job whose outcome was not `ok`.
     last_failure: Option<u8>,
-    /// True if any job could not reach the supervisor.
+    /// True if the supervisor was unreachable for any job.
     is_unreachable: bool,
 }
 

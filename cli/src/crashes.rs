@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Returns the ID of the selected report. `selector` is an ID, the beginning of an ID, or `last`.
+/// Returns the ID of the crash report that `selector` stands for: an ID, the beginning of an ID, or `last`.
 async fn resolve(args: &Args, selector: &str) -> Result<String, Failure> {
     if selector.parse::<CrashId>().is_ok() {
         return Ok(selector.to_owned());
@@ -110,8 +110,8 @@ fn name_or_dash(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }
 
-/// Formats a cause, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:` means
-/// that no worker died.
+/// Formats the cause of a crash, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:`
+/// means that a program crashed and not the worker.
 fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
     let short = match (cause.exit_code, &cause.signal, &cause.system_call) {
         (Some(code), ..) => format!("exit:{code}"),
@@ -122,7 +122,8 @@ fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
     if *victim == Victim::Program { format!("program:{short}") } else { short }
 }
 
-/// Returns true if a crash has this cause: a kind such as `signal`, or a short form such as `SIGSEGV`.
+/// Returns true if this is the cause of the crash. `wanted` is a kind such as `signal`, or a short form such as
+/// `SIGSEGV`.
 fn has_cause(crash: &Summary, wanted: &str) -> bool {
     let short = short_cause(&crash.cause, &crash.victim);
     let of_process = short.strip_prefix("program:").unwrap_or(&short);
@@ -272,7 +273,7 @@ fn describe_job(job: &CrashJob) -> String {
     lines
 }
 
-/// Formats the beginning of a payload, as text if it is printable UTF-8, otherwise in hexadecimal.
+/// Formats the beginning of a payload, as text if it is printable UTF-8 and otherwise in hexadecimal.
 fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {

@@ -68,7 +68,7 @@ fn cells(job: &Job) -> [String; 13] {
     ]
 }
 
-/// Replaces spaces, so that programs can split the columns.
+/// Replaces spaces in a value, so that programs can split the line into columns.
 fn without_spaces(text: &str) -> String {
     text.replace(char::is_whitespace, "_")
 }

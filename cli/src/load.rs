@@ -8,7 +8,7 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 
 use crate::args::Request;
 
-/// Creates the job described by the command line.
+/// Creates the job that the command line describes.
 pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     let job = client
         .job(&request.name, payload)
@@ -27,12 +27,13 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     }
 }
 
-/// Job counts by outcome, and the latencies of jobs. The size in memory is constant.
+/// Number of jobs by outcome, and distribution of their latencies. The size in memory does not grow with the number
+/// of jobs.
 #[derive(Debug, Default)]
 pub(crate) struct JobStats {
     /// Number of jobs by outcome and reason.
     pub(crate) outcomes: BTreeMap<String, u64>,
-    /// Latencies, in nanoseconds, of jobs whose outcome was `ok`, rounded up by less than 2 %.
+    /// Latencies of jobs whose outcome was `ok`, in nanoseconds. Each latency is rounded up by less than 2 %.
     pub(crate) latencies: Histogram<7>,
 }
 
@@ -48,7 +49,7 @@ impl JobStats {
         self.outcomes.values().sum()
     }
 
-    /// Returns a quantile of the latency in milliseconds, or `None` if no outcome was `ok`.
+    /// Returns a quantile of the latency in milliseconds, or `None` if no job was `ok`.
     pub(crate) fn quantile_ms(&self, share: f64) -> Option<f64> {
         let quantile = Duration::from_nanos(self.latencies.quantile(share));
         (self.latencies.total() > 0).then_some(quantile.as_secs_f64() * 1e3)

@@ -10,7 +10,7 @@ use crate::args::{Args, LogFormat, Logs};
 use crate::output::{self, Failure, exit};
 use crate::requests::{follow, get, get_lines, percent_encoded, request};
 
-/// A stored line, both as text and parsed.
+/// A stored log line, as text and in parsed form.
 type StoredLine = (String, LogLine);
 
 pub(crate) async fn run(args: &Args, logs: &Logs) -> Result<u8, Failure> {

@@ -12,7 +12,7 @@ use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, Re
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// Failure that ends the command early.
+/// An error that ends the command early.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
@@ -53,7 +53,7 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
-    /// Formats the failure as JSON, with the applicable fields of a job's outcome.
+    /// Formats the failure as JSON, with those fields of a job's outcome that apply.
     pub(crate) fn json(&self) -> Value {
         let (outcome, retryable) = self.outcome();
         let reason = self.reason.map(RejectReason::name);
@@ -83,8 +83,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. In that case, the
-    /// status reflects the results so far, not the lost output.
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The command then
+    /// reports the outcome of its work so far instead of an output error.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -110,8 +110,8 @@ impl From<ConnectError> for Failure {
     }
 }
 
-/// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message. All other
-/// errors have the exit status `OUTPUT_FAILED`, because losing a result is not a success.
+/// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message. For any
+/// other error, the exit status is `OUTPUT_FAILED`, because a lost result must not look like a success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     standard_output::write(bytes).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
@@ -139,12 +139,12 @@ fn one_line(text: &str) -> String {
     escape(text).replace('\n', "\\n")
 }
 
-/// Returns true if standard error is a terminal, which can show a progress bar.
+/// Returns true if standard error is a terminal, so that a progress bar can be shown.
 pub(crate) fn has_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
-/// Describes the outcome of a job on one line.
+/// Describes a job's outcome in one line.
 pub(crate) fn describe(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(reply) => format!("ok: {}", timing(reply.outcome())),
@@ -214,7 +214,8 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     json!(document)
 }
 
-/// Returns the name of the signal in the crash message, or the signal number if the message contains no name.
+/// Returns the name of the signal from the crash message, or the signal number if the message does not name the
+/// signal.
 fn signal(verdict: &Verdict) -> Option<String> {
     match verdict {
         Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
@@ -226,7 +227,7 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Formats the outcome of a job that this command cancelled and for which the supervisor reported no outcome.
+/// Formats the outcome of a job that this command cancelled and whose outcome the supervisor did not report.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

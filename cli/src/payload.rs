@@ -11,7 +11,7 @@ use bulkhead_client::{PAYLOAD_BYTES_CEILING, RejectReason};
 use crate::args::Submit;
 use crate::output::{self, Failure, exit};
 
-/// Time after which a notice says that the command is still waiting for the payload.
+/// Delay before the command prints a notice that it is still waiting for the payload.
 const NOTICE_DELAY: Duration = Duration::from_secs(2);
 
 /// Returns the payload for `submit`: the contents of a file or of standard input. If standard input is a

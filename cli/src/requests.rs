@@ -50,7 +50,8 @@ pub(crate) async fn request_with(
     if response.status().is_success() { Ok(response) } else { Err(failure_of(&target, response).await) }
 }
 
-/// Sends a GET request. Returns the status and the body of any response.
+/// Sends a GET request. Returns the status and the body if the status is 200 or 503, and an error for any other
+/// status.
 pub(crate) async fn get_any(args: &Args, path: &str) -> Result<(StatusCode, Vec<u8>), Failure> {
     let target = args.target()?;
     let response = send_in_time(&target, Method::GET, path, String::new()).await?;
@@ -73,7 +74,7 @@ async fn send_in_time(
     })
 }
 
-/// Converts an unsuccessful response into a failure.
+/// Creates the failure for an unsuccessful response.
 async fn failure_of(target: &Target, response: Response<Incoming>) -> Failure {
     let status = response.status();
     if let (StatusCode::UNAUTHORIZED, Target::Host(host)) = (status, target) {
@@ -191,12 +192,12 @@ pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failur
     Ok(body.map_err(|error| read_failure(&error))?.to_bytes().to_vec())
 }
 
-/// Requests a JSON document from the supervisor.
+/// Requests a JSON document from the supervisor and parses it.
 pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<T, Failure> {
     document(&read(request(args, Method::GET, path).await?).await?)
 }
 
-/// Requests a response with one JSON object per line.
+/// Requests a document that contains one JSON object per line. Returns the lines.
 pub(crate) async fn get_lines(args: &Args, path: &str) -> Result<Vec<String>, Failure> {
     let body = read(request(args, Method::GET, path).await?).await?;
     let lines: Vec<String> = String::from_utf8_lossy(&body).lines().map(str::to_owned).collect();

@@ -14,7 +14,7 @@ use crate::requests::{document, get, get_any, percent_encoded, read, request};
 /// Interval between polls of a bulkhead's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Minimum timeout for a poll, even if the wait ends earlier.
+/// Minimum timeout for a poll. Applies even if the wait ends earlier.
 const LOOK_TIME_MIN: Duration = Duration::from_secs(3);
 
 /// Time at which a wait is over, or `None` if the wait is unlimited.
@@ -30,7 +30,7 @@ impl WaitLimit {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 
-    /// Waits for the response to a poll, with a timeout so that a hung supervisor does not extend the wait.
+    /// Waits for the response to a poll. A timeout ensures that a hung supervisor does not prolong the wait.
     async fn look<T>(self, response: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let Some(end) = self.0 else { return response.await };
         let end = end.max(Instant::now() + LOOK_TIME_MIN);
@@ -198,7 +198,7 @@ pub(crate) async fn is_ready(args: &Args, is_ready: &IsReady) -> Result<u8, Fail
     Ok(if is_now_ready { exit::OK } else { exit::NOT_READY })
 }
 
-/// Returns whether the supervisor or bulkhead is ready, together with the response body.
+/// Returns true if the supervisor or bulkhead is ready, and the body of the response.
 async fn readiness(args: &Args, path: &str) -> Result<(bool, Vec<u8>), Failure> {
     let (status, body) = get_any(args, path).await?;
     if status == StatusCode::SERVICE_UNAVAILABLE && document::<Readiness>(&body).is_err() {

@@ -117,8 +117,8 @@ impl<'a> SubmitRun<'a> {
         Ok(())
     }
 
-    /// Starts a job and waits for the outcome. After ^C, cancels the job and waits for the supervisor to
-    /// report whether the job ran.
+    /// Starts a job and waits for the outcome. On ^C, cancels the job and waits for the supervisor to report whether
+    /// the job ran.
     async fn outcome(&self, job: Job) -> Result<Reply, JobError> {
         let mut handle = job.start().await?;
         let mut interrupted = self.interrupted.subscribe();
@@ -150,7 +150,7 @@ impl<'a> SubmitRun<'a> {
         }
     }
 
-    /// Prints a line of JSON for each submitted job for which the supervisor reported no outcome.
+    /// Prints a line of JSON for each submitted job whose outcome the supervisor did not report.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());

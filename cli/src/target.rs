@@ -13,7 +13,7 @@ use crate::output::{Failure, exit};
 /// Maximum size of a token in bytes, the same as in the supervisor.
 const TOKEN_BYTES_MAX: usize = 4096;
 
-/// Maximum number of bytes to read from a token file, including whitespace around the token.
+/// Maximum number of bytes to read from a token file, including any whitespace around the token.
 const FILE_BYTES_MAX: u64 = 2 * TOKEN_BYTES_MAX as u64;
 
 /// Address of the admin API.

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, SystemTime};
 
-/// Length of a day. Unix time has no leap seconds.
+/// Length of a day; Unix time has no leap seconds.
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// Parses a time that is not in the future.
+/// Parses a time, which must not be in the future.
 pub(crate) fn since(text: &str) -> Result<SystemTime, String> {
     let now = SystemTime::now();
     let time = parse(text, now)?;
@@ -17,8 +17,8 @@ pub(crate) fn until(text: &str) -> Result<SystemTime, String> {
     parse(text, SystemTime::now())
 }
 
-/// Parses a duration before `now`, an RFC 3339 time, or a time of day in UTC, which stands for its most recent
-/// occurrence before `now`.
+/// Parses a point in time: a duration before `now`, an RFC 3339 time, or a time of day in UTC. A time of day stands
+/// for its most recent occurrence before `now`.
 fn parse(text: &str, now: SystemTime) -> Result<SystemTime, String> {
     if let Ok(ago) = humantime::parse_duration(text.strip_prefix('-').unwrap_or(text)) {
         let time = now.checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH);

@@ -25,10 +25,11 @@ use app::{App, Step};
 use sample::{Sample, Sampler};
 use terminal::{Screen, SignalAction, Signals};
 
-/// Maximum time for taking a sample.
+/// Maximum time to take a sample.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Interval at which the screen is redrawn even without a new sample, to update the time since the last response.
+/// Interval at which the screen is redrawn even without a new sample, because the screen shows the time since the
+/// last response.
 const TICK: Duration = Duration::from_secs(1);
 
 type SampleResult = Result<Sample, Failure>;

@@ -81,7 +81,7 @@ impl Client {
         Self { client: self.client.retry(retries), server: self.server }
     }
 
-    /// Sets the maximum time that jobs of this client wait for a reconnection; see
+    /// Sets the maximum time that this client's jobs wait for it to reconnect; see
     /// [`crate::Client::reconnect_timeout`].
     #[must_use = "returns a client with this setting"]
     pub fn reconnect_timeout(self, limit: Duration) -> Self {
@@ -118,13 +118,13 @@ forward! {
     /// Sets a function that writes the payload; see [`crate::Job::payload_in_place`].
     payload_in_place(bytes: usize, fill: impl Fn(&mut [u8]) + Send + Sync + 'static);
 
-    /// Leaves a large result in its memory file; see [`crate::Job::map_result`].
+    /// Leaves a large result in the memory file in which it arrived; see [`crate::Job::map_result`].
     map_result();
 
-    /// Sets the operation that the handler performs, at most 256 bytes; see [`crate::Job::operation`].
+    /// Sets the operation that the handler performs. The name has at most 256 bytes; see [`crate::Job::operation`].
     operation(name: impl Into<String>);
 
-    /// Sets the tenant that the job belongs to, at most 256 bytes.
+    /// Sets the tenant that the job belongs to. The name has at most 256 bytes.
     tenant(name: impl Into<String>);
 
     /// Sets the time limit of the job; see [`crate::Job::deadline`].
@@ -145,7 +145,7 @@ forward! {
     /// Sets whether [`Job::send`] retries the job after an error; see [`crate::Job::retry`].
     retry(retries: bool);
 
-    /// Sets a W3C `traceparent`, which is passed to the handler.
+    /// Sets a W3C `traceparent` to pass to the handler.
     traceparent(text: impl Into<String>);
 }
 
@@ -202,8 +202,7 @@ impl JobHandle {
         self.handle.cancel();
     }
 
-    /// Asks the supervisor to cancel the job unless it has begun; see
-    /// [`crate::JobHandle::cancel_unless_begun`].
+    /// Asks the supervisor to cancel the job unless the job has begun; see [`crate::JobHandle::cancel_unless_begun`].
     pub fn cancel_unless_begun(&self) {
         self.handle.cancel_unless_begun();
     }

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-/// Length of the window over which jobs and retries are counted, in seconds (Finagle's `ttl`).
+/// Number of seconds over which jobs and retries are counted (Finagle's `ttl`).
 const WINDOW_SECONDS: usize = 10;
 
 /// Maximum number of retries per hundred jobs.
@@ -17,7 +17,7 @@ const RETRIES_FLOOR: u64 = 10;
 /// Counts one client's jobs and retries.
 #[derive(Debug, Default)]
 pub(crate) struct RetryBudget {
-    /// Counts for the last seconds, indexed by the second's number modulo [`WINDOW_SECONDS`].
+    /// Counts for the most recent seconds. The index is the second's number modulo [`WINDOW_SECONDS`].
     seconds: [Second; WINDOW_SECONDS],
 }
 
@@ -29,12 +29,12 @@ struct Second {
 }
 
 impl RetryBudget {
-    /// Counts a job that is allowed to be retried. `now` is the time since an arbitrary fixed instant.
+    /// Counts a job for which retries are enabled. `now` is the time since a fixed but arbitrary instant.
     pub(crate) fn job(&mut self, now: Duration) {
         self.second(now).jobs += 1;
     }
 
-    /// Returns true if the budget allows a retry. If so, charges the retry to the budget.
+    /// Returns true if the budget allows a retry. In that case, the retry is charged to the budget.
     pub(crate) fn try_retry(&mut self, now: Duration) -> bool {
         let first = now.as_secs().saturating_sub(WINDOW_SECONDS as u64 - 1);
         let recent = self.seconds.iter().filter(|second| (first..=now.as_secs()).contains(&second.number));
@@ -59,7 +59,7 @@ impl RetryBudget {
 mod tests {
     use super::*;
 
-    /// Charges retries until the budget is exhausted. Returns the number of retries.
+    /// Retries until the budget is exhausted. Returns the number of retries.
     fn spend(budget: &mut RetryBudget, now: Duration) -> u64 {
         (0..10_000).take_while(|_| budget.try_retry(now)).count() as u64
     }

@@ -29,10 +29,10 @@ use crate::reply::{JobError, Progress};
 use crate::requests::{Frames, QueuePosition, Requests, SubmitError};
 use crate::transport::Transport;
 
-/// Maximum time for the supervisor to accept the connection and send the welcome.
+/// Maximum time that the supervisor may take to accept the connection and send the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Minimum interval between checks for jobs that have waited too long for a reconnection.
+/// Minimum interval between checks for jobs that have waited too long for the client to reconnect.
 const OVERDUE_CHECK_INTERVAL_MIN: Duration = Duration::from_millis(5);
 
 /// Pause before the second attempt to reconnect. The pause doubles after each attempt, up to
@@ -48,7 +48,7 @@ const FRAME_BYTES_MAX: u32 = PAYLOAD_BYTES_CEILING as u32 + (FRAME_OVERHEAD_BYTE
 /// Maximum number of reads before yielding to other tasks of the runtime.
 const READS_PER_POLL_MAX: usize = 16;
 
-/// Time for which the client keeps reading after a failed write. The supervisor may have sent a reason before
+/// Time for which the client keeps reading after a failed write, because the supervisor may have sent a reason before
 /// it closed the connection.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -101,7 +101,7 @@ pub struct Client {
     shared: Arc<Shared>,
     /// Default for [`Job::retry`](crate::Job::retry).
     pub(crate) retries: bool,
-    /// Maximum time that jobs wait for a reconnection, if the caller has set one.
+    /// Maximum time that jobs wait for the client to reconnect, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,
 }
 
@@ -132,7 +132,7 @@ impl Target {
         }
     }
 
-    /// Formats the location as it appears in messages, directly after "the supervisor".
+    /// Formats the location for messages in which it directly follows "the supervisor".
     fn describe(&self) -> String {
         match self {
             Self::Path(path) => format!("at {}", path.display()),
@@ -140,13 +140,13 @@ impl Target {
         }
     }
 
-    /// Returns the message for an unreachable supervisor.
+    /// Returns a message saying that the supervisor is not reachable.
     fn problem(&self, reason: &str) -> String {
         format!("the supervisor {} is not reachable ({reason})", self.describe())
     }
 }
 
-/// Location of an in-process supervisor in messages, where a socket path would otherwise appear.
+/// Location of an in-process supervisor, shown in messages in place of a socket path.
 const IN_PROCESS: &str = "in this process";
 
 #[derive(Debug)]
@@ -157,7 +157,7 @@ struct Shared {
     needed: Arc<Notify>,
     /// Budget for retries.
     budget: Mutex<RetryBudget>,
-    /// Time at which the client was created. The retry budget measures time from this instant.
+    /// Time at which the client was created. Times in the retry budget are relative to this instant.
     created: Instant,
 }
 
@@ -165,8 +165,8 @@ struct Shared {
 pub(crate) enum SubmitAttempt {
     Sent(JobHandle),
     Rejected(JobError),
-    /// The job must wait for space or for a connection. Contains the current connection if it is broken and
-    /// must not be used again.
+    /// The job must wait until there is a connection, or space in the send queue. Contains the current connection if
+    /// it is broken and must not be used again.
     Waits(Option<Arc<Requests>>),
 }
 
@@ -219,13 +219,13 @@ impl Client {
         client
     }
 
-    /// Creates a client for a supervisor in the same process, and a future that serves the client's
-    /// connection. The future must be polled within a tokio runtime.
+    /// Creates a client for a supervisor in the same process. Also returns a future that serves the client's
+    /// connection and must be polled within a tokio runtime.
     pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
         Self::of(Target::InProcess(connector), None)
     }
 
-    /// Creates a client and the future that serves the client's connection.
+    /// Creates a client, and the future that serves its connection.
     fn of(target: Target, requests: Option<Arc<Requests>>) -> (Self, impl Future<Output = ()> + Send) {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
@@ -262,23 +262,23 @@ impl Client {
         self
     }
 
-    /// Sets the maximum time that this client's jobs wait for a reconnection after a loss, in addition to
-    /// their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent again.
-    /// Other clones of the client keep their setting.
+    /// Sets the maximum time that this client's jobs wait for it to reconnect after the connection is lost. Jobs
+    /// still end at their deadline. If the time is zero, jobs end when the connection is lost, and no job is sent
+    /// again. Other clones of the client keep their setting.
     #[must_use = "returns a client with this setting"]
     pub fn reconnect_timeout(mut self, limit: Duration) -> Self {
         self.reconnect_timeout = Some(limit);
         self
     }
 
-    /// Calls `use_budget` with the retry budget, which all clones share, and the current time.
+    /// Calls `use_budget` with the retry budget and the current time. All clones of the client share the budget.
     pub(crate) fn with_budget<T>(&self, use_budget: impl FnOnce(&mut RetryBudget, Duration) -> T) -> T {
         let now = self.shared.created.elapsed();
         use_budget(&mut self.shared.budget.lock().unwrap_or_else(PoisonError::into_inner), now)
     }
 
-    /// Sends a job, after waiting for a connection or for space if necessary. The job's progress reports are
-    /// sent to `progress`.
+    /// Sends a job. If necessary, first waits for a connection or for space in the send queue. The job's progress
+    /// reports are sent to `progress`.
     pub(crate) async fn submit(
         &self,
         job: &mut JobRequest,
@@ -291,7 +291,7 @@ impl Client {
         }
     }
 
-    /// Sends a job if that is possible without waiting. `waker` is called when the outcome arrives.
+    /// Sends a job if no wait is necessary. `waker` is called when the outcome arrives.
     pub(crate) fn try_submit(
         &self,
         job: &mut JobRequest,
@@ -307,8 +307,8 @@ impl Client {
         }
     }
 
-    /// Sends a job as soon as there is a connection other than `broken`, with space for the job. Subtracts
-    /// the waiting time from the job's deadline.
+    /// Waits for a connection other than `broken` that has space for the job, and sends the job. Subtracts the
+    /// waiting time from the job's deadline.
     pub(crate) async fn submit_when_connected(
         &self,
         job: &mut JobRequest,
@@ -342,8 +342,8 @@ impl Client {
         }
     }
 
-    /// Waits for a connection other than `broken`. Once the reconnection time limit has passed, waits only for one more
-    /// attempt to connect.
+    /// Waits for a connection other than `broken`. If the time limit for reconnecting has already passed, waits only
+    /// for one more attempt to connect.
     async fn wait_for_connection(
         &self,
         broken: Option<&Arc<Requests>>,
@@ -538,12 +538,13 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
     }
 }
 
-/// Serves a client's connection, and reconnects after a loss, as long as the client or a job exists.
+/// Serves a client's connection and reconnects when the connection is lost, as long as the client or any of its jobs
+/// exists.
 struct Driver {
     target: Target,
-    /// `None` before the first connection is established.
+    /// The current connection. `None` before the first connection is established.
     requests: Option<Arc<Requests>>,
-    /// Lost connections, oldest first, whose jobs are waiting to be sent over the next connection.
+    /// Lost connections, oldest first, with jobs that are waiting to be sent over the next connection.
     lost: Vec<Arc<Requests>>,
     /// Connections that the supervisor is closing with GOAWAY. The supervisor finishes the jobs on these connections
     /// but accepts no further jobs.
@@ -604,7 +605,7 @@ impl Driver {
         }
     }
 
-    /// Waits until all handles that can submit jobs are dropped and no job is pending.
+    /// Waits until all handles that can submit jobs have been dropped and no job is pending.
     async fn wait_until_unused(&self) {
         self.current.closed().await;
         // Jobs move from a lost connection to the current connection.
@@ -613,8 +614,8 @@ impl Driver {
         }
     }
 
-    /// Returns true if lost jobs can be sent again over a new connection. An in-process supervisor that has
-    /// stopped is never replaced.
+    /// Returns true if a new connection is possible, over which lost jobs can be sent again. An in-process supervisor
+    /// that has stopped is never replaced.
     fn can_reconnect(&self) -> bool {
         matches!(self.target, Target::Path(_))
     }
@@ -631,7 +632,8 @@ impl Driver {
         self.lost.retain(|lost| lost.has_detached_jobs());
     }
 
-    /// Handles GOAWAY. The connection stays open until its last job has ended. Later jobs wait for a new connection.
+    /// Handles GOAWAY. The connection stays open until its last job has ended. Jobs submitted in the meantime wait
+    /// for a new connection.
     fn leave(&mut self, serving: impl Future<Output = String> + Send + Unpin + 'static) {
         self.current.send_replace(Connection::Down(Loss::now("the supervisor is being replaced")));
         let Some(requests) = self.requests.take() else { return };
@@ -649,8 +651,8 @@ impl Driver {
         });
     }
 
-    /// Forgets closed connections that had received GOAWAY. Their jobs that can be sent again wait for another
-    /// connection.
+    /// Forgets connections that have closed after GOAWAY. Jobs on these connections that can be sent again wait for
+    /// another connection.
     fn forget_left(&mut self) {
         for requests in self.leaving.extract_if(.., |requests| requests.is_closed()) {
             if requests.has_detached_jobs() && !self.lost.iter().any(|lost| Arc::ptr_eq(lost, &requests)) {
@@ -659,8 +661,8 @@ impl Driver {
         }
     }
 
-    /// Sends the jobs of lost connections again, over the current connection. Never returns if the current connection
-    /// is unusable.
+    /// Sends the jobs of lost connections again, this time over the current connection. Never returns if the current
+    /// connection is unusable.
     async fn send_again(&self, place: &mut Option<QueuePosition<'_>>) {
         let Some(place) = place else { return };
         for lost in &self.lost {
@@ -687,8 +689,7 @@ impl Driver {
         }
     }
 
-    /// Tries to reconnect until an attempt succeeds. Returns `None` if the supervisor has stopped
-    /// permanently.
+    /// Attempts to reconnect until an attempt succeeds. Returns `None` if the supervisor has stopped permanently.
     async fn reconnect(&self, pause: &mut Duration) -> Option<Arc<Requests>> {
         loop {
             tokio::select! {
@@ -719,7 +720,7 @@ impl Driver {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// Waits for at least [`RECONNECT_PAUSE_MIN`], and until a caller needs a connection.
+    /// Waits until a caller needs a connection, and for at least [`RECONNECT_PAUSE_MIN`].
     async fn wait_until_needed(&self) {
         tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
         self.needed.notified().await;
@@ -727,8 +728,7 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Fails the pending jobs. This is necessary because the runtime can shut down before the tasks that wait for the
-    /// jobs.
+    /// Fails the pending jobs, because the tasks that wait for them can outlive the runtime.
     fn drop(&mut self) {
         // If the supervisor has stopped permanently, the pending jobs already have an error.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
@@ -740,7 +740,7 @@ impl Drop for Driver {
     }
 }
 
-/// Reads and writes frames until the connection closes. Returns the reason.
+/// Reads and writes frames until the connection closes. Returns the reason for the closure.
 async fn serve(requests: Arc<Requests>) -> String {
     tokio::select! {
         message = read(&requests) => message,
@@ -856,8 +856,8 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
     }
 }
 
-/// Handles the announcement of a large frame. Returns a buffer if the payload must be stored. Without a
-/// buffer, the payload is discarded as it arrives.
+/// Handles the announcement of a large frame. Returns a buffer if the payload must be stored. If there is no buffer,
+/// the payload is discarded as it arrives.
 fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;

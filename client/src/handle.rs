@@ -37,14 +37,14 @@ impl JobHandle {
         self.outcome.cancel(false);
     }
 
-    /// Asks the supervisor to cancel the job unless it has begun. The outcome still arrives: `cancelled` with
-    /// `executed: no`, or the outcome of the running job. If the supervisor does not support such requests,
+    /// Asks the supervisor to cancel the job unless the job has begun. The outcome still arrives: `cancelled` with
+    /// `executed: no`, or the outcome of the job if it has begun. If the supervisor does not support such requests,
     /// the job continues.
     pub fn cancel_unless_begun(&self) {
         self.outcome.cancel(true);
     }
 
-    /// Returns the job, so that it can be retried. Must be called after the outcome was received.
+    /// Returns the job so that it can be retried. Must be called after the outcome has been received.
     pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
         self.outcome.take_request()
     }

@@ -22,7 +22,8 @@ pub(crate) const PROGRESS_MAX: usize = 16;
 /// Maximum number of retries of a job; see [`Job::retry`].
 const RETRIES_MAX: u32 = 3;
 
-/// Pause before the first retry of a job, if the supervisor did not specify a time. The pause doubles with each retry.
+/// Pause before the first retry of a job, unless the supervisor has specified a time. The pause doubles with each
+/// retry.
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(100);
 
 /// Builder for a job. Nothing is sent until [`Job::send`] or [`Job::start`] is called.
@@ -45,7 +46,7 @@ impl Client {
     }
 }
 
-/// Reads a file to its end. The reported size is not used, because files in `/proc` report a size of 0.
+/// Reads a whole file. Ignores the reported size, because files in `/proc` report a size of 0.
 fn read_whole(file: &File) -> io::Result<Vec<u8>> {
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
     loop {
@@ -91,9 +92,9 @@ impl Job {
         Ok(self)
     }
 
-    /// Sets a function that writes the payload of `bytes` bytes. The function runs when the job is sent, and
-    /// writes directly into shared memory if the client has a memory file. The initial contents of the buffer
-    /// are unspecified. The function can be called more than once.
+    /// Sets a function that writes a payload of `bytes` bytes. The function runs when the job is sent, and writes
+    /// directly into shared memory if the client has a memory file. The initial contents of the buffer are
+    /// unspecified. The function can be called more than once.
     pub fn payload_in_place(
         mut self,
         bytes: usize,
@@ -103,32 +104,32 @@ impl Job {
         self
     }
 
-    /// Leaves a large result in the memory file instead of copying the result.
-    /// [`Reply::mapped`](crate::Reply::mapped) returns such a result. A misbehaving worker can modify the
-    /// file while the client reads it. Results that are not in a memory file are copied as usual.
+    /// Leaves a large result in the memory file in which it arrived, instead of copying it.
+    /// [`Reply::mapped`](crate::Reply::mapped) returns such a result. A misbehaving worker can modify the file while
+    /// the client reads it. Results that are not in a memory file are copied as usual.
     pub fn map_result(mut self) -> Self {
         self.request.maps_result = true;
         self
     }
 
-    /// Sets the operation that the handler performs, at most 256 bytes.
+    /// Sets the operation that the handler performs. The name has at most 256 bytes.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
         self.request.options.operation = name.into();
         self
     }
 
-    /// Sets the tenant that the job belongs to, at most 256 bytes.
+    /// Sets the tenant that the job belongs to. The name has at most 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
         self.request.options.tenant = name.into();
         self
     }
 
-    /// Sets the time limit of the job, from [`Job::send`] to the outcome, including time in the queue. The
-    /// default is the bulkhead's `deadline`. Values above the bulkhead's `deadline_max` are clamped; see
+    /// Sets the time limit of the job, from [`Job::send`] to the outcome, including time in the queue. The default is
+    /// the bulkhead's `deadline`. Values above the bulkhead's `deadline_max` are clamped; see
     /// [`Outcome::deadline`](crate::Outcome::deadline).
     ///
-    /// The supervisor measures the time from receipt of the job. The client subtracts the time that the job
-    /// has waited for a connection or for space in the send queue, and the time before an earlier connection
+    /// The supervisor measures the time from receipt of the job. Before the client sends the job, it subtracts the
+    /// time spent waiting for a connection or for space in the send queue, and the time spent on a connection that
     /// was lost.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.request.options.deadline = Some(limit);
@@ -169,8 +170,8 @@ impl Job {
         self
     }
 
-    /// Declares whether the job can safely run twice. An idempotent job can run again after the death of its
-    /// worker, and is sent again after a lost connection, at most three times.
+    /// Declares whether the job can safely run twice. An idempotent job can run again after its worker has died, and
+    /// is sent again after a lost connection, at most three times.
     pub fn idempotent(mut self, is_idempotent: bool) -> Self {
         self.request.options.is_idempotent = is_idempotent;
         self
@@ -201,7 +202,7 @@ impl Job {
         self
     }
 
-    /// Sets a W3C `traceparent`, which is passed to the handler.
+    /// Sets a W3C `traceparent` to pass to the handler.
     pub fn traceparent(mut self, text: impl Into<String>) -> Self {
         self.request.traceparent = Some(text.into());
         self
@@ -263,7 +264,7 @@ impl Job {
         result
     }
 
-    /// Sends the job, and retries the job if necessary; see [`Job::retry`].
+    /// Sends the job, with retries if they are enabled; see [`Job::retry`].
     async fn send_with_retries(mut self) -> Result<Reply, JobError> {
         self.client.with_budget(RetryBudget::job);
         let ran = |error: &JobError| error.executed() != Executed::No;

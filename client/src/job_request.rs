@@ -19,9 +19,9 @@ const TEXT_BYTES_MAX: usize = 1024;
 /// Source of a payload.
 #[derive(Clone)]
 pub(crate) enum Source {
-    /// The given number of bytes from the beginning of a file.
+    /// A file whose first bytes are the payload, and the number of these bytes.
     File(Arc<File>, usize),
-    /// A function that writes the given number of bytes.
+    /// A function that writes the payload, and the size of the payload in bytes.
     Function(Fill, usize),
 }
 
@@ -51,15 +51,15 @@ impl fmt::Debug for Source {
     }
 }
 
-/// Maximum number of times that a job is sent again after it may have reached a supervisor. Stops a job that crashes
-/// every supervisor from being sent forever.
+/// Maximum number of times that a job is sent again after it may have reached a supervisor. Without this limit, a job
+/// that crashes every supervisor would be sent forever.
 pub(crate) const RESENDS_MAX: u32 = 3;
 
-/// Maximum time that a job without a deadline waits for a reconnection.
+/// Maximum time that a job without a deadline waits for the client to reconnect.
 pub(crate) const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The payload of a job, kept until the outcome arrives because the job may have to be sent again. A large
-/// payload is shared with the send queue instead of being copied.
+/// The payload of a job. Kept until the outcome arrives, because the job may have to be sent again. A large payload
+/// is shared with the send queue instead of being copied.
 #[derive(Clone, Debug)]
 pub(crate) enum KeptPayload {
     Owned(Vec<u8>),
@@ -103,8 +103,8 @@ impl KeptPayload {
         }
     }
 
-    /// Takes the buffer of a payload that is too large to be sent inline. Returns `None` for a small payload, or if the
-    /// send queue still uses the buffer.
+    /// Takes the buffer of a payload that is too large to be sent inline. Returns `None` if the payload is small, or
+    /// if the send queue still uses the buffer.
     pub(crate) fn take_large(&mut self) -> Option<Vec<u8>> {
         if self.len() <= INLINE_PAYLOAD_BYTES_MAX {
             return None;
@@ -130,17 +130,17 @@ pub(crate) struct Deadline {
 pub(crate) struct JobRequest {
     pub(crate) bulkhead: String,
     pub(crate) payload: KeptPayload,
-    /// Source of the payload; `None` if `payload` contains the payload.
+    /// Source of the payload. `None` if the payload is in `payload`.
     pub(crate) source: Option<Source>,
     /// The deadline, counted from the first submission. [`JobOptions::deadline`] contains the remaining time.
     pub(crate) deadline: Option<Deadline>,
-    /// Maximum time to wait for a reconnection, if the caller has set one.
+    /// Maximum time to wait for the client to reconnect, if the caller has set one.
     pub(crate) reconnect_timeout: Option<Duration>,
-    /// Number of connections that were lost after the job had been sent over them.
+    /// Number of times that the connection was lost after the job had been sent over it.
     pub(crate) losses: u32,
-    /// Time at which a job whose connection was lost stops waiting for a reconnection.
+    /// Time at which a job stops waiting for the client to reconnect, if the job's connection was lost.
     pub(crate) waits_until: Option<Instant>,
-    /// True if the job may be retried. The outcome must permit a retry as well.
+    /// True if retries are enabled for the job. A retry is possible only if the outcome permits one as well.
     pub(crate) retries: bool,
     /// True if a large result stays in the memory file instead of being copied.
     pub(crate) maps_result: bool,
@@ -158,7 +158,7 @@ impl JobRequest {
         }
     }
 
-    /// Starts counting the job's time limit.
+    /// Starts measuring the job's time limit.
     pub(crate) fn begin(&mut self) {
         // The client treats a limit beyond the range of the clock as no limit.
         self.deadline = self
@@ -175,7 +175,7 @@ impl JobRequest {
         }
     }
 
-    /// Updates the remaining time. Returns an error if the deadline has passed.
+    /// Updates the time that remains until the deadline. Returns an error if the deadline has passed.
     pub(crate) fn update_remaining(&mut self) -> Result<(), JobError> {
         let Some(deadline) = self.deadline else { return Ok(()) };
         let left = deadline.at.saturating_duration_since(Instant::now());
@@ -186,7 +186,7 @@ impl JobRequest {
         Ok(())
     }
 
-    /// Records a lost connection. `was_sent` is true if the job was sent completely over the connection.
+    /// Records that the connection was lost. `was_sent` is true if the job had been completely sent over it.
     pub(crate) fn lost(&mut self, was_sent: bool) {
         if was_sent {
             self.losses += 1;
@@ -199,18 +199,19 @@ impl JobRequest {
         }
     }
 
-    /// Returns the maximum time to wait for a reconnection. Returns `None` if the job waits until its deadline.
+    /// Returns the maximum time to wait for the client to reconnect, or `None` if the job waits until its deadline.
     pub(crate) fn reconnect_limit(&self) -> Option<Duration> {
         self.reconnect_timeout.or(self.deadline.is_none().then_some(RECONNECT_TIMEOUT))
     }
 
-    /// Returns true if the job can be sent again after its connection was lost.
+    /// Returns true if the job can be sent again after the loss of its connection.
     pub(crate) fn can_be_sent_again(&self) -> bool {
         let may_run_again = self.losses == 0 || self.options.is_idempotent && self.losses <= RESENDS_MAX;
         may_run_again && self.reconnect_timeout.is_none_or(|limit| !limit.is_zero())
     }
 
-    /// Returns whether the handler may have begun. The job must have no outcome and must not be in the send queue.
+    /// Returns whether the handler may have begun the job. The job must have no outcome and must not be in the send
+    /// queue.
     pub(crate) fn executed(&self) -> Executed {
         if self.losses == 0 { Executed::No } else { Executed::Unknown }
     }
@@ -219,7 +220,7 @@ impl JobRequest {
         self.source.as_ref().map_or(self.payload.len(), Source::bytes)
     }
 
-    /// Writes the payload to `target`, which must have the size of the payload.
+    /// Writes the payload to `target`, which must be exactly as large as the payload.
     pub(crate) fn fill(&self, target: &mut [u8]) -> Result<(), JobError> {
         match &self.source {
             None => {
@@ -273,8 +274,8 @@ impl JobRequest {
         JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
     }
 
-    /// Returns the error for a job that the caller cancelled while there was no connection. Returns `None` if
-    /// the job continues, because it may have begun.
+    /// Returns the error for a job that the caller cancelled while there was no connection. Returns `None` if the job
+    /// may have begun and therefore continues.
     pub(crate) fn cancelled(&self, unless_begun: bool) -> Option<JobError> {
         let executed = self.executed();
         if unless_begun && executed != Executed::No {
@@ -283,12 +284,12 @@ impl JobRequest {
         Some(JobError::Cancelled(Box::new(self.unsent_outcome(Verdict::Cancelled { executed }))))
     }
 
-    /// Returns the error for a job that waited too long for a reconnection.
+    /// Returns the error for a job that waited too long for the client to reconnect.
     pub(crate) fn not_reconnected(&self, problem: &str) -> JobError {
         JobError::unreachable(self.executed(), problem)
     }
 
-    /// Returns the outcome of a job that ended without an outcome from the supervisor.
+    /// Returns the outcome of a job for which the supervisor reported none.
     fn unsent_outcome(&self, verdict: Verdict) -> Outcome {
         Outcome {
             job: None,

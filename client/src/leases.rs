@@ -10,14 +10,14 @@ use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping, is_whole
 /// Maximum number of pending requests for leases.
 const LEASE_REQUESTS_MAX: usize = 4;
 
-/// Maximum time for which a lease can be idle and still be reused without a check for an unread recall. Must
-/// be shorter than the five seconds after which the supervisor revokes a recalled lease.
+/// Maximum time that a lease can be idle and still be reused without first checking for an unread recall. Must be
+/// shorter than the five seconds after which the supervisor revokes a recalled lease.
 const FRESH_TIME: Duration = Duration::from_secs(4);
 
-/// Time after a refused request before the client requests another lease.
+/// Time that the client waits after a refused lease request before it sends another request.
 const LEASE_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
-/// A lease. Only one job uses a lease at a time.
+/// A lease of two memory files, one for the payload and one for the result. Only one job uses a lease at a time.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) number: u64,
@@ -26,7 +26,7 @@ pub(crate) struct Lease {
     pub(crate) payload: Mapping,
     pub(crate) result: Mapping,
     result_file: OwnedFd,
-    /// Time when a job last used the lease.
+    /// Time at which a job last used the lease.
     used_at: Instant,
 }
 
@@ -35,7 +35,7 @@ impl Lease {
         self.used_at.elapsed() < FRESH_TIME
     }
 
-    /// Returns true if the supervisor has not revoked the lease. Must be called after the result was read.
+    /// Returns true if the supervisor has not revoked the lease. Must be called after the result has been read.
     pub(crate) fn is_whole(&self) -> bool {
         is_whole(&self.result_file)
     }
@@ -61,14 +61,14 @@ pub(crate) struct Leases {
     refused_at: Option<Instant>,
     /// Leases in use, by lease number. The value is true if the supervisor has recalled the lease.
     in_use: HashMap<u64, bool>,
-    /// Received descriptors. The frame that describes them is processed later.
+    /// Descriptors that have been received, but whose frame has not been processed yet.
     pub(crate) received_files: Vec<OwnedFd>,
 }
 
 impl Leases {
-    /// Takes a free lease for a payload of `bytes` bytes. If all free leases are too small, returns one of
-    /// them as `TooSmall`, so that the caller can exchange it for a larger one. `has_read_all` returns true
-    /// if all bytes that have arrived from the supervisor were read.
+    /// Takes a free lease for a payload of `bytes` bytes. If all free leases are too small, returns one of them as
+    /// `TooSmall`, so that the caller can exchange it for a larger one. `has_read_all` returns true if everything
+    /// that has arrived from the supervisor has been read.
     pub(crate) fn take(
         &mut self,
         (bulkhead, tenant): (&str, &str),
@@ -91,8 +91,8 @@ impl Leases {
         LeaseSearch::None
     }
 
-    /// Registers a request for a lease and returns the request number. Returns `None` if the last request was
-    /// refused too recently, or if too many requests are pending.
+    /// Registers a request for a lease and returns the request number. Returns `None` if a request was refused too
+    /// recently, or if too many requests are pending.
     pub(crate) fn request(&mut self, bulkhead: &str, tenant: &str) -> Option<u64> {
         let is_early = self.refused_at.is_some_and(|at| at.elapsed() < LEASE_RETRY_PAUSE);
         if is_early || self.requested.len() >= LEASE_REQUESTS_MAX {
@@ -103,7 +103,7 @@ impl Leases {
         Some(self.last_request)
     }
 
-    /// Returns true if a requested lease may still arrive.
+    /// Returns true if a lease that was requested may still arrive.
     pub(crate) fn expects_lease(&self) -> bool {
         !self.requested.is_empty()
     }
@@ -138,7 +138,7 @@ impl Leases {
         None
     }
 
-    /// Handles the refusal of a lease. The next request has to wait for [`LEASE_RETRY_PAUSE`].
+    /// Handles the refusal of a lease. The client waits for [`LEASE_RETRY_PAUSE`] before it requests another.
     pub(crate) fn refused(&mut self, request: u64) {
         self.requested.remove(&request);
         self.refused_at = Some(Instant::now());
@@ -155,13 +155,13 @@ impl Leases {
         None
     }
 
-    /// Forgets a lease in use, because the lease is being returned to the supervisor.
+    /// Forgets a lease that is in use, because the lease is being returned to the supervisor.
     pub(crate) fn forget(&mut self, number: u64) {
         self.in_use.remove(&number);
     }
 }
 
-/// Result of a search for a free lease.
+/// Result of searching for a free lease.
 pub(crate) enum LeaseSearch {
     Found(Lease),
     TooSmall(Lease),

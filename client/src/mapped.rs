@@ -5,9 +5,9 @@ use std::sync::Weak;
 
 use crate::leases::{Lease, LeaseOwner};
 
-/// A result that is still in the memory file to which the worker wrote it. **A misbehaving worker can change
-/// the result at any time.** A parser must not rely on reading the same bytes twice. The memory file is not
-/// used for other jobs while this value exists.
+/// A result in the memory file to which the worker wrote it. **A misbehaving worker can change the result at any
+/// time.** A parser must not rely on reading the same bytes twice. The memory file is not used for other jobs while
+/// this value exists.
 pub struct MappedResult {
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) bytes: usize,

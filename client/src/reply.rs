@@ -19,7 +19,7 @@ pub struct Progress {
     pub text: String,
 }
 
-/// The result and outcome of a job that ended `ok`.
+/// The result of a job that ended as `ok`, and the job's outcome.
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
@@ -53,13 +53,12 @@ impl PartialEq for Reply {
 impl Eq for Reply {}
 
 impl Reply {
-    /// Returns the result of the job, or an empty slice if the result is [mapped](Self::mapped).
+    /// Returns the result of the job. Empty if the result is [mapped](Self::mapped).
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Returns the result of the job as an owned buffer, which is empty if the result is
-    /// [mapped](Self::mapped).
+    /// Returns the result of the job as an owned buffer. Empty if the result is [mapped](Self::mapped).
     pub fn into_payload(self) -> Vec<u8> {
         self.payload
     }
@@ -77,7 +76,7 @@ impl Reply {
     }
 }
 
-/// [`Outcome`] and error payload of a failed job; see [`JobError::payload`].
+/// The [`Outcome`] of a failed job and its error payload; see [`JobError::payload`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     outcome: Outcome,
@@ -92,7 +91,7 @@ impl std::ops::Deref for Failure {
     }
 }
 
-/// Error returned for a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
+/// Error returned for a job that has no result. All variants except `Disconnected` contain the complete [`Outcome`].
 #[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
     /// The handler reported an error.
@@ -101,7 +100,7 @@ pub enum JobError {
     Rejected(Box<Outcome>),
     /// The deadline passed before the job ended.
     DeadlineExceeded(Box<Outcome>),
-    /// The worker died after the job had been dispatched to it.
+    /// The worker to which the job had been dispatched died.
     Crashed(Box<Outcome>),
     /// The job was cancelled.
     Cancelled(Box<Outcome>),
@@ -116,7 +115,7 @@ pub enum JobError {
 }
 
 impl JobError {
-    /// Returns the error for a connection that was lost while the job was pending.
+    /// Returns the error for a job whose connection was lost while the job was pending.
     pub(crate) fn lost(executed: Executed, reason: &str) -> Self {
         let advice = match executed {
             Executed::No => "the job was not sent: send the job again",
@@ -126,7 +125,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Returns the error for a job that waited for a connection but did not get one.
+    /// Returns the error for a job that did not get a connection in time.
     pub(crate) fn unreachable(executed: Executed, problem: &str) -> Self {
         let advice = match executed {
             Executed::No => {
@@ -140,8 +139,8 @@ impl JobError {
         Self::Disconnected { executed, message: format!("{problem}; {advice}") }
     }
 
-    /// Adjusts the error of a job that was sent again after a lost connection. The job may have run over the earlier
-    /// connection even if the supervisor reports that it did not run.
+    /// Adjusts the error of a job that was sent again after its connection was lost. The job may have run after it
+    /// was sent the first time, even if the supervisor reports that it did not run.
     pub(crate) fn after_loss(self) -> Self {
         if self.executed() != Executed::No {
             return self;
@@ -164,14 +163,14 @@ impl JobError {
         }
     }
 
-    /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
+    /// Returns the error for a result that was revoked before the client had read it. The job itself succeeded.
     pub(crate) fn result_revoked() -> Self {
         let message = "the job succeeded, but the supervisor revoked the result because this program did not \
                        read it for several seconds; send the job again only if a rerun is safe";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
-    /// Returns the error for an outcome with a code that this version does not know.
+    /// Returns the error for an outcome whose code this version does not know.
     pub(crate) fn unknown_outcome(message: &OutcomeMessage<'_>) -> Self {
         let executed = Executed::from_code(message.executed).unwrap_or(Executed::Unknown);
         let OutcomeMessage { outcome, reason, message: said, .. } = message;
@@ -195,7 +194,7 @@ impl JobError {
         }
     }
 
-    /// Returns the outcome of the job. Returns `None` if the client did not receive an outcome.
+    /// Returns the outcome of the job, or `None` if the client did not receive one.
     pub fn outcome(&self) -> Option<&Outcome> {
         match self {
             Self::Failed(failure) => Some(failure),
@@ -207,13 +206,13 @@ impl JobError {
         }
     }
 
-    /// Returns the error payload of a failed job: data from the handler, or the first 64 KiB of a program's
-    /// standard output. Empty for all other errors.
+    /// Returns the error payload of a failed job, which is either data from the handler or the first 64 KiB of a
+    /// program's standard output. Empty for all other errors.
     pub fn payload(&self) -> &[u8] {
         if let Self::Failed(failure) = self { &failure.payload } else { &[] }
     }
 
-    /// Returns whether the handler began.
+    /// Returns whether the handler began the job.
     pub fn executed(&self) -> Executed {
         match self {
             Self::Disconnected { executed, .. } => *executed,
@@ -229,7 +228,7 @@ impl JobError {
         }
     }
 
-    /// Returns the minimum time to wait before a retry, if the supervisor has specified one.
+    /// Returns the minimum time to wait before a retry, if the supervisor has set one.
     pub fn retry_after(&self) -> Option<Duration> {
         self.outcome().and_then(|outcome| outcome.retry_after)
     }

@@ -28,17 +28,17 @@ use crate::waiters::{Decision, Ended, JobResult, Move, Polled, Taken, Waiter, Wa
 
 pub(crate) use frames::Frames;
 
-/// Size of the send queue in bytes at which further jobs have to wait. A job that is submitted while the
-/// queue is below this size is queued completely, so the queue can exceed this size by one payload.
+/// Size of the send queue, in bytes, at which jobs start to wait for space. A job submitted while the queue is
+/// smaller is queued as a whole, so the queue can exceed this size by one payload.
 const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 
 /// Upper bound on the size of a SUBMIT frame without the payload, in bytes. Names that would make the frame
 /// larger are rejected earlier.
 const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 
-/// Approximate number of batches in which the frames of all pending jobs are written. With several batches,
-/// the supervisor and the workers can process some jobs while the client sends others. With a single write,
-/// each side would wait for the other. A batch has between [`BATCH_MIN`] and [`BATCH_MAX`] frames.
+/// Approximate number of batches in which the frames of all pending jobs are written. With several batches, the
+/// supervisor and the workers process some jobs while the client sends others. With a single batch, each side would
+/// wait for the other. A batch has between [`BATCH_MIN`] and [`BATCH_MAX`] frames.
 const BATCHES: usize = 6;
 const BATCH_MIN: usize = 8;
 const BATCH_MAX: usize = 64;
@@ -57,14 +57,15 @@ pub(crate) enum SubmitError {
 enum Phase {
     #[default]
     Open,
-    /// All clones of the client were dropped, so no further job can be submitted. The driver is notified when
+    /// All clones of the client have been dropped, so no further job can be submitted. The driver is notified when
     /// the last job ends.
     Ending,
-    /// The supervisor accepts no further jobs on this connection. The driver is notified when the last job ends.
+    /// The supervisor accepts no further jobs on this connection. The driver is notified when the last of the
+    /// accepted jobs ends.
     Leaving,
-    /// A write has failed. The driver will find out why.
+    /// A write has failed. The driver will determine the reason.
     Broken,
-    /// The connection is closed. Jobs that are still pending are sent over another connection.
+    /// The connection is closed. Jobs that are still pending will be sent over another connection.
     Closed,
 }
 
@@ -73,19 +74,19 @@ struct State {
     phase: Phase,
     waiters: Waiters<PendingOutcome>,
     outbox: Outbox,
-    /// Total number of bytes ever appended to the outbox.
+    /// Total number of bytes ever added to the outbox.
     pushed_bytes: u64,
-    /// Total number of jobs ever appended to the outbox.
+    /// Total number of jobs ever added to the outbox.
     submits: u64,
     pool: BufferPool,
     leases: Leases,
-    /// True if the driver was notified that the outbox contains bytes to write.
+    /// True if the driver has been notified that the outbox contains bytes to write.
     is_flush_due: bool,
     /// Number of submitters that are waiting for space in the outbox.
     queued_submitters: usize,
     /// Number of frames queued since the last write.
     unflushed: usize,
-    /// Numbers of the jobs to send over another connection, in order of submission.
+    /// Numbers of the jobs to send over another connection, in the order in which the jobs were submitted.
     detached: VecDeque<u64>,
 }
 
@@ -93,20 +94,20 @@ struct State {
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) transport: Transport,
-    /// PID of the process that opened the connection. A forked process shares the socket and must not close
-    /// the connection.
+    /// PID of the process that opened the connection. A forked child shares the socket and must not close the
+    /// connection.
     owner: u32,
     pub(crate) flush_due: Notify,
     /// Wakes the first submitter that is waiting for space in the outbox. When the connection closes, all
     /// such submitters are woken.
     pub(crate) space: Notify,
     idle: Notify,
-    /// Notifies the driver that another connection is needed, because the supervisor has sent GOAWAY.
+    /// Notifies the driver that a new connection is needed because the supervisor has sent GOAWAY.
     leaving: Notify,
     frame_bytes_max: u32,
-    /// True if the supervisor can send descriptors, because a requested lease has not arrived yet.
+    /// True while a requested lease has not arrived, so that the supervisor may send descriptors.
     expects_files: AtomicBool,
-    /// Capabilities of the supervisor: a sum of [`capability`] values.
+    /// Capabilities of the supervisor, as a sum of [`capability`] values.
     capabilities: u64,
 }
 
@@ -150,7 +151,7 @@ impl Requests {
         self.submit_after(0, job, progress, waker.cloned())
     }
 
-    /// Adds the caller to the queue of submitters that are waiting for space.
+    /// Adds the caller to the queue of submitters that wait for space in the outbox.
     pub(crate) fn queue(self: &Arc<Self>) -> QueuePosition<'_> {
         let mut state = self.lock();
         let is_first = state.queued_submitters == 0;
@@ -159,7 +160,7 @@ impl Requests {
         QueuePosition { requests: self, is_first }
     }
 
-    /// Sends a job if at most `queued_max` submitters are waiting for space. The first job on an idle
+    /// Sends a job if at most `queued_max` submitters are waiting for space in the outbox. The first job on an idle
     /// connection is written immediately. Further jobs are written in batches, or by the driver.
     fn submit_after(
         self: &Arc<Self>,
@@ -228,8 +229,8 @@ impl Requests {
         Ok(PendingOutcome { requests: Some(self.clone()), number, request: None })
     }
 
-    /// Returns a free lease that fits the job. If no lease is free, requests a lease for later jobs from the
-    /// supervisor and returns `None`.
+    /// Returns a free lease that fits the job, or `None` if there is no such lease. In that case, may request a lease
+    /// for later jobs from the supervisor.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
         match state.leases.take((&job.bulkhead, &job.options.tenant), bytes, has_read_all) {
@@ -247,8 +248,7 @@ impl Requests {
         None
     }
 
-    /// Makes a lease available to other jobs. If the supervisor has recalled the lease, returns it to the
-    /// supervisor instead.
+    /// Makes a lease available to other jobs, or returns it to the supervisor if the supervisor has recalled it.
     pub(crate) fn reuse_lease(&self, lease: Lease) {
         let mut state = self.lock();
         if state.phase == Phase::Closed {
@@ -270,8 +270,8 @@ impl Requests {
         }
     }
 
-    /// Reads from the connection without blocking. Also receives descriptors if a requested lease can arrive. Sets
-    /// `has_files` to true if it has received descriptors.
+    /// Reads from the connection without blocking. Also receives descriptors if a requested lease may arrive. Sets
+    /// `has_files` to true if descriptors were received.
     pub(crate) fn receive(&self, buffer: &mut [u8], has_files: &mut bool) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
             return self.transport.receive(buffer, None);
@@ -311,7 +311,7 @@ impl Requests {
         result
     }
 
-    /// Writes queued bytes for the driver. Returns true if all bytes were written.
+    /// Writes the queued bytes on behalf of the driver. Returns true if all bytes were written.
     pub(crate) fn flush(&self) -> io::Result<bool> {
         let mut state = self.lock();
         state.is_flush_due = false;
@@ -362,8 +362,8 @@ impl Requests {
         }
     }
 
-    /// Writes queued bytes immediately instead of leaving them to the driver. A program that cancels a job
-    /// often exits soon afterwards, which stops the driver as well.
+    /// Writes queued bytes immediately instead of leaving them to the driver. A program often exits soon after it
+    /// cancels a job, and the driver then stops as well.
     fn flush_now(&self, state: &mut State) {
         let _ = self.try_flush(state);
         self.schedule_flush(state);
@@ -378,8 +378,8 @@ impl Requests {
         }
     }
 
-    /// Polls for the outcome of a request. Once the outcome has arrived, moves the job to `request` if the job may be
-    /// retried.
+    /// Polls for the outcome of a job. Once the outcome has arrived, moves the job to `request` if retries are
+    /// enabled for the job.
     #[inline]
     fn poll(
         &self,
@@ -396,7 +396,7 @@ impl Requests {
         polled
     }
 
-    /// Waits until no job is pending. Must be called only when no further job will be submitted.
+    /// Waits until no job is pending. Must be called only if no further jobs will be submitted.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -444,8 +444,8 @@ impl Requests {
         ended.wake();
     }
 
-    /// Handles GOAWAY: the supervisor has accepted only the first `taken` jobs. Sends the others over another
-    /// connection.
+    /// Handles GOAWAY, which says that the supervisor has accepted only the first `taken` jobs. The other jobs will
+    /// be sent over another connection.
     fn go_away(&self, taken: u64) {
         let mut state = self.lock();
         if !matches!(state.phase, Phase::Open | Phase::Ending) {
@@ -469,16 +469,16 @@ impl Requests {
         self.leaving.notify_one();
     }
 
-    /// Waits until the supervisor accepts no further jobs on this connection.
+    /// Waits until the supervisor accepts no more jobs on this connection.
     pub(crate) async fn leaving(&self) {
         self.leaving.notified().await;
     }
 
     // Moving jobs to another connection.
 
-    /// Sends the detached jobs over another connection, in which `place` is the position of the caller.
-    /// Returns true once all of these jobs were sent or have ended, and false if the other connection is
-    /// unusable.
+    /// Sends the jobs that were detached from this connection over another one. `place` is the caller's position in
+    /// the other connection's queue. Returns true once all of these jobs have been sent or have ended, and false if
+    /// the other connection is unusable.
     pub(crate) async fn move_jobs(&self, place: &mut QueuePosition<'_>) -> bool {
         let to = place.requests;
         let mut space = pin!(to.space.notified());
@@ -547,12 +547,12 @@ impl Requests {
         self.lock().phase == Phase::Closed
     }
 
-    /// Returns true if jobs still wait to be sent over another connection.
+    /// Returns true if any job is still waiting to be sent over another connection.
     pub(crate) fn has_detached_jobs(&self) -> bool {
         !self.lock().detached.is_empty()
     }
 
-    /// Returns the time at which the first detached job stops waiting.
+    /// Returns the earliest time at which a job stops waiting for another connection.
     pub(crate) fn first_wait_ends(&self) -> Option<Instant> {
         let mut state = self.lock();
         let State { waiters, detached, .. } = &mut *state;
@@ -560,7 +560,7 @@ impl Requests {
         detached.iter().filter_map(ends).min()
     }
 
-    /// Ends the detached jobs that have waited too long. `problem` says why there is no connection.
+    /// Ends the jobs that have waited too long for another connection. `problem` says why there is no connection.
     pub(crate) fn end_overdue(&self, problem: &str) {
         let now = Instant::now();
         let mut state = self.lock();
@@ -576,7 +576,7 @@ impl Requests {
     }
 }
 
-/// Result of an attempt to send the next detached job.
+/// Result of trying to send the next job over another connection.
 enum Moved {
     One,
     All,
@@ -590,14 +590,15 @@ enum Moved {
 /// there is space in the outbox.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
-    /// True if the queue was empty when this submitter joined. This is true for exactly one of several
-    /// concurrent submitters; otherwise each would wait for the others.
+    /// True if the queue was empty when this submitter joined it. Of several submitters that join at the same time,
+    /// exactly one is first; otherwise each would wait for the others.
     is_first: bool,
 }
 
 impl QueuePosition<'_> {
-    /// Tries to send a job. The first call fails if other submitters were already queued when this submitter
-    /// joined. Later calls, after `Requests::space` has woken the caller, ignore the length of the queue.
+    /// Tries to send a job. The first call fails if other submitters were already in the queue when this submitter
+    /// joined it. Later calls, which are made after `Requests::space` has woken the caller, ignore the length of the
+    /// queue.
     pub(crate) fn submit(
         &mut self,
         job: &mut JobRequest,
@@ -625,7 +626,8 @@ impl LeaseOwner for Requests {
 }
 
 impl State {
-    /// Decides for every pending job whether to send it again. Adds the jobs to send again to `detached`.
+    /// Decides for each pending job whether to send it again. Adds the numbers of the jobs to send again to
+    /// `detached`.
     fn detach(
         &mut self,
         problem: &str,
@@ -650,7 +652,7 @@ impl State {
         if self.queued_submitters > queued_max || !self.has_space() { Err(SubmitError::Full) } else { Ok(()) }
     }
 
-    /// Queues a frame that consists only of a kind and a number.
+    /// Queues a frame that has a kind and a number but no contents.
     fn push_empty(&mut self, kind: u8, number: u64) {
         // An empty message always fits in a frame.
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
@@ -675,8 +677,8 @@ impl State {
         Ok(())
     }
 
-    /// Queues the frame of a job. `loaded` is a payload that was read from its source. The payload of a job with
-    /// a lease is in a memory file.
+    /// Queues the frame of a job. `loaded` is the payload if it was read from its source. If the job has a lease, the
+    /// payload is in a memory file and not in the frame.
     fn push_job(
         &mut self,
         number: u64,
@@ -718,7 +720,7 @@ impl State {
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
     number: u64,
-    /// The job, if the job may be retried. Set when the outcome is taken.
+    /// The job, if retries are enabled for it. Set when the outcome is taken.
     request: Option<Box<JobRequest>>,
 }
 
@@ -749,7 +751,7 @@ impl PendingOutcome {
         }
     }
 
-    /// Takes the job, if it may be retried. Must be called after the outcome was taken.
+    /// Takes the job, if retries are enabled for it. Must be called after the outcome has been taken.
     pub(crate) fn take_request(&mut self) -> Option<Box<JobRequest>> {
         self.request.take()
     }
@@ -786,7 +788,7 @@ mod tests {
         Header { length, kind, flags: 0, metadata_length: length as u16, number }
     }
 
-    /// A waker that drops a job.
+    /// A waker that drops a pending job when called.
     struct DropsJob(Mutex<Option<PendingOutcome>>);
 
     impl Wake for DropsJob {
@@ -863,7 +865,7 @@ mod tests {
         assert_eq!(requests.lock().waiters.waiting(), 0);
     }
 
-    /// A forked process shares the parent's socket, and must not close the connection.
+    /// A forked child shares its parent's socket and must not close the connection.
     #[tokio::test]
     async fn forked_child_leaves_parents_connection_open() {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();

@@ -11,7 +11,7 @@ use rustix::net::RecvFlags;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-/// Transport of a connection to the supervisor.
+/// Transport for a connection to the supervisor.
 #[derive(Debug)]
 pub(crate) enum Transport {
     Socket(UnixStream),
@@ -42,8 +42,8 @@ impl Transport {
         }
     }
 
-    /// Runs `act`. If `act` returns `WouldBlock`, clears the readiness that tokio has recorded, so that the
-    /// next wait lasts until the socket is ready again.
+    /// Runs `act`. If `act` returns `WouldBlock`, clears tokio's readiness flag, so that the next wait lasts until
+    /// the socket is ready again.
     pub(crate) fn try_io<T>(&self, interest: Interest, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self {
             Self::Socket(socket) => socket.try_io(interest, act),
@@ -68,7 +68,7 @@ impl Transport {
         }
     }
 
-    /// Returns true if all bytes that have arrived were read.
+    /// Returns true if everything that has arrived has been read.
     pub(crate) fn has_no_unread_bytes(&self) -> bool {
         match self {
             Self::Socket(socket) => rustix::io::ioctl_fionread(socket).is_ok_and(|unread| unread == 0),

@@ -19,22 +19,22 @@ pub(crate) type JobResult = Result<Reply, JobError>;
 /// State of a job whose outcome has not arrived.
 #[derive(Default)]
 pub(crate) struct Waiter {
-    /// Name of the requested bulkhead, set once the outcome has arrived. The string is reused in the outcome if the
-    /// outcome names the same bulkhead.
+    /// Name of the requested bulkhead, set once the outcome has arrived. The outcome reuses the string if it names
+    /// the same bulkhead.
     pub(crate) bulkhead: String,
-    /// Large payload of the job, set once the outcome has arrived so that its buffer can be reused.
+    /// Buffer of a large payload. Set once the outcome has arrived, so that the buffer can be reused.
     pub(crate) buffer: Option<Vec<u8>>,
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
-    /// Total number of bytes appended to the outbox up to the end of the job's frame.
+    /// Total number of bytes that had been added to the outbox when the end of the job's frame was added.
     pub(crate) frame_end: u64,
-    /// Position of the job among all jobs of the connection, counted from 1.
+    /// Position of the job among all jobs submitted over the connection, starting with 1.
     pub(crate) submit_number: u64,
-    /// Lease whose memory files contain the payload, and possibly the result.
+    /// Lease whose memory files hold the payload, and possibly the result.
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) maps_result: bool,
-    /// True if the caller has requested cancellation. The job is then not sent again.
+    /// True if the caller has requested cancellation. A cancelled job is not sent again.
     pub(crate) is_cancelled: bool,
-    /// True if an earlier connection was lost after the job had been sent over that connection.
+    /// True if the job had been sent over an earlier connection that was then lost.
     pub(crate) may_have_run: bool,
 }
 
@@ -45,38 +45,38 @@ enum SlotState<M> {
     Waiting(Waiter),
     /// The outcome has arrived and is being processed.
     Processing,
-    /// The job is being sent over another connection. `cancel` is the `unless_begun` argument of a cancellation that
-    /// was requested in the meantime.
+    /// The job is being sent over another connection. If the job has been cancelled in the meantime, `cancel` is the
+    /// `unless_begun` argument of that request.
     Moving {
         cancel: Option<bool>,
     },
-    /// The job was sent over another connection.
+    /// The job has been sent over another connection.
     Moved(M),
     Done(JobResult),
 }
 
 struct Slot<M> {
-    /// Number of requests that have used this slot. The count is the upper half of each request number.
+    /// Number of requests that have used this slot, which forms the upper half of each request number.
     generation: u32,
     state: SlotState<M>,
-    /// Waker of the waiting task.
+    /// Waker of the task that waits for the outcome.
     waker: Option<Waker>,
-    /// The job, kept until the outcome is taken. The task that takes the outcome drops the job, because memory is freed
-    /// faster on the thread that allocated it.
+    /// The job, kept until the outcome is taken. The task that takes the outcome drops the job, because freeing
+    /// memory is faster on the thread that allocated it.
     request: JobRequest,
 }
 
-/// Value of `frame_end` for a detached job, which has no frame in an outbox.
+/// Value of `frame_end` for a job that is waiting for another connection and has no frame in an outbox.
 const DETACHED: u64 = u64::MAX;
 
 impl Waiter {
-    /// Returns true if the job waits to be sent over another connection.
+    /// Returns true if the job is waiting to be sent over another connection.
     pub(crate) fn is_detached(&self) -> bool {
         self.frame_end == DETACHED
     }
 }
 
-/// Contents removed from a slot whose handle was dropped.
+/// Contents removed from a slot after the job's handle was dropped.
 pub(crate) struct Removed<M> {
     /// The waiter, if the outcome had not arrived yet.
     pub(crate) waiter: Option<Waiter>,
@@ -84,35 +84,35 @@ pub(crate) struct Removed<M> {
     _rest: (SlotState<M>, Option<Waker>),
 }
 
-/// Values taken from a slot by a poll, to be dropped after the lock is released.
+/// Values that a poll has taken from a slot, to be dropped after the lock is released.
 #[derive(Default)]
 pub(crate) struct Taken {
-    /// The job, if the poll has taken the outcome.
+    /// The job, if the poll has released the slot.
     pub(crate) request: Option<JobRequest>,
     /// The replaced waker.
     pub(crate) waker: Option<Waker>,
 }
 
-/// Result of a poll for an outcome.
+/// Result of polling for an outcome.
 #[derive(Debug)]
 pub(crate) enum Polled<M> {
     Outcome(JobResult),
-    /// The job was sent over another connection.
+    /// The job has been sent over another connection.
     Moved(M),
-    /// No request has the given number.
+    /// There is no request with this number.
     Missing,
 }
 
-/// Decision about a pending job when its connection is lost or replaced.
+/// Decision about a pending job whose connection is lost or being replaced.
 pub(crate) enum Decision {
     /// The job stays on this connection, because the supervisor has accepted it.
     Stays,
-    /// The job is sent again over another connection.
+    /// The job will be sent again over another connection.
     SentAgain,
     Ends(JobError),
 }
 
-/// Wakers of ended jobs to call, and values to drop, after the lock is released.
+/// Wakers of jobs that have ended, and values to drop after the lock is released.
 #[derive(Default)]
 pub(crate) struct Ended {
     _waiters: Vec<Waiter>,
@@ -120,13 +120,14 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// Wakes the tasks that wait for the jobs.
+    /// Wakes the tasks that are waiting for the jobs.
     pub(crate) fn wake(self) {
         self.wakers.into_iter().for_each(Waker::wake);
     }
 }
 
-/// Slots for the pending jobs of one connection. `M` is the type of a job's pending outcome on another connection.
+/// Slots for the pending jobs of one connection. `M` is the type of the pending outcome of a job that has moved to
+/// another connection.
 pub(crate) struct Waiters<M> {
     slots: Vec<Slot<M>>,
     free: Vec<u32>,
@@ -182,8 +183,8 @@ impl<M> Waiters<M> {
         }
     }
 
-    /// Takes the waiter of a request whose outcome has arrived, with the parts of the job that the outcome
-    /// needs. Must be followed by [`Waiters::finish`].
+    /// Takes the waiter of a request whose outcome has arrived. Also takes those parts of the job that the outcome
+    /// can reuse. Must be followed by [`Waiters::finish`].
     #[inline]
     pub(crate) fn take(&mut self, number: u64) -> Option<Waiter> {
         let slot = self.slot(number)?;
@@ -203,8 +204,8 @@ impl<M> Waiters<M> {
         }
     }
 
-    /// Stores the outcome of a request. Returns the waker of the waiting task, if there is one. If the handle
-    /// was dropped, returns the outcome as an error.
+    /// Stores the outcome of a request. Returns the waker of the task that waits for the outcome, if there is one. If
+    /// the handle was dropped, returns the outcome as an error.
     #[inline]
     pub(crate) fn finish(&mut self, number: u64, result: JobResult) -> Result<Option<Waker>, Box<JobResult>> {
         match self.slot(number) {
@@ -257,8 +258,8 @@ impl<M> Waiters<M> {
         })
     }
 
-    /// Records the cancellation of a job that is being moved, or was moved, to another connection. Returns the pending
-    /// outcome on that connection if the move is complete.
+    /// Records the cancellation of a job that has been moved, or is being moved, to another connection. If the move
+    /// is complete, returns the pending outcome on the other connection.
     pub(crate) fn cancel_elsewhere(&mut self, number: u64, unless_begun: bool) -> Option<&M> {
         match &mut self.slot(number)?.state {
             SlotState::Moved(pending) => Some(pending),
@@ -273,8 +274,9 @@ impl<M> Waiters<M> {
 
     // Jobs that leave the connection.
 
-    /// Decides what happens to every waiting job. `decide` gets `None` for a job whose outcome was being processed when
-    /// the connection failed. Returns the numbers of the jobs to send again, in the order in which they were sent.
+    /// Decides what happens to each waiting job. `decide` gets `None` for a job whose outcome was being processed
+    /// when the connection failed. Returns the numbers of the jobs to send again, in the order in which they were
+    /// first sent.
     pub(crate) fn detach(
         &mut self,
         mut decide: impl FnMut(Option<(&mut Waiter, &mut JobRequest)>) -> Decision,
@@ -309,7 +311,8 @@ impl<M> Waiters<M> {
         (again.into_iter().map(|(_, number)| number).collect(), ended)
     }
 
-    /// Ends a detached job that was cancelled, unless the job may have begun and `unless_begun` is true.
+    /// Ends a cancelled job that is waiting for another connection. Does nothing if `unless_begun` is true and the
+    /// job may have begun.
     pub(crate) fn end_detached(&mut self, number: u64, unless_begun: bool) -> Ended {
         let mut ended = Ended::default();
         let Some((_, request)) = self.get_with_request(number) else { return ended };
@@ -326,7 +329,7 @@ impl<M> Waiters<M> {
         ended
     }
 
-    /// Takes a job, to send it over another connection. Must be followed by [`Waiters::end_move`].
+    /// Takes a job so that it can be sent over another connection. Must be followed by [`Waiters::end_move`].
     pub(crate) fn begin_move(&mut self, number: u64) -> Option<(JobRequest, Option<mpsc::Sender<Progress>>)> {
         let slot = self.slot(number)?;
         let SlotState::Waiting(waiter) = &mut slot.state else { return None };
@@ -335,7 +338,7 @@ impl<M> Waiters<M> {
         Some((std::mem::take(&mut slot.request), progress))
     }
 
-    /// Completes the move of a job that [`Waiters::begin_move`] has started.
+    /// Completes a job's move to another connection, which [`Waiters::begin_move`] has started.
     pub(crate) fn end_move(&mut self, number: u64, moved: Move<M>) -> MoveEnd<M> {
         let slot = match self.slot(number) {
             Some(slot) if matches!(slot.state, SlotState::Moving { .. }) => slot,
@@ -365,7 +368,7 @@ impl<M> Waiters<M> {
     }
 }
 
-/// Result of an attempt to send a job over another connection.
+/// Result of trying to send a job over another connection.
 pub(crate) enum Move<M> {
     Sent(M),
     Ended(JobError),
@@ -373,13 +376,13 @@ pub(crate) enum Move<M> {
     PutBack(Box<JobRequest>, Option<mpsc::Sender<Progress>>),
 }
 
-/// Values to drop and the waker to call after the lock is released.
+/// Values to drop after the lock is released, and the waker to call then.
 pub(crate) struct MoveEnd<M> {
-    /// Result of the move, if the handle was dropped during the move.
+    /// Result of the move, if the handle was dropped while the job was being moved.
     _dropped: Option<Move<M>>,
     pub(crate) waker: Option<Waker>,
-    /// `unless_begun` argument of a cancellation during the move. The caller must apply it to the job on the new
-    /// connection.
+    /// `unless_begun` argument of a cancellation requested during the move. The caller must apply it to the job on
+    /// the new connection.
     pub(crate) cancel: Option<bool>,
 }
 

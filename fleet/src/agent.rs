@@ -35,7 +35,7 @@ use metrics::Metrics;
 use permits::Permits;
 use supervisor::Supervisor;
 
-/// Interval at which a starting agent checks whether the streams exist.
+/// Interval at which a starting agent checks whether the servers respond.
 const START_RETRY: Duration = Duration::from_secs(1);
 
 /// A bulkhead that the agent serves.
@@ -50,7 +50,7 @@ struct Served {
 /// State shared by all tasks of an agent.
 struct Shared {
     host: String,
-    /// ID that distinguishes this process from earlier and later agents on the same host.
+    /// ID of this process, which differs from that of any earlier or later agent on the same host.
     instance: String,
     client: async_nats::Client,
     supervisor: Supervisor,
@@ -78,8 +78,8 @@ pub enum AgentError {
     TaskEnded(String),
 }
 
-/// Runs an agent until `stop` completes. Then stops pulling jobs and waits up to `drain_timeout` for jobs in progress.
-/// Only tests set `faults`.
+/// Runs an agent until `stop` completes. Then stops pulling jobs, and waits up to `drain_timeout` for the jobs in
+/// progress. `faults` is set only by tests.
 pub async fn run(
     settings: Settings,
     faults: Faults,

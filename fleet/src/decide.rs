@@ -28,18 +28,18 @@ pub struct Message {
     pub published: Timestamp,
 }
 
-/// Job options that influence decisions.
+/// Options of a job that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms {
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Time limit from publication to outcome.
+    /// Time limit from the publication of the job to the outcome.
     pub deadline: Duration,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,
 }
 
-/// Fleet settings that influence decisions.
+/// Settings of the fleet that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
     /// Time without an acknowledgement after which the server redelivers a message.
@@ -55,24 +55,24 @@ pub struct Rules {
     pub faults: Faults,
 }
 
-/// Faults injected by tests to show that the simulation finds such bugs. They cannot be configured.
+/// Faults that tests inject to show that the simulation finds such bugs. Faults cannot be configured.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Acknowledges the message before the outcome is recorded.
     pub acknowledges_before_record: bool,
-    /// Claims a job without specifying the expected sequence number of its record.
+    /// Claims a job without specifying which sequence number the job's record must have.
     pub claims_without_expectation: bool,
-    /// Takes over another agent's claim at the first redelivery.
+    /// Takes over another agent's claim as soon as the message is redelivered for the first time.
     pub takes_over_at_first_redelivery: bool,
-    /// Treats a pending write as if another agent had written the record.
+    /// Treats a write that is still pending as if another agent had written the record.
     pub mistakes_pending_write_for_refusal: bool,
 }
 
-/// Minimum delay before a returned job is redelivered.
+/// Minimum delay before a returned job is delivered again.
 pub const RETURN_DELAY_MIN: Duration = Duration::from_millis(250);
 
-/// Maximum delay before a returned job is redelivered.
+/// Maximum delay before a returned job is delivered again.
 pub const RETURN_DELAY_MAX: Duration = Duration::from_secs(60);
 
 impl Terms {

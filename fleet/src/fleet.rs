@@ -21,12 +21,12 @@ use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
 use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
-/// Maximum time for which an unacknowledged submission is retried. Leader elections take up to ten seconds.
+/// Maximum time for which a submission that is not acknowledged is retried. Leader elections take up to ten seconds.
 const SUBMIT_TIMEOUT: Duration = Duration::from_secs(15);
-/// Maximum delay between reads of the ledger.
+/// Maximum delay between two reads of the ledger.
 const READ_PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Delays between reads of the ledger after the notice, in milliseconds. The replica that serves the read may not have
-/// the record yet.
+/// Delays, in milliseconds, before each read of the ledger after the notice about the outcome has arrived. The
+/// replica that serves the read may not have the record yet.
 const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
 
 /// A connection to a fleet. Clones share the connection.
@@ -38,12 +38,12 @@ pub struct Fleet {
     host_lost_after: Duration,
 }
 
-/// Error returned for a job without a result.
+/// Error returned for a job that has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FleetError {
     /// The job's outcome is not `ok`, or the fleet rejected the submission.
     Job(JobError),
-    /// No outcome was recorded in time. The job may still run; its outcome can be queried later with the same ID.
+    /// No outcome was recorded in time. The job may still run, and its outcome can be queried later with the same ID.
     Overdue {
         /// ID of the job.
         id: String,
@@ -61,7 +61,7 @@ pub enum FleetError {
 }
 
 impl FleetError {
-    /// Returns whether the job's handler began.
+    /// Returns whether the handler began the job.
     pub fn executed(&self) -> Executed {
         match self {
             Self::Job(error) => error.executed(),
@@ -69,7 +69,7 @@ impl FleetError {
         }
     }
 
-    /// Returns true if the same job can succeed when it is submitted again.
+    /// Returns true if the same job can succeed when submitted again.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::Job(error) if error.is_retryable()) || matches!(self, Self::Unreachable { .. })
     }
@@ -111,7 +111,7 @@ impl From<JobError> for FleetError {
 }
 
 impl Fleet {
-    /// Connects to the servers of a fleet, such as `nats://127.0.0.1:4222`. Separate several addresses with
+    /// Connects to the servers of a fleet, such as `nats://127.0.0.1:4222`. Several addresses are separated by
     /// commas.
     pub async fn connect(servers: &str) -> Result<Self, ConnectError> {
         let servers = servers.split(',').map(|server| server.trim().to_owned()).collect();
@@ -134,7 +134,7 @@ impl Fleet {
     }
 
     /// Waits for the outcome of a job that was submitted earlier, possibly by another process. Returns
-    /// [`FleetError::Overdue`] after `wait`.
+    /// [`FleetError::Overdue`] if there is no outcome after `wait`.
     pub async fn result(&self, tenant: &str, id: &str, wait: Duration) -> Result<Reply, FleetError> {
         let subject = told_subject(tenant, id);
         let notices = self
@@ -154,7 +154,7 @@ impl Fleet {
     }
 }
 
-/// Builder for a fleet job. Nothing is sent before [`FleetJob::submit`].
+/// Builder for a fleet job. Nothing is sent until [`FleetJob::submit`] is called.
 #[must_use = "a job does nothing until it is submitted"]
 #[derive(Clone, Debug)]
 pub struct FleetJob {
@@ -164,27 +164,27 @@ pub struct FleetJob {
 }
 
 impl FleetJob {
-    /// Sets the ID, which has 1 to 128 bytes. If a tenant submits several jobs with the same ID, only one of them runs,
-    /// and its outcome applies to all of them.
+    /// Sets the ID, which has 1 to 128 bytes. If a tenant submits several jobs with the same ID, only one of them
+    /// runs, and all of them have its outcome.
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.options.id = id.into();
         self
     }
 
-    /// Sets the operation, at most 256 bytes.
+    /// Sets the operation that the handler performs. The name has at most 256 bytes.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
         self.options.operation = name.into();
         self
     }
 
-    /// Sets the tenant, at most 256 bytes.
+    /// Sets the tenant that the job belongs to. The name has at most 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
         self.options.tenant = name.into();
         self
     }
 
-    /// Sets the time limit from submission to outcome, including waiting time and all attempts. The default is one
-    /// hour, and the maximum is the fleet's `deadline_max`.
+    /// Sets the time limit from submission to outcome, which includes waiting time and all attempts. The default is
+    /// one hour, and the maximum is the fleet's `deadline_max`.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.options.deadline = Some(limit);
         self
@@ -196,13 +196,13 @@ impl FleetJob {
         self
     }
 
-    /// Sets the priority in the supervisor's queue.
+    /// Sets the job's priority in the supervisor's queue.
     pub fn priority(mut self, priority: Priority) -> Self {
         self.options.priority = priority;
         self
     }
 
-    /// Sets the cost for rate limiting.
+    /// Sets the job's cost for rate limiting.
     pub fn cost(mut self, cost: u32) -> Self {
         self.options.cost = cost;
         self
@@ -214,7 +214,7 @@ impl FleetJob {
         self
     }
 
-    /// Sets a W3C `traceparent`, which is passed to the handler.
+    /// Sets a W3C `traceparent` to pass to the handler.
     pub fn traceparent(mut self, text: impl Into<String>) -> Self {
         self.options.traceparent = Some(text.into());
         self
@@ -257,7 +257,7 @@ impl FleetJob {
         Ok(Submitted { fleet: fleet.clone(), id, ledger, notices, began, wait })
     }
 
-    /// Publishes the job, with retries, until the stream stores or refuses it.
+    /// Publishes the job and retries until the stream stores or refuses it.
     async fn publish(&self, began: Instant) -> Result<(), FleetError> {
         let subject = job_subject(&self.options.bulkhead, &self.options.tenant);
         let mut may_be_stored = false;
@@ -301,9 +301,9 @@ impl FleetJob {
         }
     }
 
-    /// Returns true if no stream accepts the subject because the bulkhead does not exist. In a cluster, a stream can
-    /// also be without a leader for a while, so this returns false until `SUBMIT_TIMEOUT` has passed. Reads the ledger
-    /// to check that JetStream works, because tenants do not have permission to query the stream.
+    /// Returns true if no stream accepts the subject because the bulkhead does not exist. In a cluster, returns false
+    /// until `SUBMIT_TIMEOUT` has passed, because a stream can also be without a leader for some time. Reads the
+    /// ledger to check that JetStream works, because tenants do not have permission to query the stream.
     async fn is_missing(&self, has_time: bool) -> bool {
         let client = &self.fleet.client;
         if has_time && client.server_info().cluster.is_some() {
@@ -343,7 +343,7 @@ impl Submitted {
         &self.id
     }
 
-    /// Waits for the outcome. Gives up when `host_lost_after` has elapsed after the deadline.
+    /// Waits for the outcome. Gives up once `host_lost_after` has passed since the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
         let request = read_subject(LEDGER, &self.ledger);

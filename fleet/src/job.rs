@@ -13,7 +13,8 @@ pub const ID_BYTES_MAX: usize = 128;
 /// Default deadline of a job.
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
-/// Number of bytes of the maximum message size that are reserved for headers. The payload or result can use the rest.
+/// Part of the maximum message size that is reserved for headers, in bytes. The rest is available for the payload or
+/// the result.
 pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
 const ID: &str = "Bulkhead-Id";
@@ -28,25 +29,26 @@ const TRACEPARENT: &str = "traceparent";
 /// Options of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobOptions {
-    /// ID of the job, unique within its tenant. If several jobs have the same ID, only one of them runs.
+    /// ID of the job, unique within its tenant. If a tenant submits several jobs with the same ID, only one of them
+    /// runs.
     pub id: String,
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Operation that the handler performs; can be empty.
+    /// Operation that the handler performs, or an empty string.
     pub operation: String,
-    /// Tenant that the job belongs to; can be empty.
+    /// Tenant that the job belongs to, or an empty string.
     pub tenant: String,
-    /// Time limit from the submission to the outcome.
+    /// Time limit from submission to outcome.
     pub deadline: Option<Duration>,
     /// Maximum run time of each attempt.
     pub run_limit: Option<Duration>,
-    /// Priority in the supervisor's queue.
+    /// Priority of the job in the supervisor's queue.
     pub priority: Priority,
     /// Cost of the job for rate limiting.
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,
-    /// W3C `traceparent`, which is passed to the handler.
+    /// W3C `traceparent` to pass to the handler.
     pub traceparent: Option<String>,
 }
 
@@ -114,8 +116,8 @@ impl JobOptions {
         headers
     }
 
-    /// Decodes the options of a message. The second value says why a message is invalid. A message without a valid ID
-    /// receives a new ID, so that every message can have a record.
+    /// Decodes the options of a job from a message. The second value is the reason why the message is invalid, if it
+    /// is. A message without a valid ID gets a new ID, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,

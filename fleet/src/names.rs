@@ -4,20 +4,20 @@ use sha2::{Digest, Sha256};
 
 /// Stream of jobs that have no outcome yet.
 pub const JOBS: &str = "BH_JOBS";
-/// Stream of records, one per job.
+/// Stream of records, one for each job.
 pub const LEDGER: &str = "BH_LEDGER";
-/// Stream of jobs whose outcome is not `ok`.
+/// Stream of dead letters: jobs that ended neither as `ok` nor as `cancelled`.
 pub const DEAD: &str = "BH_DEAD";
-/// Key-value bucket with the presence of each agent.
+/// Key-value bucket for the presence records of the agents.
 pub const AGENTS: &str = "bh_agents";
 
-/// Number of lanes of each bulkhead.
+/// Number of lanes in each bulkhead. A lane is a group of tenants.
 pub const LANES: u8 = 16;
-/// Subject token for the priority class. Only one class exists so far.
+/// Part of a job's subject that names the priority class. So far, there is only one class.
 const CLASS: &str = "n";
 
-/// Escapes a name for use as one token of a subject. All bytes except `A-Za-z0-9_-` become `=XX`; the empty name
-/// becomes `=`.
+/// Escapes a name so that it can be used as one token of a subject. All bytes except `A-Za-z0-9_-` become `=XX`; the
+/// empty name becomes `=`.
 pub fn escape(name: &str) -> String {
     if name.is_empty() {
         return "=".to_owned();
@@ -32,7 +32,7 @@ pub fn escape(name: &str) -> String {
     out
 }
 
-/// Reverses [`escape`]. Returns `None` for text that is not the output of `escape`.
+/// Reverses [`escape`]. Returns `None` if the text is not an escaped name.
 pub fn unescape(token: &str) -> Option<String> {
     if token == "=" {
         return Some(String::new());
@@ -52,12 +52,12 @@ pub fn unescape(token: &str) -> Option<String> {
     String::from_utf8(bytes).ok().filter(|name| !name.is_empty() && escape(name) == token)
 }
 
-/// Returns the lane of a tenant, a number below [`LANES`]. All jobs of a tenant share one lane.
+/// Returns the number of a tenant's lane, which is less than [`LANES`]. All jobs of a tenant share one lane.
 pub fn lane(tenant: &str) -> u8 {
     Sha256::digest(tenant.as_bytes())[0] % LANES
 }
 
-/// Returns the subject of a tenant's jobs for a bulkhead.
+/// Returns the subject for jobs that a tenant submits to a bulkhead.
 pub fn job_subject(bulkhead: &str, tenant: &str) -> String {
     format!("bh.job.{}.{CLASS}.{}.{}", escape(bulkhead), lane(tenant), escape(tenant))
 }
@@ -67,7 +67,7 @@ pub fn bulkhead_filter(bulkhead: &str) -> String {
     format!("bh.job.{}.{CLASS}.*.*", escape(bulkhead))
 }
 
-/// Returns the subject filters for one of a bulkhead's `lanes` consumers.
+/// Returns the subject filters for one of the `lanes` consumers of a bulkhead.
 pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     if lanes == 1 {
         return vec![bulkhead_filter(bulkhead)];
@@ -77,7 +77,7 @@ pub fn consumer_filters(bulkhead: &str, lanes: u8, index: u8) -> Vec<String> {
     lanes.map(|lane| format!("bh.job.{}.{CLASS}.{lane}.*", escape(bulkhead))).collect()
 }
 
-/// Returns the name of one of a bulkhead's consumers.
+/// Returns the name of one of the consumers of a bulkhead.
 pub fn consumer(bulkhead: &str, index: u8) -> String {
     format!("{}_{CLASS}_{index}", escape(bulkhead))
 }
@@ -91,7 +91,7 @@ pub fn parse_job_subject(subject: &str) -> Option<(String, String)> {
     }
 }
 
-/// Returns the ledger subject of a job.
+/// Returns the subject of a job's record in the ledger.
 pub fn ledger_subject(tenant: &str, id: &str) -> String {
     format!("bh.ledger.{}.{}", escape(tenant), escape(id))
 }

@@ -66,7 +66,7 @@ pub struct BulkheadStatus {
     pub name: String,
     /// Number of jobs without an outcome.
     pub pending: u64,
-    /// Number of tenants with jobs that have no outcome.
+    /// Number of tenants that have jobs without an outcome.
     pub tenants: usize,
     /// Number of agents that pull jobs for the bulkhead.
     pub agents: usize,
@@ -89,7 +89,7 @@ pub struct StreamStatus {
     pub leader: Option<String>,
 }
 
-/// A job whose outcome is not `ok`.
+/// A job that ended neither as `ok` nor as `cancelled`.
 #[derive(Clone, Debug)]
 pub struct DeadLetter {
     /// Options of the job.
@@ -103,7 +103,7 @@ pub struct DeadLetter {
     sequence: u64,
 }
 
-/// Filter for dead letters. `None` matches all values.
+/// Filter for dead letters. A field that is `None` matches all values.
 #[derive(Clone, Debug, Default)]
 pub struct DeadFilter {
     /// Name of the bulkhead.
@@ -121,8 +121,8 @@ impl Operator {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// Creates missing streams and consumers. Existing objects that differ from the configuration are reported but not
-    /// changed.
+    /// Creates missing streams and consumers. Reports streams and consumers that differ from the configuration, but
+    /// does not change them.
     pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
         streams::prepare(&self.client, &self.settings).await
     }
@@ -212,8 +212,8 @@ impl Operator {
         Ok(letters)
     }
 
-    /// Resubmits the job in a dead letter and removes the letter. Returns the new ID. The ID is derived from the letter
-    /// so that repeating the request does not run the job twice.
+    /// Resubmits the job from a dead letter and removes the letter. Returns the new ID, which is derived from the
+    /// letter so that repeating the request does not run the job twice.
     pub async fn requeue(&self, letter: &DeadLetter) -> Result<String, OperateError> {
         let mut options = letter.options.clone();
         options.id = requeued_id(&options.id, letter.sequence);

@@ -15,7 +15,7 @@ use crate::layers::{self, Layers};
 use crate::{JOB_BYTES, KILLS, Result};
 
 /// Runs the server until the peer closes the socket on standard input. `layers` contains the name of the profile and
-/// the folder in which the children get their temporary folders.
+/// the folder for the children's temporary folders.
 pub fn serve(layers: Option<(&str, &Path)>) -> Result<()> {
     let orders = std::io::stdin().as_fd().try_clone_to_owned()?;
     let mut layers = layers.map(|(profile, folder)| Layers::enter(profile, folder)).transpose()?;

@@ -16,12 +16,12 @@ use crate::Result;
 
 const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// All access rights for files in Landlock ABI version 6. `SCOPES` contains all scopes of this version.
+/// All file access rights in version 6 of the Landlock ABI. `SCOPES` contains all scopes of that version.
 const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// Landlock version that makes `restrict_self` set no flags, so that the kernel logs denials.
+/// Landlock version to pass to `restrict_self` so that it sets no flags. The kernel then logs all denials.
 const NO_VERSION: u32 = 0;
 
 /// Top-level folders to which the Landlock rules grant access, as they do for a forked worker.
@@ -31,7 +31,7 @@ const FOLDERS: [&str; 12] =
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Names of the temporary folders, by the PID of the process that uses them.
+    /// Name of each process's temporary folder, by PID.
     folders: HashMap<Pid, String>,
     next: u64,
 }
@@ -46,7 +46,7 @@ pub(crate) fn fork() -> io::Result<Option<Pid>> {
 }
 
 impl Layers {
-    /// Confines the server. Returns in a new process, which is the first process in a new PID namespace.
+    /// Confines the server. Returns only in a new process, the first one in a new PID namespace.
     pub(crate) fn enter(profile: &str, folder: &Path) -> Result<Self> {
         let namespaces = match profile {
             "strict" => {

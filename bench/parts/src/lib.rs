@@ -10,11 +10,11 @@ pub mod worker;
 /// Result type of `main`. If `main` returns an error, the error is printed and the program exits.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Maximum number of bytes per read or write in the bare chain, which has no supervisor.
+/// Maximum number of bytes per read or write in the bare chain, which forwards requests without a supervisor.
 pub const READ_BYTES: usize = 256 * 1024;
 
-/// Size, in bytes, of a job for the bare fork server, and of the reply to the job.
+/// Size of a job sent to the bare fork server, and of the reply, in bytes.
 pub const JOB_BYTES: usize = 64;
 
-/// First byte of a job that makes the process running the job kill itself.
+/// First byte of a job that makes the process that runs it kill itself.
 pub const KILLS: u8 = b'k';

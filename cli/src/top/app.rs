@@ -15,7 +15,7 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter, in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Time from a missed sample until the supervisor is shown as not responding.
+/// Time after a missed sample before the screen shows that the supervisor is not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// Action to take after a key press.
@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// The page of a single bulkhead. `scroll` is the number of workers above the displayed ones.
+    /// The page of a single bulkhead. `scroll` is the number of workers that have been scrolled off the top.
     Bulkhead {
         name: String,
         scroll: usize,
@@ -43,7 +43,7 @@ pub(super) enum Page {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Browse,
-    /// The user is typing a filter. `before` is the previous filter.
+    /// The user is typing a filter. `before` is the filter that was set before.
     Filter {
         before: String,
     },
@@ -53,7 +53,7 @@ pub(super) enum Mode {
 /// Sort order of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// Bulkheads with the worst state and service come first.
+    /// Bulkheads with the worst state and service level come first.
     Worst,
     Name,
     Utilisation,
@@ -110,7 +110,7 @@ pub(super) enum ConnectionState {
     Lost(Duration),
 }
 
-/// The state of the screen.
+/// State of the screen.
 #[derive(Debug)]
 pub(super) struct App {
     pub(super) page: Page,
@@ -118,7 +118,7 @@ pub(super) struct App {
     pub(super) sort: Sort,
     pub(super) filter: String,
     pub(super) events: Events,
-    /// Index of the first displayed row. Drawing adjusts the index to keep the selected row visible.
+    /// Index of the first displayed row. Adjusted when the screen is drawn, so that the selected row stays visible.
     pub(super) top: usize,
     /// Number of rows per page the last time the screen was drawn.
     pub(super) page_rows: usize,
@@ -126,7 +126,7 @@ pub(super) struct App {
     pub(super) socket: String,
     bulkheads: Vec<Bulkhead>,
     selected: Selection,
-    /// Time of the last sample, or of the end of the last pause.
+    /// Time when the last sample was taken or the last pause ended, whichever is later.
     last_contact: Instant,
     /// Error from the last attempt to take a sample.
     error: Option<String>,
@@ -134,7 +134,8 @@ pub(super) struct App {
     sampled_at: Instant,
 }
 
-/// The selected row. The selection follows a bulkhead by name, and keeps its index if that bulkhead is not displayed.
+/// The selected row. The selection follows the named bulkhead, or stays at the same index if that bulkhead is no
+/// longer displayed.
 #[derive(Debug, Default)]
 struct Selection {
     name: Option<String>,

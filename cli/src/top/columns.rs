@@ -6,7 +6,7 @@ use super::text::{rate, short, width};
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Minimum width for names, in screen columns. Longer names get more space only if there is some left over.
+/// Minimum width for names, in screen columns. The column is wider only if there are longer names and enough space.
 const NAME_COLUMNS_MIN: usize = 14;
 
 /// A column of the table. The variants are in display order.
@@ -108,7 +108,7 @@ impl Column {
         }
     }
 
-    /// Returns the width that the column needs for these rows, in screen columns.
+    /// Returns the width that these rows require for the column, in screen columns.
     fn needed_width(self, rows: &[&Bulkhead]) -> usize {
         if self == Self::Load {
             return BAR_COLUMNS;
@@ -118,11 +118,11 @@ impl Column {
     }
 }
 
-/// A column of the table and its width in screen columns.
+/// A column of the table, and the column's width in screen columns.
 pub(super) type ColumnWidth = (Column, usize);
 
-/// Returns the columns that fit in a line of `columns` screen columns, in display order. Columns are
-/// separated by one space. The name is always included.
+/// Returns the table columns that fit in `columns` screen columns, in display order. One space separates the columns.
+/// The name is always included.
 pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<ColumnWidth> {
     let mut left = columns;
     let mut widths: Vec<ColumnWidth> = Vec::new();

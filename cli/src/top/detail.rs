@@ -12,13 +12,13 @@ use super::text::{fit, width};
 use super::widgets::{bold, draw_line, table_head, table_row, take_top};
 use crate::admin::WORKER_COLUMNS;
 
-/// Number of screen rows reserved for workers before any are given to tenants and counters.
+/// Number of screen rows reserved for workers. Tenants and counters get only the remaining rows.
 const WORKER_ROWS_RESERVED: usize = 4;
 
 /// Width of a tenant's name in screen columns.
 const TENANT_COLUMNS: usize = 20;
 
-/// Draws the page of a bulkhead. Returns the number of workers that fit.
+/// Draws the page of a bulkhead. Returns the number of workers that fit on the page.
 pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let Page::Bulkhead { name, scroll } = &app.page else { return 1 };
     let (name, scroll) = (name.clone(), *scroll);

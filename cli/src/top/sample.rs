@@ -22,7 +22,7 @@ pub(super) struct Sample {
     pub(super) bulkheads: Vec<Bulkhead>,
     /// Events since the previous sample.
     pub(super) events: Vec<Event>,
-    /// True if the supervisor has been restarted since the previous sample, which resets the counters.
+    /// True if the supervisor has been restarted since the previous sample. A restart resets the counters.
     pub(super) was_restarted: bool,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Bulkhead {
     /// Median run time.
     pub(super) p50: String,
     pub(super) p99: String,
-    /// Additional information for the bulkhead's page, one fact per line.
+    /// Additional information to show on the bulkhead's page, one fact per line.
     pub(super) facts: Vec<String>,
     pub(super) tenants: Vec<Tenant>,
     pub(super) workers: Vec<Worker>,
@@ -69,7 +69,7 @@ pub(super) struct Bulkhead {
 #[derive(Clone, Debug)]
 pub(super) struct Worker {
     pub(super) tenant: Option<String>,
-    /// Cells of the worker's row in the worker table, as in `bulkhead status`.
+    /// The worker's row in the worker table, one string per cell, as in `bulkhead status`.
     pub(super) cells: [String; 8],
 }
 
@@ -152,8 +152,7 @@ fn worker(worker: &bulkhead_api::Worker) -> Worker {
     Worker { tenant, cells: worker_cells(worker).map(|cell| clean(&cell)) }
 }
 
-/// Returns the rates per second between two samples. Returns `None` if counters were reset, or if no time has
-/// passed.
+/// Returns the rates per second between two samples, or `None` if counters were reset or no time has passed.
 pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) -> Option<Counts<f64>> {
     let seconds = elapsed.as_secs_f64();
     let rate = |before: u64, now: u64| {
@@ -172,7 +171,7 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
 /// The supervisor's responses for one sample.
 pub(super) struct RawSample {
     pub(super) at: Instant,
-    /// Unparsed documents about the bulkheads.
+    /// Documents about the bulkheads, as JSON values.
     pub(super) bulkheads: Vec<Value>,
     /// Snapshots that were parsed from `bulkheads`. A malformed document yields an empty snapshot.
     pub(super) snapshots: Vec<Snapshot>,
@@ -196,7 +195,7 @@ impl From<RawSample> for Sample {
     }
 }
 
-/// Takes samples of a supervisor, and remembers the last known event.
+/// Takes samples of a supervisor, and remembers the last event that it received.
 #[derive(Debug)]
 pub(super) struct Sampler<'a> {
     args: &'a Args,
@@ -244,7 +243,7 @@ impl<'a> Sampler<'a> {
     }
 }
 
-/// The new events, or the fact that the supervisor was restarted.
+/// Result of reading the event log: either the new events, or a restart of the supervisor.
 enum EventLog {
     /// The supervisor was not restarted. Contains the new events.
     Same(Vec<Value>),
@@ -273,7 +272,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Creates a bulkhead from a document, which may be malformed.
+    /// Creates a bulkhead from a document that may be malformed.
     pub(in super::super) fn bulkhead(document: &Value) -> Bulkhead {
         Bulkhead::new(&parse_snapshot(document))
     }

@@ -22,16 +22,16 @@ use tokio::sync::mpsc;
 use super::app::App;
 use super::draw;
 
-/// Maximum number of unhandled key events. Further events stay in the terminal's buffer.
+/// Maximum number of unhandled key events. Additional input stays in the terminal's buffer.
 const KEYS_MAX: usize = 64;
 
 /// Size of the output buffer for a frame, in bytes.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// True while this process owns the terminal. Global, because the panic hook needs it.
+/// True while this process owns the terminal. The variable is global because the panic hook needs it.
 static OWNS_TERMINAL: AtomicBool = AtomicBool::new(false);
 
-/// The full screen. Dropping this value restores the terminal.
+/// The full-screen display. Dropping this value restores the terminal.
 pub(super) struct Screen {
     terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
 }
@@ -58,7 +58,8 @@ impl Screen {
         release();
     }
 
-    /// Reacquires the terminal after a suspension, during which other programs may have used it.
+    /// Reacquires the terminal after this process was suspended. Other programs may have used the terminal in the
+    /// meantime.
     pub(super) fn reenter(&mut self) -> io::Result<()> {
         release();
         acquire()?;
@@ -114,7 +115,7 @@ pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
     Ok(receiver)
 }
 
-/// Action requested by a signal.
+/// Action that a signal requests.
 pub(super) enum SignalAction {
     /// Exit with the given status.
     End(u8),
@@ -122,7 +123,7 @@ pub(super) enum SignalAction {
     Continue,
 }
 
-/// The signals that terminate or suspend a full-screen program.
+/// Signals that terminate or suspend a full-screen program.
 pub(super) struct Signals {
     hangup: Signal,
     interrupt: Signal,
@@ -156,7 +157,7 @@ impl Signals {
     }
 }
 
-/// Returns the exit status that shells use for a signal.
+/// Returns the exit status that shells report for a process killed by this signal.
 fn exit_after(signal: Number) -> SignalAction {
     SignalAction::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
@@ -167,7 +168,7 @@ pub(super) fn can_suspend() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
 }
 
-/// Suspends the foreground process group, as the terminal does on ^Z outside of raw mode.
+/// Suspends the foreground process group, as ^Z does when the terminal is not in raw mode.
 pub(super) fn request_suspend() {
     if can_suspend() {
         // Cannot fail, because this process is in the group.

@@ -8,7 +8,7 @@ use crate::output::escape;
 /// Maximum number of characters of a string to display.
 const TEXT_CHARS_MAX: usize = 2000;
 
-/// Maximum number of characters in one grapheme cluster.
+/// Maximum number of characters in a grapheme cluster.
 const CLUSTER_CHARS_MAX: usize = 8;
 
 /// Formats external text as one line that cannot control the terminal or shift the text next to it.
@@ -18,7 +18,7 @@ pub(super) fn clean(text: &str) -> String {
     line.graphemes(true).filter_map(stable_width_part).collect()
 }
 
-/// Returns a grapheme cluster, or only its first character if terminals disagree about the width of the
+/// Returns a grapheme cluster. Returns only its first character if terminals do not agree on the width of the
 /// cluster.
 fn stable_width_part(cluster: &str) -> Option<&str> {
     let first = cluster.chars().next()?;
@@ -28,12 +28,12 @@ fn stable_width_part(cluster: &str) -> Option<&str> {
     (shown.width() > 0).then_some(shown)
 }
 
-/// Returns the width of cleaned text in screen columns.
+/// Returns the width of sanitized text in screen columns.
 pub(super) fn width(text: &str) -> usize {
     text.graphemes(true).map(UnicodeWidthStr::width).sum()
 }
 
-/// Pads or truncates cleaned text to exactly `columns` columns. Truncated text ends with `…`.
+/// Pads or truncates sanitized text to exactly `columns` screen columns. Truncated text ends with `…`.
 pub(super) fn fit(text: &str, columns: usize) -> String {
     let mut fitted = cut(text, columns);
     fitted.extend(std::iter::repeat_n(' ', columns.saturating_sub(width(&fitted))));
@@ -97,7 +97,7 @@ pub(super) fn rate(per_second: f64) -> String {
     }
 }
 
-/// Formats a fraction as a bar, in eighths of a column.
+/// Formats a fraction as a bar with a resolution of one eighth of a screen column.
 pub(super) fn bar(share: f64, columns: usize) -> String {
     const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
     let all = columns * 8;

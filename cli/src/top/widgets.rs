@@ -21,7 +21,7 @@ pub(super) fn take_bottom(rest: &mut Rect, rows: u16) -> Rect {
     Rect { y: rest.y + rest.height, height, ..*rest }
 }
 
-/// Draws a line of text, truncated at the end of the row.
+/// Draws a line of text. Truncates the text at the end of the row.
 pub(super) fn draw_line(buffer: &mut Buffer, row: Rect, text: &str, style: Style) {
     if row.height > 0 && row.width > 0 {
         let columns = usize::from(row.width);
@@ -33,7 +33,7 @@ pub(super) fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }
 
-/// Returns the colour of a state. Colours only repeat what the text already says.
+/// Returns the colour for a state. Colours only repeat what the text already says.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
         "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),

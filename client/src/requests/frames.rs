@@ -19,11 +19,11 @@ use crate::reply::{JobError, Progress, Reply};
 use crate::success::SuccessRecord;
 use crate::waiters::{JobResult, Waiter};
 
-/// Maximum number of outcomes to deliver before the lock is released.
+/// Maximum number of outcomes that are delivered before the lock is released.
 const OUTCOMES_PER_LOCK_MAX: usize = 64;
 
-/// Handles the frames of one read. Delivers many outcomes while holding the lock, then releases the lock and
-/// wakes the waiting tasks.
+/// Handles the frames from one read. Delivers many outcomes while holding the lock, then releases the lock and wakes
+/// the waiting tasks.
 pub(crate) struct Frames<'r> {
     requests: &'r Arc<Requests>,
     state: Option<MutexGuard<'r, State>>,
@@ -48,7 +48,8 @@ impl<'r> Frames<'r> {
         Ok(())
     }
 
-    /// Returns a buffer for the payload of an announced outcome. Returns `None` if the job was cancelled.
+    /// Returns a buffer for the payload of an outcome that has been announced. Returns `None` if the job was
+    /// cancelled.
     pub(crate) fn buffer_for(&mut self, header: Header) -> Option<Vec<u8>> {
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         state.waiters.get(header.number)?;
@@ -132,7 +133,7 @@ fn job_result(
 }
 
 impl Requests {
-    /// Handles a frame about leases.
+    /// Handles a frame that concerns a lease.
     fn lease_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
         let mut state = self.lock();
         match header.kind {
@@ -157,7 +158,7 @@ impl Requests {
         Ok(())
     }
 
-    /// Returns a result that the worker has written to a memory file, either mapped or as a copy.
+    /// Returns a result that the worker has written to a memory file. The result is either mapped or copied.
     fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, lease_ref: &[u8]) -> Result<FileResult, String> {
         let lease_ref = LeaseRef::from_bytes(lease_ref);
         let lease = waiter.lease.take().filter(|lease| {
@@ -187,7 +188,7 @@ impl Requests {
         Ok(if is_whole { FileResult::Copied(copy) } else { FileResult::Revoked })
     }
 
-    /// Returns the outcome of a job that had a lease, or whose result is in a memory file.
+    /// Returns the outcome of a job that has a lease, or whose result is in a memory file.
     fn finish_leased_job(
         self: &Arc<Self>,
         mut waiter: Waiter,
@@ -256,7 +257,7 @@ impl Requests {
 enum FileResult {
     Copied(Vec<u8>),
     Mapped(MappedResult),
-    /// The file was revoked before the result was read.
+    /// The supervisor revoked the file before the result was read.
     Revoked,
 }
 

@@ -23,7 +23,7 @@ const SHOP: &str = include_str!("../../data/shop.sql");
 /// Maximum number of databases to keep. If there are more, the worker drops all of them.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum heap size of SQLite per process, in bytes. Must stay well below the `as` limit in `workers.toml`.
+/// Maximum heap size of SQLite per process, in bytes. Must be well below the `as` limit in `workers.toml`.
 const HEAP_BYTES_MAX: u32 = 64 << 20;
 
 /// Number of SQLite instructions between checks for cancellation.
@@ -41,7 +41,7 @@ fn prepare() -> rusqlite::Result<Databases> {
     Ok(Databases::default())
 }
 
-/// Runs the query until it finishes or no client is waiting for the rows any more.
+/// Runs the query until it finishes or until no client is waiting for the rows.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {

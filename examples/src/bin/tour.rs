@@ -9,12 +9,12 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 use bulkhead_linux::process_tree::descendants_of;
 use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 
-/// Maximum time for starting or stopping the supervisor, and for an ordinary job on a busy machine. On an
-/// idle machine, each takes milliseconds.
+/// Maximum time to wait for the supervisor to start or stop, and for an ordinary job, on a busy machine. On an idle
+/// machine, each of these takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Deadline of jobs that never end. If such a job expires in the queue, it proves nothing, so it is sent again with
-/// twice the deadline.
+/// Deadline of jobs that never end. A job that expires in the queue proves nothing, so it is sent again with twice
+/// the deadline.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -9,7 +9,7 @@ use crate::decide::Timestamp;
 /// The local clock and its offset from the server's clock.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
-    /// Offset of the server's clock from the local clock, in microseconds.
+    /// Time by which the server's clock is ahead of the local clock, in microseconds.
     offset_micros: AtomicI64,
     is_measured: AtomicBool,
 }
@@ -25,8 +25,8 @@ impl Clock {
         }
     }
 
-    /// Measures the offset using a message that the server stored at `stored`, which was between the local times
-    /// `before` and `after`.
+    /// Measures the offset of the server's clock. The server stored a message at `stored`, which was between the
+    /// local times `before` and `after`.
     pub(crate) fn measure(&self, before: Timestamp, stored: Timestamp, after: Timestamp) {
         let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
         let own = micros(before) / 2 + micros(after) / 2;
@@ -34,12 +34,12 @@ impl Clock {
         self.is_measured.store(true, Ordering::Release);
     }
 
-    /// Returns true if the offset has been measured.
+    /// Returns true once the offset of the server's clock has been measured.
     pub(crate) fn is_measured(&self) -> bool {
         self.is_measured.load(Ordering::Acquire)
     }
 
-    /// Returns the offset in seconds.
+    /// Returns the offset of the server's clock in seconds.
     pub(crate) fn offset_seconds(&self) -> f64 {
         self.offset_micros.load(Ordering::Relaxed) as f64 / 1e6
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Conditions that open or close the gate.
+/// Conditions that determine whether the gate is open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Conditions {
     /// The supervisor is reachable and the bulkhead accepts jobs.
@@ -40,7 +40,7 @@ impl Gate {
         });
     }
 
-    /// Records whether the supervisor accepts jobs.
+    /// Records whether the supervisor is ready to accept jobs.
     pub(crate) fn set_ready(&self, is_ready: bool) {
         self.update(|conditions| conditions.is_ready = is_ready);
     }
@@ -55,13 +55,13 @@ impl Gate {
         self.update(|conditions| conditions.is_draining = true);
     }
 
-    /// Closes the gate for the given time.
+    /// Pauses the pulling of jobs for the given time.
     pub(crate) fn pause(&self, time: Duration) {
         let mut until = self.paused_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         *until = (*until).max(Instant::now() + time);
     }
 
-    /// Returns true if the gate is open or only paused.
+    /// Returns true if the gate is open. A pause does not count as closed.
     pub(crate) fn is_open(&self) -> bool {
         is_open(&self.conditions.borrow())
     }

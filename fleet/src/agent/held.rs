@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use super::Shared;
 
-/// JetStream acknowledgement for a message that is still being processed.
+/// JetStream acknowledgement that says that a message is still being processed.
 const IN_PROGRESS: &[u8] = b"+WPI";
 
 /// Reply subjects of the messages that this agent holds, by stream sequence number.
@@ -25,7 +25,7 @@ impl Held {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a message. If the agent already holds it, replaces the reply subject and returns false.
+    /// Adds a message. If the agent already holds the message, replaces the reply subject and returns false.
     pub(crate) fn hold(&self, sequence: u64, reply: Subject) -> bool {
         self.lock().insert(sequence, reply).is_none()
     }
@@ -35,7 +35,7 @@ impl Held {
         self.lock().get(&sequence).cloned()
     }
 
-    /// Returns a guard that releases the message when dropped, even on a panic.
+    /// Returns a guard that releases the message when the guard is dropped, even if the task panics.
     pub(crate) fn guard(&self, sequence: u64) -> HeldGuard<'_> {
         HeldGuard { held: self, sequence }
     }
@@ -51,7 +51,7 @@ impl Held {
         self.lock().len()
     }
 
-    /// Waits until no messages are held.
+    /// Waits until the agent holds no messages.
     pub(crate) async fn until_empty(&self) {
         loop {
             let changed = self.changed.notified();
@@ -67,7 +67,7 @@ impl Held {
     }
 }
 
-/// Releases a held message when dropped.
+/// Guard that releases a held message when it is dropped.
 pub(crate) struct HeldGuard<'a> {
     held: &'a Held,
     sequence: u64,
@@ -79,7 +79,7 @@ impl Drop for HeldGuard<'_> {
     }
 }
 
-/// Sends heartbeats for all held messages, three times per `ack_wait`.
+/// Sends heartbeats for all held messages. The interval is a third of `ack_wait`.
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut interval = tokio::time::interval(shared.settings.streams.ack_wait() / 3);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

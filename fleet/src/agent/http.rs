@@ -28,7 +28,7 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, kind)], shared.metrics.text(shared.clock.offset_seconds()))
 }
 
-/// Responds with status 200 if the agent accepts jobs for at least one bulkhead.
+/// Responds with status 200 if at least one of the agent's bulkheads accepts jobs.
 async fn ready(State(shared): State<Arc<Shared>>) -> StatusCode {
     match shared.bulkheads.values().any(|served| served.gate.is_open()) {
         true => StatusCode::OK,

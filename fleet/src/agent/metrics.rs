@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct Counters {
     /// Number of outcomes recorded by this agent.
     pub(crate) decided: AtomicU64,
-    /// Number of attempts after which the job was returned to the queue.
+    /// Number of attempts that ended with the job being returned to the queue.
     pub(crate) returned: AtomicU64,
     /// Number of outcomes discarded because another agent had taken over the job.
     pub(crate) fenced: AtomicU64,
@@ -24,7 +24,7 @@ pub(crate) struct Counters {
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     bulkheads: BTreeMap<String, Counters>,
-    /// Fill level of each stream, as a fraction of its maximum size.
+    /// Fill level of each stream, as a fraction of the stream's maximum size.
     stored: Mutex<BTreeMap<&'static str, f64>>,
 }
 
@@ -35,7 +35,8 @@ pub(crate) fn count(counter: &AtomicU64) {
 
 type Family = (&'static str, &'static str, &'static str, fn(&Counters) -> &AtomicU64);
 
-/// Metric families with the `bulkhead` label: name, type, description and value.
+/// Metric families that have a `bulkhead` label. Each entry contains a name, a type, a description and a function
+/// that returns the counter.
 const FAMILIES: [Family; 5] = [
     ("decided", "counter", "Jobs whose outcome this agent recorded.", |of| &of.decided),
     ("returned", "counter", "Attempts after which the job was returned to the queue.", |of| &of.returned),
@@ -45,7 +46,7 @@ const FAMILIES: [Family; 5] = [
 ];
 
 impl Metrics {
-    /// Creates the counters of each bulkhead.
+    /// Creates the counters for each bulkhead.
     pub(crate) fn new<'a>(bulkheads: impl Iterator<Item = &'a String>) -> Self {
         let bulkheads = bulkheads.map(|name| (name.clone(), Counters::default())).collect();
         Self { bulkheads, stored: Mutex::default() }
@@ -56,7 +57,7 @@ impl Metrics {
         self.bulkheads.get(bulkhead)
     }
 
-    /// Sets the fill level of a stream, as a fraction of its maximum size.
+    /// Sets the fill level of a stream, as a fraction of the stream's maximum size.
     pub(crate) fn set_stored(&self, stream: &'static str, ratio: f64) {
         self.stored.lock().unwrap_or_else(PoisonError::into_inner).insert(stream, ratio);
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
-/// A resizable set of permits.
+/// A set of permits whose size can be changed.
 #[derive(Debug)]
 pub(crate) struct Permits {
     semaphore: Arc<Semaphore>,
@@ -18,7 +18,7 @@ pub(crate) struct Permits {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
-    /// Number of permits to remove when they are returned.
+    /// Number of permits that will be removed when they are returned.
     surplus: usize,
 }
 
@@ -38,7 +38,7 @@ impl Permits {
         Self { semaphore, state: Arc::default(), in_use: Arc::default(), freed: Arc::default() }
     }
 
-    /// Sets the number of permits. Surplus permits that are in use are removed once they are returned.
+    /// Sets the number of permits. Surplus permits that are in use are removed when they are returned.
     pub(crate) fn resize(&self, limit: usize) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if limit > state.limit {
@@ -64,7 +64,7 @@ impl Permits {
         (limit, self.in_use.load(Ordering::Relaxed))
     }
 
-    /// Waits for a permit. Permits are given out in the order of the calls.
+    /// Waits for a permit. Callers receive permits in the order in which they called.
     pub(crate) async fn acquire(&self) -> Permit {
         // The semaphore is never closed.
         let permit = self.semaphore.clone().acquire_owned().await.ok();

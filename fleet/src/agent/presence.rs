@@ -13,12 +13,12 @@ use crate::decide::Timestamp;
 use crate::names::{AGENTS, escape};
 use crate::server::messages::{Published, publish, read_last};
 
-/// Interval between renewals, a third of the expiry time.
+/// Interval at which the agent renews its presence record, a third of the time after which the record expires.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Clock offset in seconds above which a warning is logged.
+/// Clock offset, in seconds, above which the agent logs a warning.
 const OFFSET_SECONDS_MAX: f64 = 1.0;
 
-/// Renews this agent's presence periodically.
+/// Renews this agent's presence record at regular intervals.
 pub(crate) async fn announce(shared: Arc<Shared>) {
     let mut was_off = false;
     loop {
@@ -38,8 +38,8 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
     }
 }
 
-/// Renews this agent's presence. Returns the local time before the request, the server's time, and the local time after
-/// the request.
+/// Renews this agent's presence record. Returns the local time before the request, the server's time, and the local
+/// time after the request.
 async fn write(shared: &Shared, key: &str) -> Option<(Timestamp, Timestamp, Timestamp)> {
     let before = own_time();
     let body = document(shared).to_string().into();

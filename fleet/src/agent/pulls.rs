@@ -21,22 +21,22 @@ use crate::names::{JOBS, consumer, parse_job_subject};
 
 /// Duration of one pull.
 const PULL_TIME: Duration = Duration::from_secs(5);
-/// Interval between heartbeats during an idle pull.
+/// Interval between the server's heartbeats while a pull is idle.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Time without a heartbeat after which a pull is abandoned.
+/// Time without a heartbeat after which the agent abandons a pull.
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
-/// Delay after a failed pull.
+/// Delay before the next pull after a failed one.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Maximum time to wait for a free permit before checking again.
+/// Maximum time to wait for a free permit before checking again whether one is free.
 const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum number of messages per pull.
 const BATCH_MAX: usize = 256;
-/// Status of an expired pull.
+/// Status code with which the server ends an expired pull.
 const TIMED_OUT: u16 = 408;
 /// Status of a heartbeat.
 const IDLE: u16 = 100;
 
-/// A lane of a bulkhead.
+/// Consumer of a bulkhead's jobs, from which the agent pulls.
 struct Lane {
     shared: Arc<Shared>,
     served: Arc<Served>,
@@ -68,7 +68,7 @@ impl Lane {
         }
     }
 
-    /// Pulls messages until the subscription has to be renewed.
+    /// Pulls messages until the subscription must be renewed.
     async fn pull_into(&self, inbox: &str, subscriber: &mut Subscriber) {
         loop {
             self.served.gate.until_open().await;
@@ -98,7 +98,7 @@ impl Lane {
         (part + 1).saturating_sub(self.waiting.load(Ordering::Relaxed)).min(BATCH_MAX)
     }
 
-    /// Receives the messages of one pull. Returns false if the subscription has to be renewed.
+    /// Receives the messages of one pull. Returns false if the subscription must be renewed.
     async fn receive(&self, subscriber: &mut Subscriber, batch: usize) -> bool {
         let mut left = batch;
         while left > 0 {
@@ -144,7 +144,7 @@ impl Lane {
     }
 
     /// Reads the properties of a delivered message. Returns `None` if the subject is not a valid job subject. The
-    /// server then redelivers the message until an operator removes it.
+    /// server then keeps redelivering the message until an operator removes it.
     fn read(&self, message: Message) -> Option<Delivered> {
         let reply = message.reply.clone()?;
         let names = parse_job_subject(&message.subject)?;
@@ -161,7 +161,7 @@ impl Lane {
     }
 }
 
-/// Runs each received job as soon as a permit is free. Lanes take turns.
+/// Runs each received job as soon as a permit is free. Permits are given to the lanes in turn.
 async fn dispatch_all(
     shared: Arc<Shared>,
     served: Arc<Served>,

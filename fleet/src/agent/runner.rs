@@ -38,14 +38,14 @@ struct Run {
     shared: Arc<Shared>,
     served: Arc<Served>,
     options: JobOptions,
-    /// Reason why the message is not a valid job. `None` if it is valid.
+    /// Reason why the message is not a valid job, or `None` if the message is valid.
     invalid: Option<String>,
     sequence: u64,
     ledger: String,
     content: Message,
 }
 
-/// Processes a message until it has been completely handled.
+/// Processes a message until it needs no further handling.
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
@@ -70,7 +70,7 @@ fn terms(served: &Served, options: &JobOptions) -> Terms {
     Terms { bulkhead: served.name.clone(), deadline, is_idempotent: options.is_idempotent }
 }
 
-/// Negatively acknowledges a message, so that after `delay` the server redelivers it to any agent.
+/// Sends a negative acknowledgement. After `delay`, the server redelivers the message to any agent.
 pub(crate) async fn give_back(shared: &Shared, delivered: &Delivered, delay: Duration) {
     let sequence = delivered.message.stream_sequence;
     negative(shared, sequence, delay).await;
@@ -142,8 +142,8 @@ impl Run {
         attempt_end(job.send().await)
     }
 
-    /// Publishes the notice that the job has an outcome and, if the job needs a dead letter, stores one. Returns false
-    /// if the dead letter was not stored.
+    /// Publishes a notice that the job has an outcome. If the job needs a dead letter, first stores one. Returns
+    /// false if the dead letter could not be stored.
     async fn announce(&self, ending: &Ending, is_dead: bool) -> bool {
         let JobOptions { tenant, id, bulkhead, .. } = &self.options;
         if is_dead && !self.bury(dead_subject(bulkhead, tenant, id), ending).await {

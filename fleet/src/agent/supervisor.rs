@@ -35,8 +35,8 @@ impl Supervisor {
         Self { socket, admin, client: OnceLock::new() }
     }
 
-    /// Returns the client for the jobs socket, or `None` until it has connected for the first time. After that, the
-    /// client reconnects automatically.
+    /// Returns the client for the jobs socket, or `None` if it has never been connected. Once connected, the client
+    /// reconnects automatically.
     pub(crate) fn client(&self) -> Option<&Client> {
         self.client.get()
     }
@@ -70,7 +70,8 @@ impl Supervisor {
     }
 }
 
-/// Polls the supervisor. Opens the gates of bulkheads that accept jobs, and adjusts their number of permits.
+/// Polls the supervisor. Opens the gates of bulkheads that accept jobs, and adjusts the number of permits of each
+/// bulkhead.
 pub(crate) async fn poll(shared: Arc<Shared>) {
     let supervisor = &shared.supervisor;
     let mut was_reachable = true;

@@ -12,7 +12,7 @@ use crate::names::{DEAD, JOBS, LEDGER, bulkhead_filter};
 use crate::server::messages::api;
 
 const INTERVAL: Duration = Duration::from_secs(2);
-/// Fraction of the ledger's maximum size at which the agent stops pulling jobs.
+/// Fill level of the ledger, as a fraction of its maximum size, at which the agent stops pulling jobs.
 const LEDGER_RATIO_MAX: f64 = 0.9;
 
 /// Monitors the streams until the agent stops.

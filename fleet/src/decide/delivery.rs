@@ -13,7 +13,7 @@ use crate::record::{Ending, Phase, Stored};
 pub enum Next {
     /// Claim the job, then submit it to the supervisor.
     Claim {
-        /// Expected sequence number of the current record; 0 if there must be no record.
+        /// Sequence number that the current record must have, or 0 if there must be no record.
         expects: u64,
         /// Number of attempts, including the new one.
         attempts: u32,
@@ -22,16 +22,16 @@ pub enum Next {
     },
     /// Record an outcome without running the job.
     Decide {
-        /// Expected sequence number of the current record; 0 if there must be no record.
+        /// Sequence number that the current record must have, or 0 if there must be no record.
         expects: u64,
         /// Number of counted attempts.
         attempts: u32,
         /// Outcome of the job.
         ending: Ending,
     },
-    /// Leave the job to the agent that holds it, and request redelivery after this delay.
+    /// Leave the job to the agent that holds it, and request redelivery of the message after this delay.
     Leave(Duration),
-    /// Repeat the steps that follow once the outcome has been recorded: notice, dead letter and acknowledgement.
+    /// Repeat the steps that follow the recording of an outcome: notice, dead letter and acknowledgement.
     Finish(Ending),
 }
 
@@ -70,8 +70,8 @@ pub fn decide(
     }
 }
 
-/// Returns true if the agent that holds the claim is considered lost. The first redelivery does not count, because a
-/// server outage causes one for every message even though the agents are alive.
+/// Returns true if the agent that holds the claim is considered lost. The first redelivery of the message does not
+/// count, because a server outage causes one for every message even though the agents are alive.
 fn is_lost(claimed: u64, delivered: u64, rules: &Rules) -> bool {
     let later = if rules.faults.takes_over_at_first_redelivery { 1 } else { 2 };
     delivered >= claimed + later
@@ -101,13 +101,13 @@ pub fn too_late(terms: &Terms) -> Outcome {
     outcome(terms, Verdict::DeadlineQueued, 0)
 }
 
-/// Returns the outcome of a job whose host was lost.
+/// Returns the outcome of a job that was running on a host that was lost.
 pub fn host_lost(terms: &Terms, attempts: u32) -> Outcome {
     let message = "the host was lost before the job ended".to_owned();
     outcome(terms, Verdict::Crashed { reason: CrashReason::HostLost, status: None, message }, attempts)
 }
 
-/// Creates an outcome for a job for which the supervisor reported none.
+/// Creates an outcome for a job for which the supervisor did not report one.
 pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome {
     Outcome {
         retryable: verdict.is_retryable(terms.is_idempotent),
@@ -126,7 +126,7 @@ pub(crate) fn outcome(terms: &Terms, verdict: Verdict, attempts: u32) -> Outcome
     }
 }
 
-/// Returns true if the job may have begun in the attempt with this outcome.
+/// Returns true if the job may have begun in the attempt that had this outcome.
 pub(crate) fn may_have_begun(outcome: &Outcome) -> bool {
     outcome.verdict.executed() != Executed::No
 }

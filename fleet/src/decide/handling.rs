@@ -17,8 +17,8 @@ const REPEAT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A write to the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Write {
-    /// Expected sequence number of the current record; 0 if there must be none. `None` is used only with an injected
-    /// fault.
+    /// Sequence number that the current record must have, or 0 if there must be no record. `None` is used only with
+    /// an injected fault.
     pub expects: Option<u64>,
     /// The record to write.
     pub record: Record,
@@ -31,27 +31,28 @@ pub enum Action {
     Read,
     /// Writes a record. The result is [`Event::Written`].
     Write(Write),
-    /// Submits the job to the supervisor with the remaining time. The result is [`Event::Ended`].
+    /// Submits the job to the supervisor, with the time that remains until the deadline. The result is
+    /// [`Event::Ended`].
     Submit(Duration),
-    /// Publishes the notice that the job has an outcome and, if `is_dead`, stores the dead letter. The result is
-    /// [`Event::Announced`].
+    /// Publishes the notice that the job has an outcome. If `is_dead` is true, also stores a dead letter. The result
+    /// is [`Event::Announced`].
     Announce {
         /// Outcome of the job.
         ending: Ending,
         /// True if the job needs a dead letter.
         is_dead: bool,
     },
-    /// Acknowledges the message and waits for the confirmation. The result is [`Event::Acknowledged`].
+    /// Acknowledges the message and waits for the server to confirm this. The result is [`Event::Acknowledged`].
     Acknowledge,
 }
 
-/// The next step that the agent must take.
+/// The agent's next step in handling a message.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "a job has about seven steps, each moved once")]
 pub enum Step {
-    /// Perform the action after the delay.
+    /// Perform the action after this delay.
     Do(Action, Duration),
-    /// The message has been completely handled.
+    /// The message needs no further handling.
     Done(Conclusion),
 }
 
@@ -62,16 +63,16 @@ pub enum Conclusion {
     Decided,
     /// The outcome of the job had already been recorded.
     Repeated,
-    /// The job was returned. The server redelivers the message after the delay.
+    /// The job was returned to the queue. The server redelivers the message after the delay.
     Returned {
         /// Delay before the next delivery.
         delay: Duration,
         /// True if the agent must stop pulling jobs for the bulkhead during the delay.
         pauses_pulls: bool,
     },
-    /// Another agent holds the job. If there is a delay, redelivery of the message was requested.
+    /// Another agent holds the job. If a delay is given, redelivery of the message has been requested.
     Left(Option<Duration>),
-    /// Another agent took over the job during the attempt, so the outcome was discarded.
+    /// Another agent took over the job during the attempt, so the outcome of the attempt was discarded.
     Fenced,
 }
 
@@ -80,7 +81,7 @@ pub enum Conclusion {
 pub enum WriteResult {
     /// The record was stored with this sequence number.
     Stored(u64),
-    /// The current record has this sequence number, which is not the expected one (error 10071).
+    /// The current record has this sequence number instead of the expected one (error 10071).
     Conflict(u64),
     /// Another write to the same record is pending (error 10164).
     Pending,
@@ -97,13 +98,13 @@ pub enum Event {
     Written(WriteResult),
     /// The attempt has ended.
     Ended(AttemptEnd),
-    /// True if the notice was published and the dead letter, if any, was stored.
+    /// False if the job needs a dead letter that could not be stored.
     Announced(bool),
     /// The result of the acknowledgement.
     Acknowledged,
 }
 
-/// The step that follows a successful write.
+/// The step to take after a successful write.
 #[derive(Clone, Debug, PartialEq)]
 enum Purpose {
     Claim(Claim),
@@ -114,13 +115,13 @@ enum Purpose {
 #[derive(Clone, Debug, PartialEq)]
 enum State {
     Reading,
-    /// The write is being repeated until it is known whether the record was stored or refused.
+    /// The write is repeated until it is known whether the server has stored or refused the record.
     Writing {
         write: Write,
         purpose: Purpose,
         is_own: bool,
     },
-    /// The read is being repeated until the record is at least as new as the conflict.
+    /// The read is repeated until the record is at least as new as the record that caused the conflict.
     Confirming {
         write: Write,
         purpose: Purpose,
@@ -136,7 +137,7 @@ enum State {
         conclusion: Conclusion,
     },
     Acknowledging(Conclusion),
-    /// Used only with the injected fault `acknowledges_before_record`.
+    /// Used only if the fault `acknowledges_before_record` is injected.
     AcknowledgingEarly {
         ending: Ending,
         attempts: u32,
@@ -145,7 +146,7 @@ enum State {
     Over,
 }
 
-/// State machine for one delivered message. Requests one action at a time.
+/// State machine that handles one delivered message. Requests one action at a time.
 #[derive(Clone, Debug)]
 pub struct Handling {
     message: Message,
@@ -153,17 +154,17 @@ pub struct Handling {
     rules: Rules,
     agent: String,
     nonce: String,
-    /// Number of writes so far. Makes the nonce of each write unique.
+    /// Number of writes so far. This number makes the nonce of each write unique.
     writes: u32,
-    /// Number of consecutive failures of the current request.
+    /// Number of consecutive times that the current request has failed.
     failures: u32,
     jitter: f64,
     state: State,
 }
 
 impl Handling {
-    /// Begins handling a message, and returns the first step. `nonce` must differ each time that any agent handles a
-    /// message. `jitter` is a random number from 0 to 1.
+    /// Starts handling a message and returns the first step. `nonce` must be different every time that an agent
+    /// handles a message. `jitter` is a random number from 0 to 1.
     pub fn begin(
         message: Message,
         terms: Terms,
@@ -177,7 +178,7 @@ impl Handling {
         (own, Step::Do(Action::Read, Duration::ZERO))
     }
 
-    /// Returns true while the supervisor may be running the job.
+    /// Returns true if the supervisor may be running the job at the moment.
     pub fn is_running(&self) -> bool {
         matches!(self.state, State::Running { .. })
     }
@@ -270,8 +271,8 @@ impl Handling {
         }
     }
 
-    /// Determines who wrote the conflicting record. Ignores records that are older than the conflict, because direct
-    /// reads can be stale.
+    /// Determines who wrote the record that caused a conflict. Ignores records that are older than the conflict,
+    /// because direct reads can be stale.
     fn confirmed(
         &mut self,
         write: Write,
@@ -334,7 +335,7 @@ impl Handling {
         }
     }
 
-    /// Replaces this agent's claim with the outcome of its attempt.
+    /// Replaces this agent's claim on the job with the outcome of the attempt.
     fn record_ending(&mut self, ending: Ending, attempts: u32, sequence: u64) -> Step {
         let phase = Phase::Decided(ending.clone());
         self.write(Some(sequence), attempts, phase, Purpose::Decide(ending), true)
@@ -364,18 +365,18 @@ impl Handling {
     }
 }
 
-/// Returns the conclusion for a refused write. `is_own` is true if the write contained the outcome of this agent's
-/// attempt.
+/// Returns the conclusion after the server has refused a write. `is_own` is true if the write contained the outcome
+/// of this agent's attempt.
 fn refused(is_own: bool) -> Conclusion {
     if is_own { Conclusion::Fenced } else { Conclusion::Left(None) }
 }
 
-/// Returns true if a job with this outcome needs a dead letter.
+/// Returns true if a job that ended with this outcome needs a dead letter.
 fn is_dead(ending: &Ending) -> bool {
     !matches!(ending.outcome.verdict, Verdict::Ok | Verdict::Cancelled { .. })
 }
 
 impl AttemptEnd {
-    /// End of an attempt in which the job was not sent to the supervisor.
+    /// Result of an attempt in which the job was not sent to the supervisor.
     pub const NOT_SENT: Self = Self::Disconnected { executed: Executed::No };
 }

@@ -10,38 +10,38 @@ use super::delivery::{host_lost, may_have_begun, outcome};
 use super::{Message, RETURN_DELAY_MAX, RETURN_DELAY_MIN, Rules, Terms, Timestamp};
 use crate::record::Ending;
 
-/// The way an attempt ended.
+/// Result of an attempt to run a job.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
 pub enum AttemptEnd {
     /// The supervisor reported an outcome.
     Reported(Ending),
-    /// The connection to the supervisor failed.
+    /// The connection to the supervisor failed during the attempt.
     Disconnected {
-        /// Whether the job had begun.
+        /// Whether the job had begun when the connection failed.
         executed: Executed,
     },
 }
 
-/// The claim under which the job was attempted.
+/// The claim under which the agent attempted to run the job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
-    /// Number of counted attempts, including this one.
+    /// Number of attempts that count, including this one.
     pub attempts: u32,
     /// Outcome of the previous attempt.
     pub previous: Option<Outcome>,
 }
 
-/// Consequence of an attempt's outcome.
+/// Decision that follows from the outcome of an attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Consequence {
     /// The outcome is final.
     Decide(Ending),
-    /// The job waits for another attempt.
+    /// The job is returned to the queue for another attempt.
     Return {
         /// Number of counted attempts.
         attempts: u32,
-        /// Outcome to report if there is no further attempt.
+        /// Outcome to report if there are no further attempts.
         previous: Outcome,
         /// Delay before the message is redelivered.
         delay: Duration,
@@ -50,7 +50,7 @@ pub enum Consequence {
     },
 }
 
-/// Returns the consequence of an attempt that has ended. `jitter` is a random number from 0 to 1.
+/// Decides what happens after an attempt. `jitter` is a random number from 0 to 1.
 pub fn decide(
     message: &Message,
     terms: &Terms,
@@ -88,12 +88,12 @@ pub fn decide(
     }
 }
 
-/// Returns true if another host, or a later attempt, may accept the job.
+/// Returns true if the job may be accepted by another host or in a later attempt.
 fn is_returned(reason: RejectReason) -> bool {
     reason.is_retryable() || reason == RejectReason::NotFound
 }
 
-/// Returns true if another attempt of an idempotent job could have a different outcome.
+/// Returns true if an idempotent job could have a different outcome in another attempt.
 fn is_repeated(outcome: &Outcome) -> bool {
     match &outcome.verdict {
         Verdict::Failed(failure) => failure.retryable,
@@ -102,7 +102,7 @@ fn is_repeated(outcome: &Outcome) -> bool {
     }
 }
 
-/// Returns a job that did not begin to the queue, without counting the attempt.
+/// Returns the decision to put a job that has not begun back into the queue. The attempt is not counted.
 fn not_begun(terms: &Terms, claim: &Claim, reported: Outcome, jitter: f64) -> Consequence {
     let asked = reported.retry_after.unwrap_or_default().clamp(RETURN_DELAY_MIN, RETURN_DELAY_MAX);
     let ending = Ending { outcome: reported, payload: Bytes::new() };
@@ -117,7 +117,7 @@ fn not_sent(terms: &Terms) -> Outcome {
     outcome(terms, Verdict::Rejected { reason: RejectReason::Unavailable, message }, 0)
 }
 
-/// Replaces a result that is too large for the server with an error.
+/// If the result is too large for the server, replaces it with an error.
 fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     let (bytes, max) = (ending.payload.len(), rules.result_bytes_max);
     if bytes <= max {
@@ -135,8 +135,8 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     Ending { outcome: Outcome { verdict, retryable, ..ending.outcome }, payload: Bytes::new() }
 }
 
-/// Adds the history of earlier attempts. If the last attempt did not begin, uses the outcome of an earlier attempt that
-/// may have begun, because the final outcome must not claim that the job never ran.
+/// Adds the history of earlier attempts. The final outcome must not claim that the job never ran. If the job did not
+/// begin in the last attempt but may have begun in an earlier one, the earlier outcome is therefore used.
 fn with_history(claim: &Claim, ending: Ending) -> Ending {
     let Some(previous) = &claim.previous else { return ending };
     if !may_have_begun(&ending.outcome) && may_have_begun(previous) {
@@ -146,13 +146,14 @@ fn with_history(claim: &Claim, ending: Ending) -> Ending {
     Ending { outcome: Outcome { attempts, ..ending.outcome }, payload: ending.payload }
 }
 
-/// Returns the delay after `attempts` attempts: one second, doubled for each further attempt.
+/// Returns the delay after the given number of attempts. The delay starts at one second and doubles with each further
+/// attempt, up to a limit.
 fn backoff(attempts: u32, jitter: f64) -> Duration {
     let doublings = attempts.saturating_sub(1).min(6);
     with_jitter((Duration::from_secs(1) * 2u32.pow(doublings)).min(RETURN_DELAY_MAX), jitter)
 }
 
-/// Adds random jitter of up to a fifth, so that returned jobs are not all redelivered at once.
+/// Adds random jitter of up to a fifth of the delay, so that returned jobs are not all redelivered at once.
 fn with_jitter(delay: Duration, jitter: f64) -> Duration {
     delay.mul_f64(1.0 + 0.2 * jitter.clamp(0.0, 1.0))
 }

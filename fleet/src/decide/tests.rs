@@ -61,7 +61,7 @@ fn claimed(stream_sequence: u64, delivery: u64) -> Stored {
     stored(Phase::Claimed { stream_sequence, delivery, previous: None })
 }
 
-/// Returns the decision for the delivery with this number.
+/// Returns the decision for delivery number `delivered` of a message.
 fn on(delivered: u64, is_idempotent: bool, stored: Option<&Stored>, now: Duration) -> Next {
     delivery::decide(&message(delivered), &terms(is_idempotent), &rules(), stored, now)
 }
@@ -133,7 +133,7 @@ fn decided_job_is_announced_again_but_not_run() {
     }
 }
 
-/// Returns the consequence of an attempt that ended with this outcome.
+/// Returns the decision after an attempt that ended with this outcome.
 fn after(is_idempotent: bool, attempts: u32, outcome: Outcome, now: Duration) -> Consequence {
     let claim = Claim { attempts, previous: None };
     let end = AttemptEnd::Reported(ending(outcome));
@@ -245,7 +245,7 @@ fn later_rejection_keeps_outcome_from_earlier_run() {
     assert!(matches!(&returned, Consequence::Return { attempts: 1, previous, .. } if *previous == crashed()));
 }
 
-/// Returns the handling of a job that was submitted under a claim with sequence number 1.
+/// Returns the state machine for a job that was submitted under a claim with sequence number 1.
 fn submitted() -> Handling {
     let (mut handling, step) =
         Handling::begin(message(1), terms(false), rules(), "a".into(), "nonce".into(), 0.0);
@@ -257,7 +257,7 @@ fn submitted() -> Handling {
     handling
 }
 
-/// Ends the attempt of a submitted job and returns the write of its outcome.
+/// Ends the attempt to run a submitted job, and returns the write that records the outcome.
 fn outcome_write(handling: &mut Handling) -> Write {
     let end = AttemptEnd::Reported(ending(verdict(Verdict::Ok)));
     let step = handling.apply(Event::Ended(end), IN_TIME);

@@ -31,7 +31,7 @@ enum Order {
     Latency { bytes: usize, total: usize },
     /// Sends `total` requests of `bytes` bytes, `lanes` at a time.
     Rate { lanes: usize, bytes: usize, total: usize },
-    /// Kills the worker `total` times, and waits for the next reply each time.
+    /// Kills the worker `total` times. After each kill, waits for the next reply.
     Recovery { total: usize },
 }
 

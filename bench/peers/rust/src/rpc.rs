@@ -113,7 +113,7 @@ pub async fn serve(socket: &str, next: Option<&str>) -> Result<()> {
     Ok(Server::builder().add_service(Echo { next }).serve_with_incoming(listener).await?)
 }
 
-/// A client, together with the processes with which it communicates.
+/// A client and the processes it communicates with.
 struct Chain {
     processes: Vec<Child>,
     client: Client,
