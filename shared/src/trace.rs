@@ -70,8 +70,8 @@ impl Traceparent {
         self.flags() & 1 != 0
     }
 
-    /// Returns the `traceparent` with `span` as the span ID. The result has version 00, because later versions are
-    /// unknown to this module, and keeps only the flags "sampled" and "random trace ID".
+    /// Returns a `traceparent` with the same trace ID, but with `span` as the span ID. The result has version 00,
+    /// because later versions are unknown to this module. Of the flags, only "sampled" and "random trace ID" are kept.
     #[must_use]
     pub fn with_span(&self, span: NonZeroU64) -> Self {
         let mut bytes = self.0;

@@ -115,15 +115,15 @@ pub struct Failed<'a> {
     pub code: &'a str,
     /// Human-readable message.
     pub message: &'a str,
-    /// 1 if the same job can succeed later, otherwise 0.
+    /// 1 if the job may succeed when it is sent again, otherwise 0.
     pub retryable: u8,
-    /// 1 if the caller is at fault, 2 if the dependency is.
+    /// 1 if the caller is at fault, 2 if the dependency is at fault.
     pub fault: u8,
 }
 
 flat!(Failed: [code, message], [retryable: u8, fault: u8], []);
 
-/// [`PROGRESSED`](crate::frame::kind::PROGRESSED): progress of a job. The supervisor forwards it to the
+/// [`PROGRESSED`](crate::frame::kind::PROGRESSED): progress of a job. The supervisor forwards the progress to the
 /// client as [`Progress`](crate::client_protocol::Progress).
 pub type Progressed<'a> = crate::client_protocol::Progress<'a>;
 
@@ -137,8 +137,8 @@ pub struct Status<'a> {
 /// [`EXTEND_START`](crate::frame::kind::EXTEND_START): the initialisation needs more time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Extend {
-    /// Remaining initialisation time, in milliseconds. Each frame can request at most the
-    /// bulkhead's `start.ready`.
+    /// New time limit for the rest of the initialisation, in milliseconds. Each frame can request at most the value of
+    /// the bulkhead's `start.ready` key.
     pub more_ms: u32,
 }
 

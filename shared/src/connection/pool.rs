@@ -21,13 +21,14 @@ pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 /// Capacity of a coalescing buffer in bytes. Leaves room for a last frame with the largest inline payload.
 pub(super) const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
 
-/// Pool of reusable buffers. The page faults of new buffers would take longer than copying the payloads.
+/// Pool of reusable buffers. Allocating new buffers would cause page faults, which take longer than copying the
+/// payloads.
 #[derive(Default)]
 pub struct BufferPool {
     pub(super) buffers: Vec<Vec<u8>>,
     pub(super) bytes: usize,
     segments: Vec<Vec<u8>>,
-    /// Small coalescing buffers of idle connections.
+    /// Small coalescing buffers that idle connections have returned.
     pub(super) spares: Vec<Vec<u8>>,
 }
 

@@ -18,7 +18,7 @@ pub struct Change {
     #[serde(default, deserialize_with = "nullable")]
     #[schemars(with = "Option<ChangedRate>")]
     pub rate_limit: Option<Option<ChangedRate>>,
-    /// Operating mode of the circuit breaker: `forced_open` keeps it open, and `auto` lets it follow its own
+    /// Operating mode of the circuit breaker: `forced_open` keeps the breaker open, and `auto` lets it follow its own
     /// measurements.
     pub breaker: Option<BreakerMode>,
 }
@@ -58,7 +58,7 @@ pub enum BreakerMode {
     Auto,
 }
 
-/// New limits of one tenant, which replace those of the bulkhead. Limits whose fields are absent stay
+/// New limits for one tenant, which apply instead of the bulkhead's limits. Limits whose fields are absent stay
 /// unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -94,13 +94,12 @@ pub struct TenantRate {
     pub burst: Option<u32>,
 }
 
-/// Deserializes the value of a key that is present. `null` becomes `Some(None)`.
+/// Deserializes a field that is present. `null` becomes `Some(None)`.
 fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
 }
 
-/// Deserializes the value of a key that is present. Rejects `null`, because a tenant's limit can be changed
-/// but not removed.
+/// Deserializes a field that is present. Rejects `null`, because a tenant's limit can be changed but not removed.
 fn non_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
     let value = Option::deserialize(value)?;
     let null_error =

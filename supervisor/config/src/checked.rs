@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// Metrics label shared by tenants without a separate label and by jobs without a tenant.
+/// Metrics label for tenants that have no separate label and for jobs that have no tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
 /// A complete configuration.
