@@ -19,7 +19,7 @@ pub struct Record {
 /// Phase of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Phase {
-    /// An agent has claimed the job, and may have submitted it to its supervisor.
+    /// An agent has claimed the job. The agent may already have submitted the job to its supervisor.
     Claimed {
         /// Stream sequence number of the claimed message.
         stream_sequence: u64,

@@ -21,7 +21,7 @@ pub struct Settings {
     /// Settings of the agent on this host.
     #[serde(default)]
     pub agent: Agent,
-    /// Settings of the fleet's streams. They must be the same on all hosts.
+    /// Settings of the fleet's streams. These settings must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
     /// Settings of the fleet's bulkheads, by name. An agent serves the bulkheads that its supervisor also has.

@@ -50,7 +50,7 @@ pub mod tag {
     /// Arrival number of a job: the position of the job among all jobs sent to the worker, counted from 1; 8
     /// bytes. Sent with RETURNED.
     pub const ARRIVAL: u16 = 10;
-    /// Reference to a payload or result in a leased memory file, with its size, as a
+    /// Lease of the memory file that contains the payload or result, and size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
     /// Request to cancel the job only if it has not started; no value. Sent with CANCEL.

@@ -77,13 +77,13 @@ pub struct Header {
     /// Registers in the order of the architecture: for x86-64, `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`,
     /// `rax`, `rcx`, `rsp`, `rip`; for 64-bit ARM, `x0` to `x30`, `sp`, `pc`.
     pub registers: [u64; REGISTERS_MAX],
-    /// PID of the process as seen by the keeper, or 0 if the process is no longer running.
+    /// PID of the process as seen by the keeper, or 0 if the process wrote the record itself because of a signal.
     pub process: u32,
-    /// State of the thread, as in `/proc/PID/stat`, or 0 if the thread is no longer running.
+    /// State of the thread, as in `/proc/PID/stat`, or 0 if the process wrote the record itself.
     pub state: u8,
-    /// Name of the thread, padded with NULs, if the thread is still running.
+    /// Name of the thread, padded with NULs. Empty if the process wrote the record itself.
     pub thread_name: [u8; NAME_BYTES_MAX],
-    /// Name of the process, padded with NULs, if the process is still running.
+    /// Name of the process, padded with NULs. Empty if the process wrote the record itself.
     pub process_name: [u8; NAME_BYTES_MAX],
     /// Kernel function in which the thread is sleeping, as in `/proc/PID/wchan`.
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],

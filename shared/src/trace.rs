@@ -11,7 +11,7 @@ const BYTES: usize = 55;
 /// Offsets of the dashes in a `traceparent`.
 const DASHES: [usize; 3] = [2, 35, 52];
 
-/// Trace flags that are passed on: sampled, and random trace ID.
+/// Bit mask of the trace flags that are passed on: "sampled" and "random trace ID".
 const FLAGS_KNOWN: u8 = 0b11;
 
 /// A `traceparent` that is valid according to W3C Trace Context.

@@ -21,8 +21,8 @@ pub mod capability {
     /// Sends heartbeats from a separate thread, so that the supervisor can require them while jobs run.
     pub const DISPATCH_THREAD: u64 = 1;
 
-    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent
-    /// jobs. A worker without this capability keeps the maximum from its welcome.
+    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent jobs. For
+    /// a worker without this capability, the maximum never changes.
     pub const RESIZE: u64 = 2;
 
     /// Accepts more jobs than it can run at once, and begins them in order of arrival. Begins a job only after the

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// Error message. `None` if the reader of the output has closed the pipe.
+    /// Error message, or `None` if the reader of the output has closed the pipe.
     message: Option<String>,
 }
 

@@ -16,7 +16,7 @@ use super::args::Try;
 use super::output::{self, Failure, exit};
 
 const JOBS: usize = 100;
-/// Number of results after which an agent is killed.
+/// Number of results after which the demonstration kills an agent.
 const KILLED_AFTER: usize = 40;
 /// Maximum time that each component of the demonstration can take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
@@ -68,7 +68,7 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Processes of the demonstration. They are killed when this value is dropped.
+/// Processes of the demonstration. The processes are killed when this value is dropped.
 struct Demo {
     folder: PathBuf,
     settings: Settings,
@@ -234,7 +234,7 @@ fn configuration(address: &str, name: &str) -> String {
     )
 }
 
-/// Returns the path of another program in the folder of this executable.
+/// Returns the path of another program in the same folder as this executable.
 fn sibling(name: &str) -> Result<PathBuf, Failure> {
     let own = std::env::current_exe().map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
     let program = own.with_file_name(name);

@@ -36,11 +36,11 @@ pub(crate) enum Published {
     SubjectFull,
     /// The stream is full.
     StreamFull,
-    /// The server cannot store messages because it lacks disk space or the cluster lacks quorum.
+    /// The message cannot be stored, because the server lacks disk space or the cluster lacks quorum.
     Unavailable(String),
     /// The message is larger than the server accepts.
     TooLarge,
-    /// This user does not have permission to publish to the subject.
+    /// The user does not have permission to publish to the subject.
     Refused(String),
     /// The server did not respond. The message may have been stored.
     Unknown(String),
@@ -53,7 +53,7 @@ struct Answer {
     seq: u64,
 }
 
-/// An error in a response from the server.
+/// An error from a JetStream API request.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ApiError {

@@ -29,7 +29,7 @@ const PRESENCE_SECONDS: u64 = 15;
 pub enum Finding {
     /// The object was missing and was created.
     Created(String),
-    /// The object exists as configured.
+    /// The object exists and matches the configuration.
     Unchanged(String),
     /// The object differed from the configuration and was changed, because the change was safe.
     Changed(String),

@@ -20,7 +20,7 @@ pub(crate) struct Queued {
     pub(crate) published: Ms,
     /// Number of deliveries.
     pub(crate) deliveries: u64,
-    /// Time at which the message becomes available for delivery.
+    /// Time from which the message can be delivered.
     pub(crate) available: Ms,
     /// Number of times that the message will still be delivered after its acknowledgement.
     pub(crate) ghosts: u32,

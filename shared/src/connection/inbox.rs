@@ -18,8 +18,8 @@ const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 /// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
-/// Maximum ratio between the capacity of a payload buffer and the bytes received. Prevents a peer from causing large
-/// allocations by announcing a payload without sending it.
+/// Maximum ratio between the capacity of a payload buffer and the number of bytes received. Prevents a peer from
+/// causing large allocations by announcing a payload without sending it.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
 /// Read buffer shared by all connections of a thread. Allocated on first use, so that `std::mem::take` costs no
@@ -107,8 +107,8 @@ enum ReceiveState {
     },
 }
 
-/// A large frame whose payload is being received. Only the first `filled` bytes of the buffer are valid. A reused
-/// buffer keeps its old contents after them, because zeroing would cost as much as filling the buffer.
+/// A large frame whose payload is being received. Only the first `filled` bytes of the buffer are valid. Beyond these
+/// bytes, a reused buffer keeps its old contents, because zeroing would cost as much as filling the buffer.
 struct Large {
     header: Header,
     metadata: Vec<u8>,

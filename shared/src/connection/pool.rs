@@ -15,7 +15,7 @@ const POOL_SEGMENTS_MAX: usize = 32;
 /// Maximum number of small coalescing buffers that a [`BufferPool`] keeps.
 pub(super) const POOL_SPARES_MAX: usize = 128;
 
-/// Size in bytes at which a coalescing buffer is considered full. No more frames are appended after that.
+/// Size in bytes at which a coalescing buffer is considered full. No more frames are appended to a full buffer.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
 /// Capacity of a coalescing buffer in bytes. Leaves room for a last frame with the largest inline payload.

@@ -7,12 +7,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
-    /// Maximum number of jobs in flight per worker process. Jobs above a lowered limit run to completion.
+    /// Maximum number of jobs in flight per worker process. If the maximum is lowered, excess jobs still run to
+    /// completion.
     pub max_in_flight: Option<u32>,
-    /// Number of worker processes. If it is lowered, excess workers finish their jobs before they exit.
+    /// Number of worker processes. If the number is lowered, excess workers finish their jobs before they exit.
     #[schemars(range(min = 1))]
     pub processes: Option<u32>,
-    /// Maximum number of queued jobs. If it is lowered, jobs that are already queued stay in the queue.
+    /// Maximum number of queued jobs. If the maximum is lowered, jobs that are already queued stay in the queue.
     pub max_queue: Option<u32>,
     /// Rate limit of the bulkhead, or `null` to remove the rate limit.
     #[serde(default, deserialize_with = "nullable")]

@@ -105,7 +105,7 @@ vocabulary! {
     /// Kinds of reports. They cover the reasons for a `crashed` outcome, two reasons why a worker failed to start, and
     /// a job that missed its deadline.
     CauseKind {
-        /// The process exited with a status.
+        /// The process exited on its own, with any exit status.
         Exit = "exit",
         /// A signal killed the process.
         Signal = "signal",
@@ -255,7 +255,7 @@ pub struct CrashJob {
     pub tenant: String,
     #[serde(default)]
     pub trace_id: Option<String>,
-    /// Number of attempts to run the job, including the one that ended with the crash.
+    /// Number of attempts to run the job, including the attempt that ended with the crash.
     pub attempts: u32,
     /// Time in milliseconds between the dispatch of the job to this worker and the crash.
     pub ran_ms: u64,

@@ -11,7 +11,7 @@ use crate::{Text, Word};
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Jobs {
-    /// The oldest matching jobs, oldest first.
+    /// The oldest jobs that match the request, oldest first.
     pub jobs: Vec<Job>,
     /// Number of jobs that match the request, including jobs that are not listed.
     pub total: u64,

@@ -109,7 +109,7 @@ pub fn millis(duration: Duration) -> f64 {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Problem {
-    /// Human-readable explanation, which is meant to be read after the title.
+    /// Human-readable explanation, to be displayed after the title.
     pub detail: String,
     /// HTTP status code.
     pub status: u16,

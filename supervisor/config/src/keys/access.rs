@@ -52,7 +52,7 @@ vocabulary! {
 pub struct AccessConfig {
     /// User, group or token that the entry applies to. Users and groups are identified by peer credentials.
     pub who: Who,
-    /// What the token is used for. Always [`Role::Jobs`] for users and groups.
+    /// Purpose of the token. Always [`Role::Jobs`] for users and groups.
     #[serde(serialize_with = "role_name")]
     pub role: Role,
     /// Names of the permitted bulkheads, at least one. `None` means all bulkheads.
