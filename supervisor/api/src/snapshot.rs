@@ -157,7 +157,7 @@ pub struct Latencies {
     pub queue: Percentiles,
 }
 
-/// Percentiles of a duration, in milliseconds. Each is `null` if nothing was measured.
+/// Percentiles of a duration, in milliseconds. Each percentile is `null` if nothing was measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
