@@ -6,11 +6,11 @@ use bytes::Bytes;
 /// State of a job in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// Value that is unique to each write, by which a writer recognises its own record.
+    /// Value that is unique to each write, so that a writer can identify its own record.
     pub nonce: String,
     /// Name of the agent that wrote the record.
     pub agent: String,
-    /// Number of counted attempts, including the attempt of the current claim.
+    /// Number of attempts that count towards the limit, including the attempt of the current claim.
     pub attempts: u32,
     /// The phase of the job.
     pub phase: Phase,
@@ -19,7 +19,7 @@ pub struct Record {
 /// Phase of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Phase {
-    /// An agent has claimed the job, and may have submitted it to its supervisor.
+    /// An agent has claimed the job. The agent may already have submitted the job to its supervisor.
     Claimed {
         /// Stream sequence number of the claimed message.
         stream_sequence: u64,
@@ -46,7 +46,7 @@ pub struct Ending {
     pub payload: Bytes,
 }
 
-/// A record and its position in the ledger.
+/// A record with its sequence number in the ledger.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
     /// Stream sequence number of the record.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::names::LANES;
 
-/// Maximum duration in the configuration.
+/// Longest duration that the configuration accepts.
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// Contents of `fleet.toml`.
@@ -21,7 +21,7 @@ pub struct Settings {
     /// Settings of the agent on this host.
     #[serde(default)]
     pub agent: Agent,
-    /// Settings of the fleet's streams. They must be the same on all hosts.
+    /// Settings of the fleet's streams. These settings must be the same on all hosts.
     #[serde(default)]
     pub streams: Streams,
     /// Settings of the fleet's bulkheads, by name. An agent serves the bulkheads that its supervisor also has.
@@ -41,7 +41,7 @@ pub struct Nats {
     pub nkey: Option<PathBuf>,
     /// PEM file with CA certificates. Default: the system's certificates.
     pub ca: Option<PathBuf>,
-    /// The user's tenant. Sets the inbox prefix that the tenant's permissions require.
+    /// Tenant that the user belongs to. Determines the inbox prefix, which the tenant's permissions require.
     pub tenant: Option<String>,
     /// Interval between pings. The connection is closed after two unanswered pings.
     #[serde(default = "ping", deserialize_with = "duration")]
@@ -60,7 +60,7 @@ pub struct Agent {
     pub admin: Option<PathBuf>,
     /// Address at which metrics and health checks are served. Default: off.
     pub http: Option<std::net::SocketAddr>,
-    /// Maximum time to wait for jobs in progress when the agent stops.
+    /// Maximum time that a stopping agent waits for jobs in progress.
     #[serde(deserialize_with = "duration")]
     pub drain_timeout: Duration,
 }
@@ -83,13 +83,13 @@ pub struct Streams {
     /// Time without a heartbeat after which a host is considered lost.
     #[serde(deserialize_with = "duration")]
     pub host_lost_after: Duration,
-    /// How long records are kept.
+    /// Time for which records are kept.
     #[serde(deserialize_with = "duration")]
     pub ledger_keep: Duration,
-    /// How long dead letters are kept.
+    /// Time for which dead letters are kept.
     #[serde(deserialize_with = "duration")]
     pub dead_keep: Duration,
-    /// Maximum number of one tenant's waiting jobs in one bulkhead.
+    /// Maximum number of jobs that one tenant can have waiting in one bulkhead.
     pub tenant_backlog: u32,
 }
 
@@ -99,11 +99,12 @@ pub struct Streams {
 pub struct Bulkhead {
     /// Fraction of the supervisor's permits that the fleet's jobs can use, above 0 and at most 1.
     pub share: f64,
-    /// Number of consumers, which take turns: 1, 2, 4, 8 or 16.
+    /// Number of lanes: 1, 2, 4, 8 or 16. Each lane is a consumer that serves some of the tenants, and the lanes take
+    /// turns.
     pub lanes: u8,
     /// Maximum number of attempts to run an idempotent job.
     pub attempts: u32,
-    /// Maximum deadline of a job, which is also the default deadline.
+    /// Longest deadline that a job can have. Also the default deadline.
     #[serde(deserialize_with = "duration")]
     pub deadline_max: Duration,
 }
@@ -171,7 +172,7 @@ impl Settings {
         paths.into_iter().flatten().for_each(|path| *path = folder.join(&*path));
     }
 
-    /// Returns a message for each violated rule.
+    /// Returns one message for each rule that the settings violate.
     fn errors(&self) -> Vec<String> {
         let mut errors = self.nats.errors();
         errors.extend(self.streams.errors());
@@ -263,7 +264,7 @@ impl Nats {
 }
 
 impl Streams {
-    /// Returns the time without an acknowledgement after which the server redelivers a message.
+    /// Returns the time after which the server redelivers a message that has not been acknowledged.
     pub fn ack_wait(&self) -> Duration {
         self.host_lost_after / 2
     }
@@ -325,7 +326,7 @@ impl Bulkhead {
     }
 }
 
-/// Appends a line for a key if the key has a value.
+/// Appends a line that sets `key` to `value`. Does nothing if `value` is `None`.
 fn push(text: &mut String, key: &str, value: Option<String>) {
     if let Some(value) = value {
         text.push_str(&format!("{key} = {value}\n"));

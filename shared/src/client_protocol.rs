@@ -34,8 +34,8 @@ pub mod capability {
 
 /// Optional features of a client, as bits of [`Hello::capabilities`].
 pub mod client_capability {
-    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY). The client then resubmits every job that the supervisor has
-    /// not processed, using a new connection, and closes the old connection after its last outcome.
+    /// Understands [`GOAWAY`](crate::frame::kind::GOAWAY). After this frame, the client opens a new connection,
+    /// resubmits every job that the supervisor has not processed, and closes the old connection after its last outcome.
     pub const GOAWAY: u64 = 1;
 }
 
@@ -68,7 +68,7 @@ pub struct Hello<'a> {
     pub version_min: u16,
     /// Newest protocol version that the sender supports.
     pub version_max: u16,
-    /// Role of the sender, from [`role`].
+    /// Role of the sender, as a value from [`role`].
     pub role: u8,
     /// Maximum size of a frame that the sender accepts, in bytes, excluding the header.
     pub frame_bytes_max: u32,
@@ -155,10 +155,10 @@ pub struct Progress<'a> {
 /// payload is the result of an `ok` job, or the error payload of a `failed` job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
-    /// Kind of the outcome, from [`outcome_code`].
+    /// Kind of the outcome, as a value from [`outcome_code`].
     pub outcome: u8,
-    /// Code of a [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1 if the job was queued and 2
-    /// if it was running.
+    /// For a rejected or crashed job, the code of the [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1
+    /// if the job was queued and 2 if it was running.
     pub reason: u8,
     /// 0 if the handler did not start the job, 1 if it did, and 2 if this is unknown.
     pub executed: u8,
@@ -219,7 +219,7 @@ fn micros(duration: Duration) -> u64 {
 }
 
 impl<'a> OutcomeMessage<'a> {
-    /// Creates the message for `outcome`.
+    /// Creates the message that reports `outcome`.
     pub fn from_outcome(outcome: &'a Outcome) -> Self {
         Self {
             retryable: outcome.retryable.into(),
@@ -240,7 +240,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Creates the message for a job that ended with `verdict`. Does not set the times or the worker.
+    /// Creates the message that reports `verdict`. The caller must set the times and the worker.
     pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),
@@ -294,8 +294,8 @@ impl<'a> OutcomeMessage<'a> {
         self.to_outcome_with_bulkhead(self.bulkhead.to_owned())
     }
 
-    /// Converts the message to an outcome, using `bulkhead` as the name of the bulkhead. Compared with
-    /// [`OutcomeMessage::to_outcome`], saves an allocation if the caller already has the name as a `String`.
+    /// Converts the message to an outcome like [`OutcomeMessage::to_outcome`], but takes the bulkhead's name from the
+    /// caller. Saves an allocation if the caller already has the name as a `String`.
     pub fn to_outcome_with_bulkhead(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();

@@ -50,14 +50,14 @@ pub mod tag {
     /// Arrival number of a job: the position of the job among all jobs sent to the worker, counted from 1; 8
     /// bytes. Sent with RETURNED.
     pub const ARRIVAL: u16 = 10;
-    /// Lease whose memory file contains the payload or result, and the size of the payload or result, as a
+    /// Lease of the memory file that contains the payload or result, and size of the payload or result, as a
     /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Cancels the job only if it has not started; no value. Sent with CANCEL.
+    /// Request to cancel the job only if it has not started; no value. Sent with CANCEL.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
     /// Exit status of the program that ran a job, as an `i32`; 4 bytes. Sent with a result or a failure.
     pub const STATUS: u16 = 9;
-    /// ID of the report on the crash that ended the job, as text. Sent with the outcome of a crashed job.
+    /// ID of the job's crash report, as text. Sent with the outcome of a crashed job.
     pub const CRASH_REPORT: u16 = 8;
 }
 
@@ -67,7 +67,7 @@ pub enum CodecError {
     /// The bytes do not have the structure that this kind of frame requires.
     #[error("the metadata is malformed: {0}")]
     Malformed(String),
-    /// The metadata continues after the last extension.
+    /// The metadata contains extra bytes after the last extension.
     #[error("{0} unexpected bytes follow the metadata")]
     LeftOver(usize),
     /// The peer sent a critical extension that this version does not know.

@@ -77,13 +77,13 @@ pub struct Header {
     /// Registers in the order of the architecture: for x86-64, `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`,
     /// `rax`, `rcx`, `rsp`, `rip`; for 64-bit ARM, `x0` to `x30`, `sp`, `pc`.
     pub registers: [u64; REGISTERS_MAX],
-    /// PID as seen by the keeper, if the process is still running; otherwise 0.
+    /// PID of the process as seen by the keeper, or 0 if the process wrote the record itself because of a signal.
     pub process: u32,
-    /// State of the thread, as in `/proc/PID/stat`, if the thread is still running; otherwise 0.
+    /// State of the thread, as in `/proc/PID/stat`, or 0 if the process wrote the record itself.
     pub state: u8,
-    /// Name of the thread, padded with NULs, if the thread is still running.
+    /// Name of the thread, padded with NULs. Empty if the process wrote the record itself.
     pub thread_name: [u8; NAME_BYTES_MAX],
-    /// Name of the process, padded with NULs, if the process is still running.
+    /// Name of the process, padded with NULs. Empty if the process wrote the record itself.
     pub process_name: [u8; NAME_BYTES_MAX],
     /// Kernel function in which the thread is sleeping, as in `/proc/PID/wchan`.
     pub wait_channel: [u8; WAIT_CHANNEL_BYTES_MAX],
@@ -178,7 +178,7 @@ impl Header {
     }
 }
 
-/// Returns the fixed-size text at an offset.
+/// Returns the fixed-size text field at offset `at`.
 fn text<const BYTES: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; BYTES] {
     bytes[at..].first_chunk().copied().unwrap_or([0; BYTES])
 }
@@ -188,8 +188,8 @@ const _: () = assert!(WAIT_CHANNEL_AT + WAIT_CHANNEL_BYTES_MAX <= HEADER_BYTES);
 /// Maximum total size of [`Records`], in bytes.
 pub const RECORDS_BYTES_MAX: usize = 4 << 20;
 
-/// Consecutive records of several threads. Each consists of a header, the memory mappings and the stack. The mappings
-/// are empty if the thread belongs to the same process as the thread of the previous record.
+/// Consecutive records of several threads. Each record consists of a header, the memory mappings and the stack. The
+/// mappings are empty if the thread belongs to the same process as the thread of the previous record.
 #[derive(Debug)]
 pub struct Records<'r> {
     rest: &'r [u8],

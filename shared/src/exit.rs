@@ -11,7 +11,7 @@ pub const INVALID: u8 = 65;
 pub const NOT_FOUND: u8 = 66;
 pub const UNREACHABLE: u8 = 69;
 pub const CRASHED: u8 = 70;
-/// The output could not be written.
+/// Writing the output failed.
 pub const OUTPUT_FAILED: u8 = 74;
 pub const TRY_LATER: u8 = 75;
 pub const FORBIDDEN: u8 = 77;

@@ -93,7 +93,8 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// Copies of the structures that use `flat`. The copies use bincode's derived traits instead.
+    /// Copies of the structures that use `flat`. The copies use bincode's derived traits, so that the tests can compare
+    /// the encodings.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 
@@ -145,8 +146,8 @@ mod tests {
         }
     }
 
-    /// Checks that `F`, which uses `flat`, encodes to the bytes that it was decoded from. Also checks that `F` and `D`,
-    /// which uses the derived traits, agree on every prefix of the bytes and on a corrupted copy.
+    /// Checks that decoding and encoding an `F`, which uses `flat`, returns the original bytes. Also checks that `F`
+    /// and `D`, which uses the derived traits, agree on every prefix of the bytes and on a corrupted copy.
     fn compare<'m, F, D>(bytes: &'m [u8], changed: &'m [u8])
     where
         F: codec::Message<'m> + std::fmt::Debug,

@@ -12,7 +12,7 @@
 /// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
-/// Number in a [`kind::HELLO`] frame. The receiver recognises the protocol by this number.
+/// Magic number that identifies the protocol. Sent as the number of a [`kind::HELLO`] frame.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 
 /// Flag of a frame that the receiver must understand. A receiver that does not know the kind of frame must

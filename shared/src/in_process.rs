@@ -34,7 +34,7 @@ const SPARE_BYTES_MAX: usize = 32 * 1024;
 /// ```
 pub struct Endpoint {
     pipes: Arc<[Mutex<Pipe>; 2]>,
-    /// Index of the incoming pipe. The other pipe carries outgoing data.
+    /// Index, in `pipes`, of the pipe for incoming data. The other pipe carries outgoing data.
     incoming_index: usize,
 }
 
@@ -56,7 +56,7 @@ struct Pipe {
     is_closed: bool,
 }
 
-/// One side of a pipe, reader or writer, with its waker.
+/// The reader's or the writer's side of a pipe, with the waker of that side.
 #[derive(Default)]
 struct Side {
     waker: Option<Waker>,
@@ -70,8 +70,8 @@ impl Pipe {
 }
 
 impl Side {
-    /// Registers a waker and returns the previous one. The caller must drop the previous waker after releasing the
-    /// lock, because it may own the last reference to a task that owns other endpoints.
+    /// Registers a waker and returns the previous one. The caller must release the lock before dropping the previous
+    /// waker, because that can drop a task that owns other endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -81,7 +81,8 @@ impl Side {
         self.waker.replace(waker.clone())
     }
 
-    /// Returns the waker if this side is waiting. The caller must release the lock before calling the waker.
+    /// Returns the waker if the reader or writer on this side is waiting. The caller must release the lock before
+    /// calling the waker.
     fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -168,8 +169,8 @@ impl Endpoint {
     }
 
     /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little room, or if
-    /// the reader has too many unread writes with files. In either case, the endpoint is not woken when there is room
-    /// again.
+    /// the reader has too many unread writes with files. In either case, the endpoint's waker is not called when there
+    /// is room again.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -197,8 +198,8 @@ impl Endpoint {
         self.incoming().is_closed
     }
 
-    /// Registers a waker for both directions, and calls the waker immediately if unread bytes are available.
-    /// After a read that emptied the buffer, the waker is called when more bytes arrive or the stream ends.
+    /// Registers a waker for both directions, and calls it immediately if unread bytes are available or the connection
+    /// is closed. After a read that emptied the buffer, the waker is called when more bytes arrive or the stream ends.
     /// After a write that found the buffer full, the waker is called when the buffer has room again.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
@@ -235,7 +236,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Closes both directions. The other endpoint can still read the bytes that were written before.
+    /// Closes both directions. The other endpoint can still read the bytes that this endpoint has already written.
     pub fn close(&self) {
         let mut wakers = Vec::new();
         for (at, pipe) in self.pipes.iter().enumerate() {

@@ -65,7 +65,7 @@ impl FromStr for JobId {
 }
 
 codes! {
-    /// Priority of a job, from lowest to highest.
+    /// Priority of a job. The variants are ordered from the lowest to the highest priority.
     #[derive(Default)]
     Priority {
         /// Jobs of this priority are shed first.

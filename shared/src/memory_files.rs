@@ -32,8 +32,8 @@ pub struct LeaseRequest<'a> {
     pub bytes: u64,
 }
 
-/// A lease and a size. In a grant, the size is that of each file. In a job or a result, the size is that of the
-/// payload or result at the beginning of a file.
+/// Reference to a lease, with a size. When a lease is granted, the size is that of each file. In a job or a result, the
+/// size is that of the payload or result, which starts at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRef {
     /// Number of the lease, chosen by the supervisor.
@@ -151,8 +151,7 @@ impl Mapping {
         self.base.as_ptr()
     }
 
-    /// Copies bytes of the mapping, starting at offset `at`, until `into` is full. Panics if the mapping is
-    /// too short.
+    /// Fills `into` with bytes of the mapping, starting at offset `at`. Panics if the mapping is too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(
             at <= self.bytes && into.len() <= self.bytes - at,
@@ -195,7 +194,8 @@ impl Mapping {
         }
     }
 
-    /// Returns the first `count` bytes for writing. Panics if the mapping is shorter or read-only.
+    /// Returns the first `count` bytes of the mapping as a mutable slice. Panics if the mapping is shorter or
+    /// read-only.
     pub fn first_mut(&mut self, count: usize) -> &mut [u8] {
         assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
         // SAFETY: the slice is within the mapping, which lives as long as this value. Other processes can

@@ -40,13 +40,13 @@ pub struct HandlerFailure {
     pub code: String,
     /// Human-readable message.
     pub message: String,
-    /// True if the same job can succeed later.
+    /// True if the job may succeed when it is sent again.
     pub retryable: bool,
     /// The party that caused the failure.
     pub fault: Fault,
 }
 
-/// Error code of a [`HandlerFailure`] whose result was larger than the bulkhead's `max_result`.
+/// Error code of a [`HandlerFailure`] that reports a result larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
 
 codes! {
@@ -90,7 +90,7 @@ codes! {
 }
 
 impl RejectReason {
-    /// Returns true if the same job can be accepted later.
+    /// Returns true if the same job may be accepted later.
     pub const fn is_retryable(self) -> bool {
         !matches!(
             self,
@@ -114,7 +114,7 @@ impl RejectReason {
         }
     }
 
-    /// Returns the HTTP status code for a job that ended this way.
+    /// Returns the HTTP status code for a job that was rejected for this reason.
     pub const fn http_status(self) -> u16 {
         match self {
             Self::Invalid => 400,
@@ -128,7 +128,7 @@ impl RejectReason {
         }
     }
 
-    /// Returns the exit code of the `bulkhead` command for a job that ended this way.
+    /// Returns the exit code of the `bulkhead` command for a job that was rejected for this reason.
     pub const fn exit_code(self) -> u8 {
         match self {
             Self::Invalid | Self::TooLarge | Self::Quarantined => exit::INVALID,
@@ -156,7 +156,7 @@ codes! {
         Hung = 6 "hung",
         /// The supervisor stopped before the job ended.
         Stopped = 7 "stopped",
-        /// Another job caused the death of the worker.
+        /// The worker died because of another job that it was running.
         Collateral = 8 "collateral",
         /// The host was lost before the job ended. Only a fleet reports this reason, never a supervisor.
         HostLost = 9 "host_lost",
@@ -259,7 +259,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the HTTP status code for a job that ended this way.
+    /// Returns the HTTP status code for a job with this verdict.
     pub const fn http_status(&self) -> u16 {
         match self {
             Self::Ok => 200,
@@ -271,7 +271,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the exit code of the `bulkhead` command for a job that ended this way.
+    /// Returns the exit code of the `bulkhead` command for a job with this verdict.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Ok => exit::OK,

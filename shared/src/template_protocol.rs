@@ -67,8 +67,8 @@ pub fn folder_name(worker: u64, secret: u128) -> String {
     format!("{worker}-{secret:032x}")
 }
 
-/// Returns the spawn number of the worker whose temporary folder has this name. Returns `None` if the name is
-/// not that of such a folder.
+/// Returns the spawn number of the worker whose temporary folder has this name. Returns `None` if the name does not
+/// have the expected format.
 pub fn parse_folder_name(name: &str) -> Option<u64> {
     name.split_once('-')?.0.parse().ok()
 }
@@ -80,7 +80,7 @@ pub enum TemplateMessage<'a> {
     Ready,
     /// Human-readable description of the template's current activity.
     Status(&'a str),
-    /// The template cannot start, for the given reason, and is about to exit.
+    /// The template failed to start for the given reason and is about to exit.
     StartFailed(&'a str),
     /// The template needs more time to start. Contains the new time limit, in milliseconds from now.
     Extend(u32),
@@ -100,7 +100,7 @@ pub enum TemplateMessage<'a> {
         /// The failed step; empty if the fork itself failed.
         step: &'a str,
     },
-    /// A forked worker has started. The kernel attests to the sender's process ID.
+    /// A forked worker has started. The keeper gets the sender's process ID from the kernel.
     Started {
         /// Spawn number of the worker.
         worker: u64,

@@ -11,7 +11,7 @@ const BYTES: usize = 55;
 /// Offsets of the dashes in a `traceparent`.
 const DASHES: [usize; 3] = [2, 35, 52];
 
-/// Trace flags that are passed on: sampled, and random trace ID.
+/// Bit mask of the trace flags that are passed on: "sampled" and "random trace ID".
 const FLAGS_KNOWN: u8 = 0b11;
 
 /// A `traceparent` that is valid according to W3C Trace Context.
@@ -70,8 +70,8 @@ impl Traceparent {
         self.flags() & 1 != 0
     }
 
-    /// Returns the `traceparent` with `span` as the span ID. The result has version 00, because later versions are
-    /// unknown to this module, and keeps only the flags "sampled" and "random trace ID".
+    /// Returns a `traceparent` with the same trace ID, but with `span` as the span ID. The result has version 00,
+    /// because later versions are unknown to this module. Of the flags, only "sampled" and "random trace ID" are kept.
     #[must_use]
     pub fn with_span(&self, span: NonZeroU64) -> Self {
         let mut bytes = self.0;

@@ -18,7 +18,7 @@ pub trait Vocabulary: Copy + PartialEq + 'static {
     }
 }
 
-/// Declares an enum with names: `Value = "name"`.
+/// Declares an enum whose variants have names, written as `Value = "name"`.
 #[macro_export]
 macro_rules! vocabulary {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $word:expr,)* }) => {
@@ -60,8 +60,8 @@ macro_rules! words {
     };
 }
 
-/// Declares an enum with names and wire numbers: `Value = 1 "name"`. The meaning of a wire number never
-/// changes.
+/// Declares an enum whose variants have wire numbers and names, written as `Value = 1 "name"`. The meaning of a wire
+/// number never changes.
 macro_rules! codes {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $code:literal $word:literal,)* }) => {
         $(#[$about])*

@@ -21,8 +21,8 @@ pub mod capability {
     /// Sends heartbeats from a separate thread, so that the supervisor can require them while jobs run.
     pub const DISPATCH_THREAD: u64 = 1;
 
-    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent
-    /// jobs. A worker without this capability keeps the maximum from its welcome.
+    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent jobs. For
+    /// a worker without this capability, the maximum never changes.
     pub const RESIZE: u64 = 2;
 
     /// Accepts more jobs than it can run at once, and begins them in order of arrival. Begins a job only after the
@@ -115,15 +115,15 @@ pub struct Failed<'a> {
     pub code: &'a str,
     /// Human-readable message.
     pub message: &'a str,
-    /// 1 if the same job can succeed later, otherwise 0.
+    /// 1 if the job may succeed when it is sent again, otherwise 0.
     pub retryable: u8,
-    /// 1 if the caller is at fault, 2 if the dependency is.
+    /// 1 if the caller is at fault, 2 if the dependency is at fault.
     pub fault: u8,
 }
 
 flat!(Failed: [code, message], [retryable: u8, fault: u8], []);
 
-/// [`PROGRESSED`](crate::frame::kind::PROGRESSED): progress of a job. The supervisor forwards it to the
+/// [`PROGRESSED`](crate::frame::kind::PROGRESSED): progress of a job. The supervisor forwards the progress to the
 /// client as [`Progress`](crate::client_protocol::Progress).
 pub type Progressed<'a> = crate::client_protocol::Progress<'a>;
 
@@ -137,8 +137,8 @@ pub struct Status<'a> {
 /// [`EXTEND_START`](crate::frame::kind::EXTEND_START): the initialisation needs more time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Extend {
-    /// Remaining initialisation time, in milliseconds. Each frame can request at most the
-    /// bulkhead's `start.ready`.
+    /// New time limit for the rest of the initialisation, in milliseconds. Each frame can request at most the value of
+    /// the bulkhead's `start.ready` key.
     pub more_ms: u32,
 }
 

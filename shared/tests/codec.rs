@@ -31,7 +31,7 @@ impl ByHand for &str {
     }
 }
 
-/// Encodes the extensions that follow a structure.
+/// Encodes the extensions that follow a message.
 fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
     (extensions.len() as u64).put(out);
     for (tag, bytes) in extensions {

@@ -43,7 +43,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     })
 }
 
-/// Drains the agent. A second signal stops it immediately.
+/// Tells the agent to drain and waits until it has stopped. Returns early if another signal arrives.
 async fn stop_with(
     stop: tokio::sync::oneshot::Sender<()>,
     running: std::pin::Pin<&mut impl Future<Output = Result<(), AgentError>>>,

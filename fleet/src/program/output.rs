@@ -12,11 +12,11 @@ use bulkhead_fleet::FleetError;
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// Failure that ends the program early.
+/// An error that ends the program, with the exit code to use.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// Error message. `None` if the reader of the output has closed the pipe.
+    /// Error message, or `None` if the reader of the output has closed the pipe.
     message: Option<String>,
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn to_stderr(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Writes a payload to `file`. Writes to standard output if `file` is `-` or `None`.
+/// Writes a payload to `file`, or to standard output if `file` is `-` or `None`.
 pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> {
     match file.filter(|file| *file != Path::new("-")) {
         Some(file) => std::fs::write(file, bytes).map_err(|error| {
@@ -78,7 +78,7 @@ pub(crate) fn payload(file: Option<&Path>, bytes: &[u8]) -> Result<(), Failure> 
     }
 }
 
-/// Describes a job's result on one line.
+/// Formats a job's result as one line of text.
 pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     let text = match result {
         Ok(reply) => {
@@ -89,7 +89,8 @@ pub(crate) fn describe(id: &str, result: &Result<Reply, FleetError>) -> String {
     format!("{}, id {}", escape(&text).replace('\n', "\\n"), escape(id))
 }
 
-/// Returns a job's result as a flat JSON object, with the ID and the fields of `bulkhead submit --json`.
+/// Returns a job's result as a flat JSON object that contains the ID and the fields that `bulkhead submit --json`
+/// prints.
 pub(crate) fn outcome_json(bulkhead: &str, id: &str, result: &Result<Reply, FleetError>) -> Value {
     let document = match result {
         Ok(reply) => {

@@ -68,7 +68,7 @@ fn read(file: &Path) -> Result<Vec<u8>, Failure> {
 struct Run<'a> {
     submit: &'a Submit,
     is_json: bool,
-    /// Index of the next job.
+    /// Index of the next job to submit.
     next: Cell<u64>,
     /// Index and exit code of the first job whose outcome is not `ok`.
     first_failure: Cell<Option<(u64, u8)>>,

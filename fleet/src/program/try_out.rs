@@ -16,9 +16,9 @@ use super::args::Try;
 use super::output::{self, Failure, exit};
 
 const JOBS: usize = 100;
-/// Number of results after which an agent is killed.
+/// Number of results after which the demonstration kills an agent.
 const KILLED_AFTER: usize = 40;
-/// Maximum time for each part to start.
+/// Maximum time that each component of the demonstration can take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Server version that the error message recommends.
 const VERSION: &str = "2.12.8";
@@ -26,7 +26,7 @@ const VERSION: &str = "2.12.8";
 /// Configuration of the server. The server chooses a free port and writes its address to a `*.ports` file.
 const NATS: &str = "listen: \"127.0.0.1:-1\"\nports_file_dir: \".\"\njetstream { store_dir: \"nats\" }\n";
 
-/// Configuration of the supervisor. Each run of a job appends a line to the file `begun`.
+/// Configuration of the supervisor. Each run of a job appends the job's ID to the file `begun`.
 const WORKERS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n\
     [bulkhead.demo]\nexec = [\"sh\", \"-c\", \"read id; echo $id >> begun; sleep 0.2; echo done $id\"]\n\
     cwd = \".\"\nmax_in_flight = 4\nmax_queue = 100\n[bulkhead.demo.sandbox]\nprofile = \"none\"\n";
@@ -68,12 +68,12 @@ async fn server_program(options: &Try) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Processes of the demonstration. They are killed when this value is dropped.
+/// Processes of the demonstration. The processes are killed when this value is dropped.
 struct Demo {
     folder: PathBuf,
     settings: Settings,
     agents: Vec<Child>,
-    /// The server and the supervisor.
+    /// Processes of the server and the supervisor.
     _others: Vec<Child>,
 }
 
@@ -177,7 +177,7 @@ fn outcome(result: &Result<bulkhead_client::Reply, FleetError>) -> String {
     }
 }
 
-/// Creates the streams as soon as the server is listening.
+/// Creates the fleet's streams. Retries until the server is ready.
 async fn prepare(settings: &Settings, folder: &Path) -> Result<(), Failure> {
     let began = Instant::now();
     loop {
@@ -234,7 +234,7 @@ fn configuration(address: &str, name: &str) -> String {
     )
 }
 
-/// Returns the path of another program in the folder of this executable.
+/// Returns the path of another program in the same folder as this executable.
 fn sibling(name: &str) -> Result<PathBuf, Failure> {
     let own = std::env::current_exe().map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
     let program = own.with_file_name(name);
@@ -256,7 +256,7 @@ fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Child, Fail
     command.spawn().map_err(fail)
 }
 
-/// Returns the last lines of each log.
+/// Returns the last lines of each process's log.
 fn logs(folder: &Path) -> String {
     let mut text = String::new();
     for name in ["nats", "supervisor", "host-a", "host-b"] {

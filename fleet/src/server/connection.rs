@@ -30,12 +30,12 @@ impl fmt::Display for ConnectError {
 
 impl std::error::Error for ConnectError {}
 
-/// Connects to the servers. If `waits` is true, keeps trying until a server is available.
+/// Connects to the servers. If `waits` is true, retries until a server is available.
 pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Client, ConnectError> {
     Ok(connect_with_refusals(nats, name, waits).await?.0)
 }
 
-/// Connects like [`connect`]. The second return value receives the errors that the server reports.
+/// Connects like [`connect`]. Also returns the [`Refusals`], which stores permission errors that the server reports.
 pub(crate) async fn connect_with_refusals(
     nats: &Nats,
     name: &str,

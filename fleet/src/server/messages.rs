@@ -10,9 +10,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Error code for an unexpected last sequence number. The error message contains the actual number.
+/// Error code for a write that expected a different last sequence number. The error message contains the actual number.
 const WRONG_LAST_SEQUENCE: u64 = 10071;
-/// Error code for a write while another write to the same subject is pending.
+/// Error code for a write that was rejected because another write to the same subject is pending.
 const WRITE_IN_PROCESS: u64 = 10164;
 /// Error code for a server that lacks disk space or memory.
 const NO_RESOURCES: u64 = 10023;
@@ -21,26 +21,26 @@ const NO_QUORUM: u64 = 10008;
 /// Error code for a full stream or subject.
 const STORE_FAILED: u64 = 10077;
 
-/// The result of a publication.
+/// The result of publishing a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Published {
     /// The stream stored the message.
     Stored(u64),
-    /// No stream has this subject, or the stream has no leader.
+    /// No stream covers this subject, or the stream has no leader.
     NoStream,
-    /// The subject's last message has this sequence number, which is not the expected one.
+    /// The write was rejected because the subject's last message has this sequence number instead of the expected one.
     Conflict(u64),
-    /// Another write to the same subject is pending.
+    /// The write was rejected because another write to the same subject is pending.
     Pending,
     /// The subject has reached its maximum number of messages.
     SubjectFull,
     /// The stream is full.
     StreamFull,
-    /// The server cannot store messages because it lacks disk space or the cluster lacks quorum.
+    /// The message cannot be stored, because the server lacks disk space or the cluster lacks quorum.
     Unavailable(String),
     /// The message is larger than the server accepts.
     TooLarge,
-    /// This user does not have permission to publish to the subject.
+    /// The user does not have permission to publish to the subject.
     Refused(String),
     /// The server did not respond. The message may have been stored.
     Unknown(String),
@@ -53,7 +53,7 @@ struct Answer {
     seq: u64,
 }
 
-/// An error in a response from the server.
+/// An error from a JetStream API request.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ApiError {
@@ -116,7 +116,7 @@ pub(crate) struct StoredMessage {
     pub(crate) body: Bytes,
 }
 
-/// Returns the request subject for a direct read of the last message of `subject`.
+/// Returns the subject for requests that directly read the last message of `subject`.
 pub(crate) fn read_subject(stream: &str, subject: &str) -> String {
     format!("$JS.API.DIRECT.GET.{stream}.{subject}")
 }
@@ -171,7 +171,7 @@ pub(crate) async fn api<T: DeserializeOwned>(
     serde_json::from_value(value).map_err(|error| local(format!("the response is unknown: {error}")))
 }
 
-/// Delay before a publication is retried.
+/// Delay before publishing is retried after a failure.
 pub(crate) const REPEAT_DELAY: Duration = Duration::from_millis(250);
 
 #[cfg(test)]

@@ -3,24 +3,24 @@
 
 use tokio::sync::watch;
 
-/// A connection's latest permission error.
+/// The latest permission error that the server reported for a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusals(watch::Sender<String>);
 
 impl Refusals {
-    /// Creates a record without an error.
+    /// Creates an instance that contains no error yet.
     pub(crate) fn new() -> Self {
         Self(watch::Sender::new(String::new()))
     }
 
-    /// Stores an error from the server if it is a permission error.
+    /// Stores an error reported by the server if it is a permission error. Ignores other errors.
     pub(crate) fn report(&self, error: &str) {
         if error.to_ascii_lowercase().contains("permissions violation") {
             self.0.send_replace(error.to_owned());
         }
     }
 
-    /// Waits for a permission error about this subject, and returns its message.
+    /// Waits until the server reports a permission error for `subject`, and returns the error message.
     pub(crate) async fn of(&self, subject: &str) -> String {
         let quoted = format!("\"{subject}\"").to_ascii_lowercase();
         let is_own = |error: &String| error.to_ascii_lowercase().contains(&quoted);

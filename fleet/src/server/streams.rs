@@ -10,18 +10,18 @@ use super::messages::{ApiError, api};
 use crate::names::{AGENTS, DEAD, JOBS, LEDGER, bulkhead_filter, consumer, consumer_filters};
 use crate::settings::{Bulkhead, Settings};
 
-/// Minimum server version for streams without replicas.
+/// Minimum server version for streams with only one replica.
 const VERSION_MIN_SINGLE: (u64, u64, u64) = (2, 10, 23);
-/// Minimum server version for streams with replicas. Earlier versions can check expected sequence numbers incorrectly,
-/// or lose them during an election.
+/// Minimum server version for streams with several replicas. Earlier versions can check expected sequence numbers
+/// incorrectly, or lose them during an election.
 const VERSION_MIN_REPLICAS: (u64, u64, u64) = (2, 12, 8);
 /// Error code for a stream that does not exist.
 const STREAM_NOT_FOUND: u64 = 10059;
 /// Error code for a consumer that does not exist.
 const CONSUMER_NOT_FOUND: u64 = 10014;
-/// Maximum number of pending pulls per consumer.
+/// Maximum number of pending pull requests per consumer.
 const PULLS_MAX: u32 = 4096;
-/// Time without renewal after which an agent's presence expires, in seconds.
+/// Number of seconds after which the entry that announces an agent's presence expires unless the agent renews it.
 const PRESENCE_SECONDS: u64 = 15;
 
 /// Result of `init` for one stream or consumer.
@@ -29,11 +29,11 @@ const PRESENCE_SECONDS: u64 = 15;
 pub enum Finding {
     /// The object was missing and was created.
     Created(String),
-    /// The object exists as configured.
+    /// The object exists and matches the configuration.
     Unchanged(String),
-    /// The object differed and was changed, because the change was safe.
+    /// The object differed from the configuration and was changed, because the change was safe.
     Changed(String),
-    /// The object differs from the configuration and was not changed. Contains its name and the differences.
+    /// The object differs from the configuration and was not changed. Contains the object's name and the differences.
     Differs(String, Vec<String>),
 }
 
@@ -222,7 +222,8 @@ async fn create(client: &Client, call: &str, body: Value, object: &str) -> Resul
     created.map(drop).map_err(|error| InitError::of(object, &error))
 }
 
-/// Returns the subjects that the configuration adds to a stream, or none if it also removes any.
+/// Returns the subjects that the configuration adds to an existing stream. Returns none if the configuration would also
+/// remove subjects.
 fn added_subjects(existing: &Value, wanted: &Value) -> Vec<String> {
     let list = |of: &Value| -> Vec<String> {
         of["subjects"].as_array().into_iter().flatten().filter_map(|s| Some(s.as_str()?.to_owned())).collect()
@@ -322,7 +323,7 @@ async fn consumers_of(client: &Client, bulkhead: &str) -> Result<Vec<Value>, Ini
     Ok(found)
 }
 
-/// Returns the number of jobs of a bulkhead that have no outcome yet.
+/// Returns the number of the bulkhead's jobs that have no outcome yet.
 async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     let body = json!({"subjects_filter": bulkhead_filter(bulkhead)});
     let info: Value = api(client, &format!("STREAM.INFO.{JOBS}"), body)
@@ -332,7 +333,8 @@ async fn waiting(client: &Client, bulkhead: &str) -> Result<u64, InitError> {
     Ok(subjects.into_iter().flatten().filter_map(Value::as_u64).sum())
 }
 
-/// Compares each configured key with the existing object. Servers omit keys that have their default values.
+/// Describes each configured key whose value differs in the existing object. A key that the server omits has its
+/// default value.
 fn differences(existing: &Value, wanted: &Value) -> Vec<String> {
     let is_default = |value: &Value| matches!(value, Value::Bool(false)) || value == &json!(0);
     let mut differences = Vec::new();

@@ -62,7 +62,7 @@ impl World {
         self.last_fault = self.last_fault.max(until);
     }
 
-    /// Stops an agent's supervisor. All jobs in the supervisor are lost.
+    /// Simulates the failure of an agent's supervisor. All jobs in the supervisor are lost.
     pub(crate) fn lose_supervisor(&mut self, agent: usize, coverage: &mut Coverage) {
         let to = self.holder(agent);
         let running: Vec<u64> = self.agents[agent]

@@ -8,7 +8,7 @@ use super::server::Ms;
 use super::world::{Coverage, Happening, Holder, Request, World};
 
 impl World {
-    /// Sends a request to the server. If the request is lost, the agent sees a timeout.
+    /// Sends an agent's request to the simulated server. If the request is lost, the agent sees a timeout.
     pub(crate) fn request(&mut self, to: Holder, sequence: u64, request: Request) {
         const TIMEOUT: Ms = 5000;
         // The connection is a byte stream, so a heartbeat is lost only if the server is down.
@@ -102,7 +102,7 @@ impl World {
         }
     }
 
-    /// Checks the invariants for a new record.
+    /// Checks the invariants after a new record has been stored.
     fn check_record(
         &mut self,
         job: usize,
@@ -135,7 +135,7 @@ impl World {
         }
     }
 
-    /// Checks that an agent whose claim was taken over had actually failed.
+    /// Checks that a claim was taken over only from an agent that had actually failed.
     fn check_holder(&mut self, job: usize, writer: Holder, replaced: Option<&Stored>) {
         let Some(old) = replaced.filter(|old| is_claim(Some(old))) else {
             return;
@@ -165,7 +165,8 @@ fn is_claim(stored: Option<&Stored>) -> bool {
     stored.is_some_and(|stored| matches!(stored.record.phase, Phase::Claimed { .. }))
 }
 
-/// Returns the event for a request that timed out, or `None` if the agent does not wait for a response.
+/// Returns the event that tells an agent that its request timed out, or `None` if the agent does not wait for a
+/// response.
 fn no_answer(request: &Request) -> Option<Event> {
     match request {
         Request::Read => Some(Event::Read(Err(()))),

@@ -20,18 +20,18 @@ pub(crate) struct Queued {
     pub(crate) published: Ms,
     /// Number of deliveries.
     pub(crate) deliveries: u64,
-    /// Time at which the message becomes available for delivery.
+    /// Time from which the message can be delivered.
     pub(crate) available: Ms,
-    /// Number of additional deliveries after the acknowledgement.
+    /// Number of times that the message will still be delivered after its acknowledgement.
     pub(crate) ghosts: u32,
 }
 
-/// The ledger record of one job.
+/// The ledger's records of one job.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ledger {
-    /// All records, oldest first. The last one is current.
+    /// All records of the job, oldest first. The last record is current.
     pub(crate) history: Vec<Stored>,
-    /// A write that has been accepted but not yet stored, and the time at which it will be stored.
+    /// A write that the server has accepted but not yet stored, and the time at which the server will store it.
     pub(crate) in_process: Option<(Ms, Record)>,
 }
 
@@ -69,8 +69,8 @@ impl Server {
         self.next_message += 1;
     }
 
-    /// Delivers one of the available messages. The message is not always the oldest, because there are several replicas
-    /// and lanes.
+    /// Delivers one of the available messages. This is not always the oldest message, because a real server has several
+    /// replicas and lanes.
     pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
         let ready: Vec<u64> = self
             .queue
@@ -93,8 +93,8 @@ impl Server {
         Some((sequence, delivered))
     }
 
-    /// Acknowledges a message, regardless of which delivery is being acknowledged. A few acknowledged messages are
-    /// delivered once more.
+    /// Acknowledges a message, no matter which of its deliveries the agent acknowledges. A few messages are delivered
+    /// once more after their acknowledgement.
     pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {
@@ -105,21 +105,21 @@ impl Server {
         }
     }
 
-    /// Postpones the redelivery of a message by `ack_wait`.
+    /// Postpones the redelivery of a message until `ack_wait` from now.
     pub(crate) fn in_progress(&mut self, sequence: u64, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + self.ack_wait;
         }
     }
 
-    /// Schedules the redelivery of a message.
+    /// Schedules the redelivery of a message after `delay`.
     pub(crate) fn negative_acknowledge(&mut self, sequence: u64, delay: Ms, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + delay;
         }
     }
 
-    /// Undoes the latest deliveries of some messages, as can happen during a leader change.
+    /// Forgets the latest delivery of some messages, as a server can do during a leader change.
     pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {
@@ -129,7 +129,8 @@ impl Server {
         }
     }
 
-    /// Begins a write. Returns the response, or `None` if the write was accepted and will be stored at `stored_at`.
+    /// Begins a write that will be stored at `stored_at`. Returns the response if the write is rejected, and `None` if
+    /// it is accepted.
     pub(crate) fn begin_write(&mut self, job: usize, write: &Write, stored_at: Ms) -> Option<WriteResult> {
         let ledger = &mut self.ledgers[job];
         if ledger.in_process.is_some() {
@@ -143,7 +144,7 @@ impl Server {
         None
     }
 
-    /// Stores a job's accepted write. Returns the new sequence number and the record that was replaced.
+    /// Stores the write that was accepted for a job. Returns the new sequence number and the record that was replaced.
     pub(crate) fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
         let ledger = &mut self.ledgers[job];
         let (_, record) = ledger.in_process.take()?;

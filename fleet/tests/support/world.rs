@@ -19,17 +19,19 @@ use super::server::{Ms, Server};
 pub(crate) const ACK_WAIT: Ms = 10_000;
 pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
-/// Maximum length of freezes and outages that must not have any consequences.
+/// Maximum length of a short freeze or outage, which must not have any consequences.
 pub(crate) const SHORT: Ms = 1500;
 /// End of the period in which faults occur.
 pub(crate) const FAULTS_UNTIL: Ms = 120_000;
-/// Maximum run time of a job.
+/// Longest run time of a simulated job.
 const RUN_MAX: Ms = 6000;
-/// Maximum deadline of a job.
+/// Longest deadline of a simulated job.
 const DEADLINE_MAX: Ms = 400_000;
-/// Maximum time from the last fault to the last decision: the guaranteed limit, plus three attempts with their delays.
+/// Time after the last fault within which every job must have an outcome: the guaranteed limit, plus the time for three
+/// attempts and the delays between them.
 const DECIDED_WITHIN: Ms = HOST_LOST_AFTER + 15_000 + 3 * RUN_MAX + 5000;
-/// Maximum time until all messages are acknowledged. A duplicate can be delayed by `host_lost_after` several times.
+/// Time after the last fault within which every message must be acknowledged. A duplicate can be delayed by
+/// `host_lost_after` several times.
 const DRAINED_WITHIN: Ms = DECIDED_WITHIN + 3 * HOST_LOST_AFTER;
 /// Maximum difference between an agent's corrected clock and the server's clock.
 const CLOCK_ERROR: Ms = 300;
@@ -109,7 +111,7 @@ pub(crate) enum Request {
     Negative(Ms),
 }
 
-/// One process of an agent, from its start until it is killed.
+/// Identifies one process of an agent. A killed agent continues as a new process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Holder {
     pub(crate) agent: usize,
@@ -119,7 +121,7 @@ pub(crate) struct Holder {
 pub(crate) struct Held {
     pub(crate) job: usize,
     handling: Handling,
-    /// Number of the job's run in the supervisor, if the job is running.
+    /// Identifies the current run of the job. `None` if the job is not running.
     pub(crate) run: Option<u64>,
 }
 
@@ -152,9 +154,9 @@ pub(crate) struct World {
     pub(crate) server: Server,
     pub(crate) agents: Vec<Agent>,
     pub(crate) jobs: Vec<Job>,
-    /// Agent processes that were dead or frozen for a long time.
+    /// Agent processes that were killed, or frozen for longer than [`SHORT`].
     pub(crate) impaired: Vec<Holder>,
-    /// Time of the last fault.
+    /// Time at which the last fault ends.
     pub(crate) last_fault: Ms,
     /// Percentage of lost requests and responses.
     loss: u64,
@@ -342,7 +344,8 @@ impl World {
         if self.random.chance(2) { self.random.below(3000) } else { self.random.below(20) }
     }
 
-    /// Returns true if a request or response is lost. No messages are lost after the period with faults.
+    /// Decides at random whether a request or response is lost. No messages are lost after the period in which faults
+    /// occur.
     pub(crate) fn is_lost(&mut self) -> bool {
         self.now < EPOCH + FAULTS_UNTIL && self.random.chance(self.loss)
     }
@@ -352,7 +355,7 @@ impl World {
         self.agents[to.agent].life != to.life
     }
 
-    /// Postpones an event for a frozen agent. Returns false if the agent is not frozen.
+    /// Postpones the event and returns true if the agent is frozen. Otherwise returns false.
     fn is_postponed(&mut self, to: Holder, happening: &Happening) -> bool {
         let until = self.agents[to.agent].frozen_until;
         if until > self.now {
@@ -477,7 +480,7 @@ impl World {
         self.step(to, sequence, step, coverage);
     }
 
-    /// Submits a job to the agent's supervisor, which may reject the job.
+    /// Simulates the submission of a job to the agent's supervisor, which rejects a few jobs.
     fn begin(&mut self, to: Holder, sequence: u64) {
         if self.is_over(to) {
             return;

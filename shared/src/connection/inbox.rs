@@ -12,14 +12,14 @@ use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX
 /// Maximum number of bytes buffered for an incomplete small frame: one byte less than the largest small frame.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum number of bytes of a payload buffer to zero before a read. Bounds the duration of a read.
+/// Maximum number of bytes to zero in a payload buffer before a read. Limits how long a read can take.
 const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
-/// Maximum ratio between the capacity of a payload buffer and the bytes received. Prevents a peer from causing large
-/// allocations by announcing a payload without sending it.
+/// Maximum ratio between the capacity of a payload buffer and the number of bytes received. Prevents a peer from
+/// causing large allocations by announcing a payload without sending it.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
 /// Read buffer shared by all connections of a thread. Allocated on first use, so that `std::mem::take` costs no
@@ -55,14 +55,14 @@ impl Scratch {
 pub enum Received {
     /// More bytes may be available. Call [`Inbox::receive`] again before waiting for the socket.
     More,
-    /// All available bytes have been read. If the read returned descriptors, more bytes may be available, because such a
-    /// read ends early.
+    /// All available bytes have been read. A read that returns descriptors is an exception: it ends early, so more
+    /// bytes may be available.
     Drained,
     /// The peer has closed its side of the connection.
     Closed,
 }
 
-/// A frame, or the announcement of a large frame.
+/// A complete frame, or the beginning of a frame with a large payload.
 #[derive(Debug)]
 pub enum Item<'s> {
     /// A frame with a small payload.
@@ -82,7 +82,7 @@ pub enum Item<'s> {
         /// Encoded metadata, to be decoded with [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
     },
-    /// An accepted large frame is complete.
+    /// The payload of an accepted large frame has arrived completely.
     Large {
         /// Header of the frame.
         header: Header,
@@ -107,8 +107,8 @@ enum ReceiveState {
     },
 }
 
-/// A large frame whose first `filled` bytes of payload have been received. The buffer can be longer, because clearing
-/// a reused buffer would cost as much as filling it.
+/// A large frame whose payload is being received. Only the first `filled` bytes of the buffer are valid. Beyond these
+/// bytes, a reused buffer keeps its old contents, because zeroing would cost as much as filling the buffer.
 struct Large {
     header: Header,
     metadata: Vec<u8>,
@@ -135,7 +135,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Stores payload bytes from the beginning of `bytes`, and returns the number of bytes stored.
+    /// Stores the bytes at the beginning of `bytes` that belong to the payload, and returns their number.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -150,8 +150,8 @@ impl Large {
     }
 }
 
-/// Returns the capacity of the buffer for a payload of `total` bytes, of which `arrived` bytes have been
-/// received. The capacity grows in proportion to `arrived`, up to `total`.
+/// Returns the buffer capacity for a payload of `total` bytes when `arrived` bytes have been received. The capacity
+/// grows in proportion to `arrived`, up to `total`.
 fn large_capacity(arrived: usize, total: usize) -> usize {
     let room = arrived.saturating_mul(LARGE_GROWTH_FACTOR_MAX).max(LARGE_BUFFER_BYTES_MIN);
     if room >= total - total / 4 { total } else { room }
@@ -166,8 +166,8 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// Reads once from the socket. The batch contains the received frames and must be read until
-    /// [`Batch::next`] returns `None`. Returns the errors of `recv(2)`, except `EAGAIN` and `EINTR`.
+    /// Reads once from the socket and returns the received frames as a batch. The caller must call [`Batch::next`]
+    /// until it returns `None`. Returns the errors of `recv(2)`, except `EAGAIN` and `EINTR`.
     pub fn receive<'b>(
         &'b mut self,
         socket: impl AsFd,
@@ -244,8 +244,8 @@ impl Inbox {
         }
     }
 
-    /// Replaces a full buffer of a large frame with a larger buffer, from `pool` if possible. The old buffer
-    /// goes to the pool. Does nothing while the buffer has free space.
+    /// Replaces the full buffer of a large frame with a larger buffer, which is taken from `pool` if possible. The old
+    /// buffer is returned to the pool. Does nothing while the buffer has free space.
     pub fn grow(&mut self, pool: &mut BufferPool) {
         let growth = self.growth_bytes();
         if let ReceiveState::Storing(large) = &mut self.state
@@ -263,20 +263,20 @@ impl Inbox {
         self.begun
     }
 
-    /// Creates an inbox with bytes that another inbox returned by [`Inbox::take_partial`]. The next
+    /// Creates an inbox from the bytes that [`Inbox::take_partial`] returned for another inbox. The next
     /// [`Inbox::receive`] returns the frames in these bytes, even if no further bytes arrive.
     pub fn with_partial(bytes: Vec<u8>) -> Self {
         Self { partial: bytes, ..Self::default() }
     }
 
-    /// Removes and returns the bytes of frames that no batch has returned. Must not be called in the middle of a large
-    /// frame.
+    /// Removes and returns the received bytes that no batch has returned as frames. Must not be called in the middle of
+    /// a large frame.
     pub fn take_partial(&mut self) -> Vec<u8> {
         debug_assert!(!self.is_within_large(), "the state of a large frame cannot be moved");
         std::mem::take(&mut self.partial)
     }
 
-    /// Returns the metadata of the large frame whose payload is being stored.
+    /// Returns the metadata of the large frame whose payload is being stored, or `None` if there is no such frame.
     pub fn storing_metadata(&self) -> Option<&[u8]> {
         match &self.state {
             ReceiveState::Storing(large) => Some(&large.metadata),
@@ -436,8 +436,8 @@ impl<'b> Batch<'b> {
         self.inbox.partial.extend_from_slice(&self.bytes[self.frame_at..]);
     }
 
-    /// Returns the capacity to use for the buffer passed to [`Batch::accept`], based on the payload bytes that arrived
-    /// with the announcement.
+    /// Returns the recommended capacity for the buffer to pass to [`Batch::accept`]. The capacity depends on the number
+    /// of payload bytes that have already arrived.
     pub fn buffer_bytes(&self) -> usize {
         match &self.inbox.state {
             ReceiveState::Announced { header, .. } => {

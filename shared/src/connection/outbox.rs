@@ -242,8 +242,8 @@ impl Outbox {
         }
     }
 
-    /// Returns the buffer to which the next frame is appended. `more` is the expected size of the frame. A few small
-    /// frames share a small buffer, and many share a large buffer.
+    /// Returns the buffer to which the next frame is appended. `more` is the expected size of the frame. Uses a small
+    /// buffer for a few small frames, and a large buffer otherwise.
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
@@ -334,7 +334,7 @@ impl Outbox {
     }
 }
 
-/// True if `sendfile(2)` must not be used.
+/// True if `sendfile(2)` must not be used in this process.
 static SENDFILE_IS_DISABLED: AtomicBool = AtomicBool::new(false);
 
 /// Disables `sendfile(2)` in this process, so that no later write raises SIGPIPE. `sendfile(2)` has no

@@ -15,19 +15,20 @@ const POOL_SEGMENTS_MAX: usize = 32;
 /// Maximum number of small coalescing buffers that a [`BufferPool`] keeps.
 pub(super) const POOL_SPARES_MAX: usize = 128;
 
-/// Size in bytes at which a coalescing buffer is considered full. No more frames are appended after that.
+/// Size in bytes at which a coalescing buffer is considered full. No more frames are appended to a full buffer.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
 /// Capacity of a coalescing buffer in bytes. Leaves room for a last frame with the largest inline payload.
 pub(super) const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
 
-/// Pool of reusable buffers. The page faults of new buffers would take longer than copying the payloads.
+/// Pool of reusable buffers. Allocating new buffers would cause page faults, which take longer than copying the
+/// payloads.
 #[derive(Default)]
 pub struct BufferPool {
     pub(super) buffers: Vec<Vec<u8>>,
     pub(super) bytes: usize,
     segments: Vec<Vec<u8>>,
-    /// Small coalescing buffers of idle connections.
+    /// Small coalescing buffers that idle connections have returned.
     pub(super) spares: Vec<Vec<u8>>,
 }
 

@@ -20,14 +20,14 @@ pub struct Advice<S: Default = Setting> {
     pub jobs: u64,
     /// True if the observation was long enough and included enough jobs. Otherwise the advice is provisional.
     pub enough: bool,
-    /// Observations that are still missing, as a sentence. Present if `enough` is false.
+    /// Sentence that says which observations are still missing. Present if `enough` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
     /// Observations that the advice is based on.
     pub seen: Observations,
-    /// Keys whose value should change.
+    /// Keys whose values should change.
     pub advice: Vec<Proposal<S>>,
-    /// Keys whose value should stay the same.
+    /// Keys whose values should stay the same.
     pub kept: Vec<Kept<S>>,
 }
 
@@ -78,29 +78,30 @@ pub struct Observations {
     /// Length of the observation. Not serialized, because [`Advice`] contains it as `watched_ms`.
     #[serde(skip)]
     pub watched: Duration,
-    /// True if the observation began when the limits were changed. Not serialized.
+    /// True if a change to the limits started this observation. Not serialized.
     #[serde(skip)]
     pub was_changed: bool,
     /// Number of submitted jobs. Not serialized, because [`Advice`] contains it as `jobs`.
     #[serde(skip)]
     pub jobs: u64,
-    /// Time in milliseconds during which the bulkhead had any jobs. If tenants are isolated, the sum over all tenants.
+    /// Time in milliseconds during which the bulkhead had at least one job. If tenants are isolated, the sum over all
+    /// tenants.
     pub busy_ms: u64,
-    /// Number of jobs in flight since the last change to the limits.
+    /// Median, 99th percentile and maximum of the number of jobs in flight since the last change to the limits.
     pub concurrency: Marks<u64>,
-    /// Number of jobs in flight or queued.
+    /// Median, 99th percentile and maximum of the number of jobs in flight or queued.
     pub demand: Marks<u64>,
     /// Number of queued jobs.
     pub queued: Marks<u64>,
-    /// Maximum number of jobs in flight.
+    /// Limit on the number of jobs in flight: `processes` × `max_in_flight`.
     pub limit: u64,
-    /// Share of time during which no permit was free.
+    /// Fraction of `busy_ms` during which no permit was free, although there were enough workers.
     pub time_at_limit: f64,
-    /// Share of time during which there were too few workers.
+    /// Fraction of `busy_ms` during which there were too few workers.
     pub time_short_of_workers: f64,
     /// Number of jobs that workers ran.
     pub ran: u64,
-    /// Time that jobs waited in the queue, in milliseconds.
+    /// Times that jobs spent in the queue, in milliseconds.
     pub queue_ms: Marks<f64>,
     /// Run times of jobs in milliseconds.
     pub run_ms: Marks<f64>,

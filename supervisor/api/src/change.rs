@@ -7,18 +7,19 @@ use serde::{Deserialize, Deserializer, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
-    /// Maximum number of jobs in flight per worker process. Jobs above a lowered limit run to completion.
+    /// Maximum number of jobs in flight per worker process. If the maximum is lowered, excess jobs still run to
+    /// completion.
     pub max_in_flight: Option<u32>,
-    /// Number of worker processes. If it is lowered, excess workers finish their jobs before they exit.
+    /// Number of worker processes. If the number is lowered, excess workers finish their jobs before they exit.
     #[schemars(range(min = 1))]
     pub processes: Option<u32>,
-    /// Maximum number of queued jobs. If it is lowered, jobs that are already queued stay in the queue.
+    /// Maximum number of queued jobs. If the maximum is lowered, jobs that are already queued stay in the queue.
     pub max_queue: Option<u32>,
     /// Rate limit of the bulkhead, or `null` to remove the rate limit.
     #[serde(default, deserialize_with = "nullable")]
     #[schemars(with = "Option<ChangedRate>")]
     pub rate_limit: Option<Option<ChangedRate>>,
-    /// Operating mode of the circuit breaker: `forced_open` keeps it open, and `auto` lets it follow its own
+    /// Operating mode of the circuit breaker: `forced_open` keeps the breaker open, and `auto` lets it follow its own
     /// measurements.
     pub breaker: Option<BreakerMode>,
 }
@@ -58,7 +59,7 @@ pub enum BreakerMode {
     Auto,
 }
 
-/// New limits of one tenant, which replace those of the bulkhead. Limits whose fields are absent stay
+/// New limits for one tenant, which apply instead of the bulkhead's limits. Limits whose fields are absent stay
 /// unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -94,13 +95,12 @@ pub struct TenantRate {
     pub burst: Option<u32>,
 }
 
-/// Deserializes the value of a key that is present. `null` becomes `Some(None)`.
+/// Deserializes a field that is present. `null` becomes `Some(None)`.
 fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
 }
 
-/// Deserializes the value of a key that is present. Rejects `null`, because a tenant's limit can be changed
-/// but not removed.
+/// Deserializes a field that is present. Rejects `null`, because a tenant's limit can be changed but not removed.
 fn non_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
     let value = Option::deserialize(value)?;
     let null_error =

@@ -105,7 +105,7 @@ vocabulary! {
     /// Kinds of reports. They cover the reasons for a `crashed` outcome, two reasons why a worker failed to start, and
     /// a job that missed its deadline.
     CauseKind {
-        /// The process exited with a status.
+        /// The process exited on its own, with any exit status.
         Exit = "exit",
         /// A signal killed the process.
         Signal = "signal",
@@ -132,13 +132,13 @@ pub struct Cause {
     /// Kind of crash.
     #[serde(rename = "cause")]
     pub kind: Word<CauseKind>,
-    /// Exit status if the kind is [`CauseKind::Exit`].
+    /// Exit status of the process, if the kind is [`CauseKind::Exit`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// Name of the signal if the kind is [`CauseKind::Signal`].
+    /// Name of the signal that killed the process, if the kind is [`CauseKind::Signal`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// The forbidden system call, if it is known and the kind is [`CauseKind::Violation`].
+    /// Name of the forbidden system call, if it is known and the kind is [`CauseKind::Violation`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
     /// Human-readable description that completes a sentence about the process, such as `killed by SIGSEGV`.
@@ -146,7 +146,7 @@ pub struct Cause {
 }
 
 impl Cause {
-    /// Returns true if both causes are equal apart from the message.
+    /// Returns true if the causes are equal, ignoring their messages.
     pub fn has_same_cause(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.exit_code == other.exit_code
@@ -193,7 +193,7 @@ pub struct Usage {
 pub struct CrashReport {
     #[schemars(with = "String")]
     pub id: CrashId,
-    /// Time of the crash. If the report combines several crashes, the time of the latest one.
+    /// Time of the crash. If the report combines several crashes, the time of the latest crash.
     #[serde(with = "rfc3339")]
     #[schemars(with = "String")]
     pub at: SystemTime,
@@ -209,14 +209,15 @@ pub struct CrashReport {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Process ID of the worker, as seen by the supervisor. Always that of the worker, even if a program died.
+    /// Process ID of the worker, as seen by the supervisor. If a program died, this is the ID of the worker that
+    /// started the program.
     pub pid: u32,
     pub slot: u32,
     pub generation: u32,
     pub uptime_ms: u64,
     /// Number of jobs that the worker had completed before the crash.
     pub served: u64,
-    /// Resource usage of the worker. Absent for a program, and for a worker that died after its keeper.
+    /// Resource usage of the worker. Absent if a program died, or if the worker died after its keeper.
     #[serde(default)]
     pub usage: Option<Usage>,
     /// Number of jobs that were in flight in the worker.
@@ -224,14 +225,15 @@ pub struct CrashReport {
     /// Index, in `jobs`, of the job that caused the crash. Absent if that job is not known.
     #[serde(default)]
     pub culprit: Option<usize>,
-    /// Jobs that were in flight in the worker. If there were too many for one report, contains only the oldest.
+    /// Jobs that were in flight in the worker. Contains only the oldest jobs if there were too many for one report.
     pub jobs: Vec<CrashJob>,
     #[serde(default)]
     pub stderr_tail: Option<String>,
     /// Stacks, as text, that the worker itself wrote when it exceeded a time limit. Only Python workers write them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runtime_stack: Option<String>,
-    /// Backtraces, if a signal killed the process or it exceeded a time limit. Added to the report shortly afterwards.
+    /// Backtraces, if a signal killed the process or the process exceeded a time limit. Added to the report shortly
+    /// after the crash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub native: Option<NativeCrash>,
     /// Confinement of the worker, as read back from the kernel.
@@ -253,7 +255,7 @@ pub struct CrashJob {
     pub tenant: String,
     #[serde(default)]
     pub trace_id: Option<String>,
-    /// Number of attempts to run the job, including the one that ended with the crash.
+    /// Number of attempts to run the job, including the attempt that ended with the crash.
     pub attempts: u32,
     /// Time in milliseconds between the dispatch of the job to this worker and the crash.
     pub ran_ms: u64,
@@ -344,8 +346,8 @@ impl CrashReport {
         }
     }
 
-    /// Returns true if the report is within the limits that the supervisor applies when it writes reports. Required for
-    /// reports that are read from files, because any process could have written the file.
+    /// Returns true if the report is within the limits that the supervisor applies when it writes reports. Must be
+    /// checked for reports that are read from files, because any process could have written them.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &str, max: usize| text.len() <= max && !text.contains('\0');
         let is_valid_job = |job: &CrashJob| {
@@ -388,7 +390,7 @@ pub struct Replay {
     pub id: CrashId,
     /// Results of the jobs, in the order in which they were run.
     pub replays: Vec<ReplayedJob>,
-    /// Overall verdict: of all the jobs' verdicts, the one most similar to the original crash.
+    /// Verdict of the job whose replay was most similar to the original crash.
     pub verdict: Word<ReplayVerdict>,
 }
 

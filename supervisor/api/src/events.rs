@@ -21,8 +21,8 @@ vocabulary! {
     }
 }
 
-/// An event, as shown by `GET /v1/events` and `GET /v1/watch`. A reader can show events whose kind it does
-/// not know.
+/// An event, as shown by `GET /v1/events` and `GET /v1/watch`. Programs can show an event even if they do not know its
+/// kind.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Event {
@@ -243,8 +243,8 @@ events! {
 }
 
 impl EventKind {
-    /// Returns true if events of this kind report single jobs or workers and can therefore be as frequent as
-    /// jobs. Other kinds report state changes and are never suppressed.
+    /// Returns true if events of this kind report single jobs or workers, and can therefore be as frequent as jobs.
+    /// Events of other kinds report state changes and are never suppressed.
     pub const fn is_frequent(&self) -> bool {
         matches!(
             self,

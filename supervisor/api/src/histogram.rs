@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// Buckets are allocated in multiples of this number.
+/// Allocation unit: the number of allocated buckets is a multiple of this number.
 const BUCKETS_PER_ALLOCATION: usize = 8;
 
 /// A weighted histogram that keeps the `PRECISION_BITS` most significant bits of each value. A quantile
@@ -76,7 +76,7 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         self.first..self.first + self.buckets.len()
     }
 
-    /// Allocates the buckets in the range `wanted`, rounded outwards to whole blocks.
+    /// Allocates the buckets in the range `wanted`. Extends the range at both ends to whole allocation units.
     #[cold]
     fn allocate(&mut self, wanted: Range<usize>) {
         let allocated = if self.buckets.is_empty() { wanted.clone() } else { self.range() };

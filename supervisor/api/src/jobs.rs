@@ -11,7 +11,7 @@ use crate::{Text, Word};
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Jobs {
-    /// The oldest matching jobs, oldest first.
+    /// The oldest jobs that match the request, oldest first.
     pub jobs: Vec<Job>,
     /// Number of jobs that match the request, including jobs that are not listed.
     pub total: u64,
@@ -23,7 +23,7 @@ pub struct Jobs {
 pub struct Job {
     /// Job ID, in hexadecimal digits.
     pub job: String,
-    /// Name of the bulkhead that holds the job. If the job was passed on, this is the fallback.
+    /// Name of the bulkhead that holds the job. If the job was passed on to a fallback, the name of the fallback.
     pub bulkhead: String,
     /// Progress of the job.
     pub state: Word<JobProgress>,
@@ -31,8 +31,8 @@ pub struct Job {
     pub age_ms: f64,
     /// Milliseconds since the job was sent to its current worker. `null` if no worker is running the job.
     pub ran_ms: Option<f64>,
-    /// Milliseconds until the deadline or, for a running job, until the end of the run limit if that is
-    /// earlier.
+    /// Milliseconds until the job's deadline. For a running job, milliseconds until the deadline or the end of the run
+    /// limit, whichever is earlier.
     pub left_ms: f64,
     /// Priority of the job.
     pub priority: Word<Priority>,
@@ -43,7 +43,7 @@ pub struct Job {
     /// The client: `pid:` and a process ID, `uid:` and a user ID, `http`, `token`, or `application` for the
     /// application that embeds the supervisor.
     pub client: Text,
-    /// Process ID of the worker that has the job.
+    /// Process ID of the worker to which the job was sent.
     pub worker_pid: Option<u32>,
     /// Number of attempts, including the current one.
     pub attempts: u32,

@@ -40,5 +40,6 @@ pub use snapshot::{
 };
 pub use word::{Service, Word};
 
-/// Text in a document. The supervisor mostly borrows static text. A program that reads documents owns the text.
+/// Text field of a document. The supervisor mostly borrows static strings, whereas programs that read documents own
+/// their strings.
 pub type Text = std::borrow::Cow<'static, str>;

@@ -24,7 +24,7 @@ const TEXT_BYTES_MAX: usize = 512;
 pub const NATIVE_BYTES_MAX: u64 = 1024 * 1024;
 
 /// Backtraces of a process that was killed by a signal or exceeded a time limit, or the reason why there are none. All
-/// contents come from the process, which could have forged them.
+/// contents come from the process itself, so they can be forged.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeCrash {
     /// Reason why there is no backtrace. Completes a sentence that begins with "no backtrace:".
@@ -36,8 +36,8 @@ pub struct NativeCrash {
     /// Address that caused the signal, in hexadecimal digits. For SIGSEGV, the address that could not be accessed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Threads. If a signal killed the process, only the thread that received the signal. Otherwise, all threads of the
-    /// process and of its descendants, up to a maximum.
+    /// The threads of the process. If a signal killed the process, contains only the thread that received the signal.
+    /// Otherwise contains all threads of the process and its descendants, up to a maximum.
     #[serde(default)]
     pub threads: Vec<NativeThread>,
 }
@@ -45,7 +45,8 @@ pub struct NativeCrash {
 /// A thread and its backtrace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NativeThread {
-    /// Thread ID, as seen by the process if a signal killed it, otherwise as seen by the supervisor.
+    /// Thread ID, as seen by the process itself if a signal killed the process, and as seen by the supervisor
+    /// otherwise.
     pub id: u32,
     /// Name of the thread. Present if the process exceeded a time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -76,8 +77,8 @@ pub struct NativeFrame {
     /// Path of the program or library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub module: Option<String>,
-    /// Address in the module, in hexadecimal digits, as `addr2line` expects it. If there is no module, the address in
-    /// the process.
+    /// Address within the module, in the hexadecimal form that `addr2line` expects. If there is no module, the address
+    /// in the process.
     pub offset: String,
     /// Build ID of the module.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -135,7 +136,8 @@ impl NativeCrash {
         size_of::<Self>() + self.threads.iter().map(of_thread).sum::<usize>()
     }
 
-    /// Returns true if the document is within its limits. Documents from other processes must be checked.
+    /// Returns true if the document does not exceed its limits. Must be checked for documents that come from other
+    /// processes.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &String| text.len() <= TEXT_BYTES_MAX;
         let is_valid_frame = |frame: &NativeFrame| frame.texts().all(is_short);

@@ -27,7 +27,7 @@ pub struct JobOutcome {
     /// did not exit on its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// The party responsible for a failure: `caller` or `dependency`.
+    /// The party that is responsible for a failure: `caller` or `dependency`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault: Option<Word<Fault>>,
     /// Job ID, if one was assigned.
@@ -56,8 +56,8 @@ pub struct JobOutcome {
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// Exit status of an `exec` job's program, equal to `exit_code`. In a problem document `status` is the HTTP status
-    /// instead.
+    /// Exit status of the program that ran an `exec` job. Equal to `exit_code`. In a problem document, `status` is the
+    /// HTTP status instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -109,7 +109,7 @@ pub fn millis(duration: Duration) -> f64 {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Problem {
-    /// Human-readable explanation, which is meant to be read after the title.
+    /// Human-readable explanation, to be displayed after the title.
     pub detail: String,
     /// HTTP status code.
     pub status: u16,

@@ -29,7 +29,7 @@ pub struct Changes {
     pub supervisor: Vec<String>,
     /// True if the rules in `[[access]]` changed.
     pub access: bool,
-    /// Keys of `[supervisor]` whose new value only takes effect after a restart.
+    /// Keys of `[supervisor]` whose new values take effect only after a restart.
     pub ignored: Vec<String>,
 }
 
@@ -45,8 +45,8 @@ pub struct BulkheadChange {
     pub keys: Vec<String>,
     /// True if the reload replaces the workers, one at a time.
     pub replaces_workers: bool,
-    /// Keys that an operator had changed through the admin API and whose changes conflict with the new file. The values
-    /// in the file now apply.
+    /// Keys that an operator changed through the admin API. The reload discards these changes, because they do not fit
+    /// the new file.
     pub live_dropped: Vec<String>,
 }
 
@@ -57,15 +57,16 @@ vocabulary! {
         Added = "added",
         /// The bulkhead accepts no more jobs and is removed once its last job has finished.
         Removed = "removed",
-        /// The bulkhead continues with new values.
+        /// The bulkhead continues to run, with new values.
         Changed = "changed",
-        /// Tenant isolation was switched on or off. The bulkhead is removed, and a new one takes its name.
+        /// Tenant isolation was switched on or off. The bulkhead is removed, and a new bulkhead with the same name
+        /// replaces it.
         Rebuilt = "rebuilt",
     }
 }
 
 impl Changes {
-    /// Returns true if there is nothing to apply. Keys in `ignored` do not count.
+    /// Returns true if a reload would have nothing to apply. Ignores the keys in `ignored`.
     pub fn is_empty(&self) -> bool {
         self.bulkheads.is_empty() && self.supervisor.is_empty() && !self.access
     }

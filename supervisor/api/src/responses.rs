@@ -14,7 +14,7 @@ pub struct Readiness {
     pub degraded: Vec<ShortState>,
     /// State of the supervisor, or of the requested bulkhead.
     pub status: Word<BulkheadState>,
-    /// Milliseconds after which to check again. Present only if no jobs can be sent.
+    /// Milliseconds to wait before checking again. Present only if no jobs can be sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
 }
@@ -27,7 +27,7 @@ pub struct ShortState {
     pub detail: Option<String>,
     /// Name of the bulkhead.
     pub name: String,
-    /// State of the bulkhead, as in `GET /v1/bulkheads/{name}`.
+    /// State of the bulkhead, as reported by `GET /v1/bulkheads/{name}`.
     pub state: Word<BulkheadState>,
 }
 
@@ -50,7 +50,7 @@ pub struct UpgradeStep {
 }
 
 impl UpgradeStep {
-    /// Creates a step without further fields.
+    /// Creates a step whose other fields are empty.
     pub fn new(step: &'static str) -> Self {
         Self { step: step.into(), ..Self::default() }
     }
@@ -64,7 +64,7 @@ pub struct Done {
     pub bulkhead: String,
     /// The action that was carried out.
     pub done: Text,
-    /// Job ID, if the action concerns a job.
+    /// ID of the job that the action affected, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
 }
@@ -84,7 +84,8 @@ pub struct LogLine {
     pub line: String,
     /// Process ID of the worker that wrote the line.
     pub pid: u32,
-    /// Sequence number of the line in its bulkhead, starting at 1. Absent if the reader was too slow.
+    /// Sequence number of the line within its bulkhead, starting at 1. Absent if the object reports lines that were
+    /// dropped because the reader was too slow.
     pub seq: Option<u64>,
     /// Stream to which the line was written: `stdout` or `stderr`.
     pub stream: Text,

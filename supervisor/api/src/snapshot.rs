@@ -38,15 +38,15 @@ pub struct Snapshot {
     /// Human-readable reason why `service` is not `ok`: the most frequent outcome and its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// Number of worker processes. This and the next two limits are the ones in effect, which an operator may have
-    /// changed. If tenants are isolated, the limits apply to each tenant.
+    /// Number of worker processes. Like `max_in_flight` and `rate_limit`, this is the value in effect, which an
+    /// operator may have changed. If tenants are isolated, these limits apply to each tenant.
     pub processes: u32,
     pub max_in_flight: u32,
     /// Value of the `start.mode` key.
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
-    /// Adaptive limit. Absent if none is configured. If tenants are isolated, the limits of all tenants combined.
+    /// Adaptive limit. Absent if none is configured. If tenants are isolated, combines the limits of all tenants.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adaptive: Option<Adaptive>,
     pub in_flight: u64,
@@ -67,11 +67,12 @@ pub struct Snapshot {
     pub has_breaker: bool,
     /// Number of worker restarts for reasons other than `recycle`.
     pub restarts: u64,
-    /// Number of retries of jobs whose worker died.
+    /// Number of times that a job was retried because its worker had died.
     pub retries: u64,
     /// Number of payloads that are quarantined because they killed workers.
     pub quarantined: u64,
-    /// Number of unfinished jobs that were passed on to a fallback. Their outcomes will be counted for this bulkhead.
+    /// Number of unfinished jobs that this bulkhead passed on to a fallback. Their outcomes will be counted for this
+    /// bulkhead.
     pub elsewhere: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
@@ -91,22 +92,22 @@ impl Snapshot {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Adaptive {
-    /// Mode of the adaptive limit: whether the limit is enforced.
+    /// Mode of the adaptive limit, which determines whether the limit is enforced.
     pub mode: Word<AdaptiveMode>,
-    /// Value of the `min` key. If tenants are isolated, it applies to each tenant.
+    /// Value of the `min` key. If tenants are isolated, the value applies to each tenant.
     pub min: u32,
-    /// Value of the `max` key. If tenants are isolated, it applies to each tenant.
+    /// Value of the `max` key. If tenants are isolated, the value applies to each tenant.
     pub max: u32,
     /// Value of the `target` key, in milliseconds.
     pub target_ms: f64,
-    /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. If tenants are
-    /// isolated, the sum over all tenants.
+    /// Current limit on the number of running jobs. If the limit is not enforced, the value that it would have. If
+    /// tenants are isolated, the sum over all tenants.
     pub limit: u64,
-    /// Number of separate limits that add up to `limit`: one for each tenant with workers if tenants are
-    /// isolated, otherwise one.
+    /// Number of separate limits whose sum is `limit`. If tenants are isolated, there is one limit for each tenant with
+    /// workers, otherwise a single limit.
     pub limits: u64,
-    /// 90th percentile of run times in the last window, in milliseconds. On shared workers, the median of the
-    /// tenants' percentiles; with isolated tenants, the percentile of the slowest tenant.
+    /// 90th percentile of run times in the last window, in milliseconds. If tenants share workers, the median of the
+    /// tenants' percentiles. If tenants are isolated, the percentile of the slowest tenant.
     pub latency_ms: Option<f64>,
     /// Number of times that the limit was raised.
     pub raised: u64,
@@ -156,7 +157,7 @@ pub struct Latencies {
     pub queue: Percentiles,
 }
 
-/// Percentiles of a duration in milliseconds, or `null` if nothing was measured.
+/// Percentiles of a duration, in milliseconds. Each percentile is `null` if nothing was measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]

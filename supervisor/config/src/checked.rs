@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// Metrics label shared by tenants without a separate label and by jobs without a tenant.
+/// Metrics label for tenants that have no separate label and for jobs that have no tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
 /// A complete configuration.
@@ -28,8 +28,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Returns the sorted names of the tenants that have a separate label in the metrics: the first `tenant_labels`
-    /// tenants that the file names. Clients cannot add labels.
+    /// Returns the sorted names of the tenants that have a separate metrics label. These are the first `tenant_labels`
+    /// tenants that the configuration names, so clients cannot add labels.
     pub fn labelled_tenants(&self) -> Vec<String> {
         let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
         let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();

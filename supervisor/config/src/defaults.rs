@@ -5,39 +5,41 @@ use std::time::Duration;
 
 use super::ids::UidRange;
 
-/// Default mode of the jobs socket if the file does not contain `[[access]]`.
+/// Default mode of the jobs socket if the configuration has no `[[access]]` rules.
 pub const SOCKET_MODE: u32 = 0o600;
 /// Default file name of the jobs socket.
 pub const SOCKET_NAME: &str = "jobs.sock";
 /// Default file name of the admin socket, which is in the same folder as the jobs socket.
 pub const ADMIN_NAME: &str = "admin.sock";
-/// Name of the folder for sockets in `$XDG_RUNTIME_DIR` or [`RUNTIME_DIR_OF_ROOT`].
+/// Name of the folder for sockets. Its parent is `$XDG_RUNTIME_DIR` or, for root, [`RUNTIME_DIR_OF_ROOT`].
 pub const RUNTIME_FOLDER: &str = "bulkhead";
-/// Parent of the folder for root's sockets.
+/// Folder that contains root's folder for sockets.
 pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
 
 /// Mode of the admin socket.
 pub const ADMIN_MODE: u32 = 0o600;
-/// Default mode of the jobs socket if the file contains `[[access]]`. The rules then decide which clients are accepted.
+/// Default mode of the jobs socket if the configuration has `[[access]]` rules. The rules then decide which clients are
+/// accepted.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
-/// Mode of the jobs socket's folder if the supervisor creates it.
+/// Mode of the jobs socket's folder if the supervisor creates the folder.
 pub const FOLDER_MODE: u32 = 0o700;
-/// Mode of the jobs socket's folder if `[[access]]` allows other users.
+/// Mode of the jobs socket's folder if users other than the supervisor's user can have access to the socket.
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 
 /// Default sandbox profile.
 pub const SANDBOX_PROFILE: &str = "default";
-/// Default maximum number of processes and threads of a confined worker. Applies only where the kernel counts them
+/// Default limit on the number of processes and threads of a confined worker. Applies only if the kernel counts them
 /// separately for each worker.
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Default maximum size of each file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
-/// Default range of user IDs for workers, which systemd reserves for dynamically allocated users.
+/// Default range of user IDs for workers. systemd reserves this range for dynamically allocated users.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 
-/// Maximum duration in a configuration file. Small enough that adding a few durations to a clock time cannot overflow.
+/// Longest duration that a configuration file can contain. Small enough that adding a few durations to a clock time
+/// cannot overflow.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Minimum duration for keys that cannot be zero: the resolution of deadlines in the protocol.
+/// Shortest duration that a configuration file can contain for keys that cannot be zero.
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
 /// Largest integer that TOML supports.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
@@ -125,7 +127,7 @@ pub const CGROUP_CPU_CEILING: u64 = 1024;
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// Maximum total size of a program's arguments and environment in bytes.
 pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
-/// Search path for programs if the supervisor has no `PATH`, similar to the default of `execvp`.
+/// Search path for programs if `PATH` is not set in the supervisor's environment. Similar to the default of `execvp`.
 pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// Default value of the `output_grace` key in an `exec` bulkhead.
 pub const OUTPUT_GRACE: Duration = Duration::from_secs(1);

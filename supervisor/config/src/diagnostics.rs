@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use super::sources::{Source, Sources};
 
-/// Maximum number of problems to show in a report. The report only counts the rest; [`ConfigErrors::problems`] returns
-/// all.
+/// Maximum number of problems that a report shows. Further problems are only counted; [`ConfigErrors::problems`]
+/// returns all.
 const SHOWN_MAX: usize = 100;
 
 /// Maximum number of characters that a message quotes from a file.
@@ -136,7 +136,7 @@ fn line_range(text: &str, offset: usize) -> Range<usize> {
     start..end
 }
 
-/// Collects problems while the files are read.
+/// Problems found while the configuration files are read.
 #[derive(Debug, Default)]
 pub(super) struct Problems {
     found: Vec<(Range<usize>, String, String)>,
@@ -148,7 +148,7 @@ impl Problems {
         self.found.push((span, message.into(), help.into()));
     }
 
-    /// Adds the problems found in a file whose text starts at the position `start`.
+    /// Adds the problems of a file whose text starts at the position `start` of the whole configuration.
     pub(super) fn append(&mut self, of_file: Self, start: usize) {
         let moved = |(span, message, help): (Range<usize>, String, String)| {
             (span.start + start..span.end + start, message, help)
@@ -242,13 +242,13 @@ pub(super) fn shown(text: &str) -> String {
     shown.replace("\\'", "'").replace("\\\"", "\"")
 }
 
-/// Escapes one part of a dotted name, and quotes it unless it is a bare TOML key.
+/// Escapes one part of a dotted key, and adds quotes unless the part is valid as a bare TOML key.
 pub(super) fn shown_key(name: &str) -> String {
     let bare = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
     if !name.is_empty() && name.bytes().all(bare) { shown(name) } else { format!("\"{}\"", shown(name)) }
 }
 
-/// Returns the candidate that the misspelt `word` most likely stands for, if any candidate is similar enough.
+/// Returns the candidate that is most similar to the misspelled `word`, if any candidate is similar enough.
 pub(super) fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) -> Option<&'c str> {
     if word.len() > QUOTED_CHARS_MAX {
         return None;

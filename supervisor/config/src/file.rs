@@ -51,8 +51,8 @@ impl<K> Deref for Raw<K> {
     }
 }
 
-/// Keys that select the program of a bulkhead. Not allowed in `[defaults]`, because all bulkheads would run the same
-/// program.
+/// Keys that select the program of a bulkhead. Not allowed in `[defaults]`, because all bulkheads would then run the
+/// same program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
 /// Names of the tables that contain per-tenant settings. Not allowed in `[defaults]`.
@@ -145,7 +145,8 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Reports a key in `[bulkhead]` that is not a bulkhead. The author most likely meant it to apply to all bulkheads.
+/// Reports a key in `[bulkhead]` that is not a bulkhead. The author most likely meant the key to apply to all
+/// bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,
     value: &Spanned<DeValue<'_>>,

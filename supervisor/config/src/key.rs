@@ -28,13 +28,13 @@ pub struct Key {
     pub name: &'static str,
     /// Kind of the value.
     pub kind: Kind,
-    /// Value if the key is absent, or how the supervisor behaves in that case.
+    /// Value that applies if the key is absent, or a description of what the supervisor does in that case.
     pub default: DefaultValue,
     /// Description of the key for the reference.
     pub about: &'static str,
     /// Valid example value for a key without a default.
     pub(super) example: &'static str,
-    /// Effect that changing the value has on a running supervisor.
+    /// Effect of a reload on a running supervisor if the value has changed.
     pub on_reload: OnReload,
 }
 
@@ -101,8 +101,8 @@ pub enum Kind {
     Tables(usize),
 }
 
-/// Value if a key is absent, or how the supervisor behaves in that case. `Display` writes the value as TOML, or the
-/// description of the behaviour.
+/// Value that applies if a key is absent, or a description of what the supervisor does in that case. `Display` writes
+/// the value as TOML, or the description.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DefaultValue {
     /// A duration.
@@ -136,8 +136,8 @@ pub enum OnReload {
     NeedsRestart,
 }
 
-/// Names that other systems use for a bulkhead's settings. Each is paired with the keys that the author could have
-/// meant and their meanings.
+/// Names that other systems use for a bulkhead's settings. Each name is paired with the keys that the author of the
+/// file may have meant, and each key with its meaning.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     (
         "timeout",

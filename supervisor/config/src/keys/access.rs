@@ -38,7 +38,7 @@ table! {
 }
 
 vocabulary! {
-    /// What a token is used for.
+    /// Purpose of a token.
     Role {
         /// Submits jobs to `jobs_http`.
         Jobs = "jobs",
@@ -50,9 +50,9 @@ vocabulary! {
 /// `[[access]]`: permissions of a user, a group or a token. A client that matches no entry has no permissions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AccessConfig {
-    /// User or group (identified by peer credentials) or token that the entry applies to.
+    /// User, group or token that the entry applies to. Users and groups are identified by peer credentials.
     pub who: Who,
-    /// What the token is used for. Always [`Role::Jobs`] for users and groups.
+    /// Purpose of the token. Always [`Role::Jobs`] for users and groups.
     #[serde(serialize_with = "role_name")]
     pub role: Role,
     /// Names of the permitted bulkheads, at least one. `None` means all bulkheads.
@@ -69,12 +69,12 @@ pub enum Who {
     Uid(u32),
     /// Group ID.
     Gid(u32),
-    /// Token that was read from this file.
+    /// Token, and the file from which it was read.
     TokenFile(TokenFile),
 }
 
 impl Who {
-    /// Returns the token and its file.
+    /// Returns the token and its file, or `None` for a user or group.
     pub fn token_file(&self) -> Option<&TokenFile> {
         match self {
             Self::TokenFile(file) => Some(file),
@@ -83,7 +83,7 @@ impl Who {
     }
 }
 
-/// A token and its file. Serializes to the path only.
+/// A token and the file that contains it. Serialized as the path of the file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct TokenFile {
