@@ -13,8 +13,8 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// Returns the message and help for an `overflow` key in a bulkhead without a queue, whether in a configuration file or
-/// in a live change.
+/// Returns the message and help for an `overflow` key in a bulkhead without a queue. The key can be in a configuration
+/// file or in a live change.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
@@ -154,8 +154,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the burst size, which by default is the number of jobs that the rate allows in one second. It fits in 32
-/// bits, because `RATE_CEILING` limits both.
+/// Returns the burst size. By default, a burst is the number of jobs that the rate allows in one second. The result
+/// fits in 32 bits, because `RATE_CEILING` limits both the rate and the burst.
 pub(super) fn burst(burst: &Field<u32>, per_second: f64) -> u32 {
     burst.value_or(per_second.ceil() as u32)
 }

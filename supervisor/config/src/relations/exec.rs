@@ -106,7 +106,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a key in the bulkhead's own table that applies only to `exec`.
+    /// Reports a key in the bulkhead's own table that has no effect without `exec`.
     fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(

@@ -7,7 +7,7 @@ fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// Returns the column that follows the text `sandbox = { profile = "default", ` and `more`.
+/// Returns the column at which the text after `sandbox = { profile = "default", ` and `more` starts.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }
