@@ -167,8 +167,8 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "W3C trace context, which is passed on to the worker."),
 ];
 
-/// This is not an `async` function, because the type of the future would depend on the table that contains the
-/// function.
+/// Handler for the OpenAPI document. Not an `async` function, because its future would have a type that depends on the
+/// table of routes, which contains this handler.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }

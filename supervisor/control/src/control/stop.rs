@@ -39,7 +39,8 @@ pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) 
     }
 }
 
-/// Stops the supervisor, after `drain_notice` on the first signal and immediately on the second.
+/// Stops the supervisor: after `drain_notice` when called for the first signal, and immediately when called for the
+/// second.
 fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(), CommandSendError> {
     let duration = control.config().supervisor.drain_notice;
     if let Some(notice) = notice {
@@ -81,7 +82,7 @@ impl Control {
         }
     }
 
-    /// Makes `/readyz` respond 503, and notifies the service manager.
+    /// Makes `/readyz` respond with 503, and notifies the service manager.
     pub(super) fn set_stopping(&self) {
         if !self.is_stopping.swap(true, Ordering::SeqCst) {
             self.notify_systemd(&[NotifyState::Stopping]);
