@@ -17,8 +17,8 @@ pub(super) fn resolve(folder: &Path, path: &str) -> PathBuf {
     folder.join(path).components().collect()
 }
 
-/// Resolves `argv[0]`. A name with a `/` is a path relative to the folder of the configuration file; any
-/// other name is looked up in `search_path`.
+/// Resolves the name of a program. A name that contains `/` is a path relative to the folder of the configuration file.
+/// Any other name is looked up in `search_path`.
 pub(super) fn program(
     label: &str,
     name: &str,

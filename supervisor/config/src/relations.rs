@@ -30,8 +30,8 @@ use super::{
     BulkheadConfig, Config, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs, units,
 };
 
-/// Minimum value of `max_pooled` in bytes, if it is not 0. One memory file of the smallest size for payloads and one
-/// for results fit in this space.
+/// Minimum value of `max_pooled` in bytes, unless the value is 0. This is enough for one memory file of the smallest
+/// size for payloads and another for results.
 const POOLED_MIN: u64 = 512 * 1024;
 
 /// Maximum number of names to list in a message.
@@ -45,7 +45,7 @@ pub(super) struct Checker<'c> {
 }
 
 impl<'c> Checker<'c> {
-    /// Checks all rules of a configuration. The result is valid only if no problems were reported.
+    /// Checks a configuration against all rules. The result is valid only if no problems were reported.
     pub(super) fn check(&mut self, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
@@ -392,7 +392,7 @@ impl<'c> Checker<'c> {
         }
     }
 
-    /// Reports an error if the value `lower` is above the value `upper`. `literal` formats a value as TOML.
+    /// Reports an error if the value of `lower` exceeds that of `upper`. `literal` formats a value as TOML.
     fn ordered<T: PartialOrd>(
         &mut self,
         lower: (&str, &Resolved<T>),

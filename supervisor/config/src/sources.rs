@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::defaults;
 
-/// One of the files that make up a configuration.
+/// A file that is part of a configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Source {
     /// Path to show in messages. For the main file, this is the path given by the caller.

@@ -26,8 +26,8 @@ impl Token {
         Self(blake3::hash(secret))
     }
 
-    /// Reads the token from a file that only its owner can modify. The error consists of a description and a suggested
-    /// correction.
+    /// Reads a token from a file that is writable only by the file's owner. An error consists of a description and a
+    /// suggested correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
         let not_a_token = || {

@@ -48,7 +48,7 @@ fn overflow(text: &str) -> UnitError {
     }
 }
 
-/// Removes all fractions from the text of a duration. Returns `None` if the text does not match [the
+/// Removes the fractional part of each number in a duration. Returns `None` if the text does not match [the
 /// pattern](duration_pattern).
 fn without_fractions(text: &str) -> Option<String> {
     let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();

@@ -130,7 +130,7 @@ pub struct Options {
     pub counters: Arc<SharedCounters>,
     /// The active configuration, with everything that a reload needs.
     pub active_config: ActiveConfig,
-    /// Handle to the crash reports, and the thread that reads and writes them.
+    /// Handle for accessing crash reports, and handle to the thread that stores them.
     pub crashes: (Crashes, CrashThread),
     /// Options for starting symbolizers.
     pub symbolizer: SymbolizerOptions,
@@ -144,7 +144,7 @@ pub struct Options {
     pub jobs_http: Option<TcpListener>,
     /// For each listening socket, whether the service manager owns it.
     pub inherited: InheritedSockets,
-    /// Monitor of the essential threads.
+    /// Monitor for the threads that the supervisor cannot run without.
     pub threads: ThreadMonitor,
     /// Options for upgrading this supervisor, and the state of the predecessor, if any.
     pub handover: HandoverOptions,
@@ -156,7 +156,7 @@ pub struct Options {
 
 type Shared = Arc<Control>;
 
-/// State that all parts of the control plane share.
+/// State shared by all parts of the control plane.
 pub(crate) struct Control {
     commands: CommandSender,
     events: Events,

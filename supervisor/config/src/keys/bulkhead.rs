@@ -25,7 +25,7 @@ use crate::rlimits::Rlimit;
 use crate::table::{as_table, as_table_option, as_word, section};
 
 section! {
-    /// Keys of `[bulkhead.NAME]` or `[defaults]`.
+    /// Keys of a bulkhead's table, `[bulkhead.NAME]`, and of `[defaults]`.
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// Program built with the worker SDK, and its arguments.
@@ -114,7 +114,7 @@ section! {
     }
 }
 
-/// Validated settings of one bulkhead: those in `[bulkhead.NAME]`, merged with those in `[defaults]`.
+/// Validated settings of one bulkhead, merged from `[bulkhead.NAME]` and `[defaults]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BulkheadConfig {
     /// Name of the bulkhead, which matches `[a-z0-9._-]{1,64}`.
@@ -147,8 +147,8 @@ pub struct BulkheadConfig {
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// Time allowed for a worker to stop after a missed deadline before it is killed. Zero kills the worker
-    /// immediately.
+    /// Grace period for a worker that has missed a deadline, after which the worker is killed. Zero means that the
+    /// worker is killed immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
     /// Amount of work, measured in expected run time, to prefetch to a busy worker. Zero disables prefetching.
@@ -217,7 +217,7 @@ pub struct BulkheadConfig {
     /// run an `exec` program.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
-    /// How to interpret the exit statuses of a program. `None` if the workers do not run an `exec` program.
+    /// Meaning of a program's exit statuses. `None` if the workers do not run an `exec` program.
     pub exit_status: Option<exec::ExitStatus>,
     /// Names of the files that hold a program's payload and result. `None` means that the program uses standard input
     /// and output.
@@ -230,9 +230,8 @@ impl BulkheadConfig {
         self.tenants.as_ref()?.isolation.as_ref()
     }
 
-    /// Returns the resource limits that the sandbox adds for resources without a limit in `rlimits`. The
-    /// limit on processes (`nproc`) applies only where the kernel counts processes separately for each
-    /// worker.
+    /// Returns the resource limits that the sandbox sets if the bulkhead's `rlimits` do not. The limit on processes
+    /// (`nproc`) applies only where the kernel counts processes separately for each worker.
     pub fn sandbox_rlimits(&self) -> Vec<Rlimit> {
         if self.sandbox.profile == Profile::None {
             return Vec::new();

@@ -72,7 +72,7 @@ pub struct SandboxConfig {
     /// User that the workers run as. `None` if the configuration does not set the key; see
     /// [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
-    /// System calls that are allowed in addition to those that the profile allows. None of them is in `deny`.
+    /// System calls that are allowed in addition to the profile's own. None of them is in `deny`.
     pub allow: Vec<String>,
     /// System calls that the profile allows but the configuration forbids.
     pub deny: Vec<String>,
@@ -96,7 +96,7 @@ vocabulary! {
     Profile {
         /// No sandbox. A worker still gets its own session and its resource limits, and inherits no descriptors.
         None = "none",
-        /// Layers that ordinary programs tolerate and that need neither root nor user namespaces.
+        /// Layers of confinement that ordinary programs tolerate. They need neither root nor user namespaces.
         Default = "default",
         /// All layers of confinement, with a seccomp filter that allows only the system calls needed for computation.
         Strict = "strict",
@@ -106,9 +106,9 @@ vocabulary! {
 /// Network access of workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Network {
-    /// Workers can create no sockets except socket pairs.
+    /// Workers cannot create any sockets except socket pairs.
     None,
-    /// Only outgoing connections. Workers cannot accept connections.
+    /// Workers can open connections but cannot accept any.
     Connections {
         /// TCP ports to which workers can connect, at any address. No port is 0 or listed twice.
         tcp_ports: Vec<u16>,

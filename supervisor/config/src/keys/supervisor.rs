@@ -90,7 +90,7 @@ section! {
 /// Validated settings of `[supervisor]`: the sockets, and the limits shared by all bulkheads.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SupervisorConfig {
-    /// Absolute path of the jobs socket, short enough to bind. Empty for an embedded supervisor.
+    /// Absolute path of the jobs socket, within the maximum length for socket paths. Empty for an embedded supervisor.
     pub socket: PathBuf,
     /// File mode of the jobs socket, for example `0o600`. By default, all users can connect if `[[access]]` decides
     /// which of them are accepted; otherwise, only the supervisor's user can.
@@ -132,9 +132,9 @@ pub struct SupervisorConfig {
     /// Maximum number of tenants that get their own label in the metrics; see
     /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// User IDs for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means the IDs in
-    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other users,
-    /// otherwise those in `/etc/subuid`.
+    /// Range of user IDs for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None` means
+    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other users, and
+    /// otherwise the supervisor's IDs in `/etc/subuid`.
     pub worker_uids: Option<UidRange>,
 }
 

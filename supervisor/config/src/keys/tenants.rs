@@ -55,8 +55,8 @@ section! {
 }
 
 table! {
-    /// Keys of `[bulkhead.NAME.tenant.TENANT.rate_limit]`. There is no `per`, because it would have no
-    /// effect.
+    /// Keys of `[bulkhead.NAME.tenant.TENANT.rate_limit]`. There is no key `per`, because a tenant's rate limit always
+    /// applies to that tenant alone.
     TenantRateKeys, TENANT_RATE_LIMIT;
 
     /// Sustained rate of this tenant in jobs per second. Each job counts according to its cost.

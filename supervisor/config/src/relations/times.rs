@@ -51,7 +51,8 @@ impl Checker<'_> {
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// Checks `lookahead`, which `exec` does not support. Ignores a value in `[defaults]` for `exec` bulkheads.
+    /// Checks `lookahead`, which has no effect with `exec`. If the value is in `[defaults]`, bulkheads with `exec`
+    /// ignore it.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {

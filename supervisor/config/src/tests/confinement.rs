@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// Returns a bulkhead with a sandbox on line 3. `entries` are further sandbox keys.
+/// Returns the configuration of a bulkhead with a `sandbox` table on line 3. `entries` are additional keys of this
+/// table.
 fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }

@@ -126,7 +126,7 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// Returns a minimal bulkhead with `lines` added from line 3 on.
+/// Returns the configuration of a minimal bulkhead, in which `lines` begin on line 3.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }

@@ -19,7 +19,7 @@ const AT_LIMIT_MAX: f64 = 0.01;
 /// If there were too few workers for more than this share of the time, the rules do not recommend a number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
-/// Fraction of all jobs above which the number of rejected or late jobs is significant.
+/// Fraction of all jobs above which the number of rejected or late jobs counts as significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
 /// If jobs were in flight for less than this share of the time, the bulkhead counts as idle.

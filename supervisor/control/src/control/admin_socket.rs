@@ -55,7 +55,7 @@ pub(super) async fn accept_all(
 /// The listener of the admin socket. Limits the number of connections and checks each client.
 struct AdminListener {
     listener: UnixListener,
-    /// ID of the user who, besides root, can connect.
+    /// ID of the user who can connect to the admin socket, in addition to root.
     own_uid: u32,
     unrelated: Arc<UnrelatedProcesses>,
     commands: CommandSender,
@@ -93,8 +93,8 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a rejected client to the data plane. Returns the response and a permit to send the response, or `None`
-    /// if no permit is free.
+    /// Reports a rejected client to the data plane. Returns the rejection to send to the client, with a permit to send
+    /// it. Returns `None` if no permit is free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);

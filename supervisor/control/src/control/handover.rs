@@ -20,7 +20,7 @@ use bulkhead_shared::codec::Message;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 
-/// Maximum time to wait for the other supervisor to exit, in addition to `drain_timeout`.
+/// Maximum time, in addition to `drain_timeout`, to wait for the other supervisor in an upgrade to exit.
 const END_TIMEOUT: Duration = Duration::from_secs(70);
 
 /// Options for upgrades, such as the program to start as the successor, and the predecessor if this supervisor takes
@@ -59,7 +59,7 @@ pub struct Predecessor {
     pub tenants: Vec<TenantState>,
     /// Descriptor that becomes readable when the predecessor and its keepers have exited.
     pub lifeline: OwnedFd,
-    /// This supervisor's end of the transfer socket.
+    /// This supervisor's end of the transfer socket, over which the data planes hand over connections and permits.
     pub transfer: OwnedFd,
     /// Listener of the jobs socket.
     pub jobs: UnixListener,

@@ -138,7 +138,7 @@ impl Submitter {
         Upload::new(&control.config(), (control.counters.clone(), spool), name, headers, body)
     }
 
-    /// Takes the session that belongs to the HTTP connection. If there is none, returns a permit to open a session.
+    /// Returns the session that belongs to the HTTP connection, or a permit to open a new session.
     async fn session_or_permit(&self, control: &Control) -> Result<SessionOrPermit, Failure> {
         if let Some(session) = self.slot.as_ref().and_then(|slot| slot.take(&self.client)) {
             return Ok(SessionOrPermit::Session(session));

@@ -65,7 +65,7 @@ impl JobsHttpCounters {
     }
 }
 
-/// Starts the thread, which serves connections until the control plane has shut down.
+/// Starts the thread that serves `jobs_http` connections until the control plane has shut down.
 pub(super) fn start(
     control: Shared,
     socket: TcpListener,
@@ -157,8 +157,8 @@ async fn identify(
     }
 }
 
-/// Completes a response. If the supervisor is stopping or has handed over to a successor, also closes the connection,
-/// so that the client sends its next request to another host or to the successor.
+/// Completes a response. While the supervisor is stopping, and after it has handed over to a successor, also closes the
+/// connection. The client then sends its next request to another host or to the successor.
 async fn complete(
     State(control): State<Shared>,
     ConnectInfo(admission): ConnectInfo<Admission>,

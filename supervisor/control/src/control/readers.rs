@@ -23,7 +23,7 @@ pub(super) struct ReaderQueues {
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,
 }
 
-/// Starts the thread, which serves connections until the control plane shuts down.
+/// Starts the low-priority reader thread, which serves connections until the control plane shuts down.
 pub(super) fn start(
     control: Shared,
     reader_queues: ReaderQueues,

@@ -178,7 +178,8 @@ pub(super) fn router() -> Router<Shared> {
     router_of(|_| true)
 }
 
-/// Builds the router of `jobs_http`, which serves health checks without `protect`, and jobs with it.
+/// Builds the router for `jobs_http`. The route for jobs is wrapped by `protect`, but the routes for health checks are
+/// not.
 pub(super) fn jobs_router(
     protect: impl FnOnce(MethodRouter<Shared>) -> MethodRouter<Shared>,
 ) -> Router<Shared> {

@@ -583,7 +583,7 @@ impl Successor {
         wait_for_end(&self.pidfd).await;
     }
 
-    /// Kills the program and waits for its workers to exit.
+    /// Kills the new program and waits for its workers to exit.
     async fn kill(&self) {
         // Fails only if the process has already exited.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
@@ -595,7 +595,8 @@ impl Successor {
         }
     }
 
-    /// Waits for a message of the kind `wanted`. Ignores other messages, except for one that reports a failure.
+    /// Waits for a message of the kind `wanted`. Returns an error if the new program reports a failure. Ignores all
+    /// other messages.
     async fn expect(
         &self,
         control: &Control,

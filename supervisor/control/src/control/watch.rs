@@ -23,7 +23,7 @@ use crate::observe::events::rfc3339;
 /// Interval at which the states of the bulkheads are sent.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// State that all watchers share.
+/// State shared by all watchers.
 pub(super) struct Watch {
     /// Server-sent event that contains the states of the bulkheads, formatted once for all watchers. `None` while there
     /// are no watchers.

@@ -119,13 +119,13 @@ struct StoredReport {
 }
 
 impl Store {
-    /// Creates the store that the configuration describes.
+    /// Creates a store for crash reports according to the configuration.
     pub fn new(config: &SupervisorConfig) -> Result<Self, OpenError> {
         Self::with_lock(config, None)
     }
 
-    /// Creates the store that the configuration describes. `lock` is the lock inherited from the previous supervisor in
-    /// an upgrade, which also writes reports until it exits.
+    /// Creates a store for crash reports according to the configuration. `lock` is the lock inherited from the previous
+    /// supervisor in an upgrade, which also writes reports until it exits.
     pub fn with_lock(config: &SupervisorConfig, lock: Option<OwnedFd>) -> Result<Self, OpenError> {
         let store = Self::open_with(lock, config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })

@@ -300,7 +300,7 @@ impl EventRing {
         }
     }
 
-    /// Returns the events in the ring after the sequence number `since`, newest first.
+    /// Returns the events whose sequence numbers are above `since`, newest first.
     fn newest(&self, since: u64, bulkhead: Option<&str>) -> impl Iterator<Item = &Arc<Rendered>> {
         let after = since.saturating_add(1);
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))

@@ -98,9 +98,8 @@ impl Progress {
         self.close.notified().await;
     }
 
-    /// Returns a key that determines the order in which idle connections are closed: first connections without a valid
-    /// token, then those that have been idle longest. Returns `None` if a request is being served or the connection is
-    /// closing.
+    /// Returns a sort key for closing idle connections: connections without a valid token come first, then the
+    /// longest-idle connections. Returns `None` if a request is being served or the connection is closing.
     fn idle_order(&self) -> Option<(bool, Instant)> {
         let waiting_since = self.waiting_since.load(Ordering::Relaxed);
         if waiting_since == SERVING || self.is_closing.load(Ordering::Relaxed) {

@@ -17,9 +17,8 @@ use super::Failure;
 /// Size of the memory segments that hold a payload of unknown length, in bytes.
 const SEGMENT_BYTES: usize = 256 * 1024;
 
-/// Minimum size to announce for a payload that is too large. Payloads up to a certain size can be sent without an
-/// announcement, and this size is just above that limit, so that the data plane rejects the job before receiving the
-/// payload.
+/// Minimum size to announce for a payload that is too large. If the announced size were smaller, the data plane would
+/// expect to receive the payload before it rejects the job.
 const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 /// An incoming payload.
@@ -102,7 +101,7 @@ impl Upload {
         Ok(Announced::Spooled(self.spool.bytes as u64))
     }
 
-    /// Sends the frame and the payload.
+    /// Sends the SUBMIT frame of a job, and then the payload unless it is too large.
     pub(super) async fn send(
         &mut self,
         mut frame: Vec<u8>,
