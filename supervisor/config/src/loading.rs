@@ -110,7 +110,7 @@ fn add_fragments(sources: &mut Sources, problems: &mut Problems) {
     }
 }
 
-/// Parses all files and reports syntax errors. Returns the document of the main file first.
+/// Parses all files and reports syntax errors. The first document in the result is that of the main file.
 pub(super) fn parse<'s>(sources: &'s Sources, problems: &mut Problems) -> Vec<DeTable<'s>> {
     let files = std::iter::once(sources.main()).chain(sources.fragments());
     files.map(|source| parse_one(source, problems)).collect()

@@ -37,7 +37,7 @@ const POOLED_MIN: u64 = 512 * 1024;
 /// Maximum number of names to list in a message.
 const LISTED_MAX: usize = 10;
 
-/// Checks the rules that relate several keys to each other or to the system, and collects the problems.
+/// Checks the rules that involve several keys or the system, and collects the problems.
 pub(super) struct Checker<'c> {
     pub(super) sources: &'c Sources,
     pub(super) process_env: &'c ProcessEnv,
@@ -340,8 +340,8 @@ impl<'c> Checker<'c> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
-    /// Suggests an existing name in place of an unknown bulkhead name. If no name is similar, lists all `names`,
-    /// introduced by `which`.
+    /// Returns the help for an unknown bulkhead name. Suggests the most similar of `names` or, if none is similar,
+    /// lists all of them.
     fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),

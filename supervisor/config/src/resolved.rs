@@ -15,7 +15,7 @@ pub(super) struct Resolved<T> {
 }
 
 impl<T: Clone> Field<T> {
-    /// Returns the value, or `default_value` if the file contains no valid value, together with its source.
+    /// Returns the value and its source. The value is `default_value` if the file contains no valid value.
     pub(super) fn resolved(&self, default_value: T) -> Resolved<T> {
         let source = match self {
             Self::Given(Given { span, origin, .. }) => {

@@ -87,7 +87,7 @@ impl<T: Clone> WithDefault<T> {
         self.field.value_or(self.default.clone())
     }
 
-    /// Returns the value in the file, or the default, together with its source.
+    /// Returns the value in the file or the default, and the source of the returned value.
     pub(crate) fn resolved(&self) -> Resolved<T> {
         self.field.resolved(self.default.clone())
     }
@@ -143,7 +143,7 @@ pub(crate) trait NestedTable: Sized {
     /// Returns the keys of the inner table; see [`Table::keys`].
     fn nested_keys() -> Vec<Key>;
 
-    /// Reads the inner table `name` of the given table, which may be absent.
+    /// Reads the inner table `name`. The inner table can be absent, and so can the table that would contain it.
     fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
     /// Merges the inner table with the one in `[defaults]`; see [`Table::merge`].

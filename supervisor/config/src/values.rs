@@ -128,8 +128,7 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// Returns the help for a duration that is out of range. For `queue_timeout`, suggests what the author probably meant
-/// by zero.
+/// Returns the help for a duration that is out of range. For `queue_timeout`, explains what to write instead of zero.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {

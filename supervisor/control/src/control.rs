@@ -101,7 +101,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(4);
 /// limited, because another process can hold the pipe open.
 const TAIL_READ_YIELDS_MAX: u32 = 64;
 
-/// Maximum number of bytes of standard error in a `worker_exited` event. A crash report contains more.
+/// Maximum number of bytes of standard error output to include in a `worker_exited` event. A crash report contains
+/// more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
 /// Kind of process in which the supervisor runs.
@@ -185,7 +186,7 @@ pub(crate) struct Control {
     handover: Handover,
     /// Cache of processes that are known not to be descendants of the supervisor.
     unrelated: Arc<UnrelatedProcesses>,
-    /// Reference count of the unfinished HTTP requests for jobs, each of which holds a clone.
+    /// Reference that every unfinished HTTP request for a job holds, so that these requests can be counted.
     job_requests: Arc<()>,
     /// Permits that limit the number of concurrent jobs submitted over the admin API.
     jobs: Arc<Semaphore>,

@@ -197,7 +197,7 @@ pub struct BulkheadConfig {
     /// Rules for restarting dead workers.
     #[serde(serialize_with = "as_table")]
     pub restart: Restart,
-    /// Time limits for starting workers, and how workers are started.
+    /// Settings for starting workers: time limits, method, and spares.
     #[serde(serialize_with = "as_table")]
     pub start: Start,
     /// Heartbeat settings for detecting unresponsive workers.

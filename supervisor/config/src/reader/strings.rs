@@ -80,7 +80,7 @@ fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// Returns the string that the author of the file would have written by adding quotation marks to the value.
+/// Returns the text of a value that should probably have been quoted.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),

@@ -98,7 +98,7 @@ impl Checker<'_> {
         self.check_token_uses(raw, entries, access);
     }
 
-    /// Checks that the role of an `[[access]]` entry has a token, and that a listener is configured for that token.
+    /// Checks that an `[[access]]` entry with a role has a token, and that a listener is configured for the token.
     fn check_role(&mut self, raw: &RawSupervisor, entry: &RawAccess) {
         let Some(file) = entry.token_file.given() else {
             if let Some(role) = entry.role.given() {

@@ -81,7 +81,7 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 /// job can have.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Interval between checks whether the last HTTP request is complete.
+/// Interval at which to check whether the last HTTP request is complete.
 const REQUESTS_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Maximum number of upgrade steps that can be reported to the client.

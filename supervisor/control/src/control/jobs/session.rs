@@ -36,7 +36,7 @@ pub(super) type Reader = BufReader<OwnedReadHalf>;
 pub(in crate::control) struct Session {
     pub(super) reader: Reader,
     pub(super) writer: OwnedWriteHalf,
-    /// Number of the last request.
+    /// Number of the last request sent in this session.
     pub(super) number: u64,
     client: HttpClient,
 }
