@@ -145,7 +145,7 @@ pub struct Options {
     pub jobs_http: Option<TcpListener>,
     /// For each listening socket, whether the service manager owns it.
     pub inherited: InheritedSockets,
-    /// Monitor for the threads that the supervisor cannot run without.
+    /// Monitor for the essential threads. If one of them exits early, the supervisor shuts down.
     pub threads: ThreadMonitor,
     /// Options for upgrading this supervisor, and the state of the predecessor, if any.
     pub handover: HandoverOptions,

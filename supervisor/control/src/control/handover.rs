@@ -30,7 +30,7 @@ pub struct HandoverOptions {
     pub program: Result<SuccessorProgram, String>,
     /// Predecessor that this supervisor takes over from. `None` if it was not started as part of an upgrade.
     pub predecessor: Option<Predecessor>,
-    /// Soft resource limits from before this supervisor raised them, by resource number.
+    /// Soft resource limits that were in effect before this supervisor raised them, by resource number.
     pub soft_limits: Vec<(u32, u64)>,
     /// Ensures that the main process of the service exits last.
     pub end: Arc<ProcessEnd>,

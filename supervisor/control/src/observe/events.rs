@@ -162,7 +162,8 @@ impl Events {
         self.lock().seq
     }
 
-    /// Continues the event numbers of another supervisor, so that this supervisor's events follow them.
+    /// Makes the event numbers continue after `number`, the last number that the previous supervisor in an upgrade
+    /// used.
     pub fn continue_after(&self, number: u64) {
         let mut ring = self.lock();
         ring.seq = ring.seq.max(number);

@@ -45,7 +45,7 @@ enum Phase {
     Idle,
     /// Part of the request's head has arrived.
     Head,
-    /// The handler has the request, or the response is being sent. The handler limits the time for this.
+    /// The handler has the request, or the response is being sent. The handler enforces the time limit.
     Serving,
     /// There is data to send, but the client is not reading.
     Stalled,
